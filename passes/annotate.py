@@ -1,0 +1,70 @@
+"""annotate: give every node its candidate signatures, one axis at a time, with the conditions for using them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sbpc._compat import OpOverload
+from sbpc.choices import Candidates, nodes_in, of_match, of_replicated, of_stored
+from sbpc.errors import SbpcError, at_node
+from sbpc.rules import match
+
+
+def annotate(gm: GraphModule) -> GraphModule:
+    """Put candidates on every node.
+
+    Before: a joint graph at global shapes. After: `meta["candidates"]` and `meta["signatures"]` on every placeholder and
+    call, `meta["match"]` on every call that has a rule; `meta["notes"]` of the module names the calls that have none.
+    """
+    result = copied(gm)
+    notes: list[str] = []
+    for node in result.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            whole_only = node.op == "get_attr"
+            shape = () if whole_only else tuple(node.meta["val"].shape)
+            set_candidates(node, of_stored(shape))
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            annotate_call(node, notes)
+        elif node.op not in ("output", "call_function"):
+            raise SbpcError(at_node(f"{node.op} nodes cannot be planned", node, "Capture the model anew."))
+    result.meta["notes"] = tuple(notes)
+    return result
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A copy of the module whose nodes have metas of their own."""
+    result = GraphModule(gm, copy.deepcopy(gm.graph, memo=shared_values(gm)))
+    result.meta.update(gm.meta)
+    return result
+
+
+def shared_values(gm: GraphModule) -> dict[int, Any]:
+    """What a deep copy of the graph is to share and not to copy: the metas' contents."""
+    return {id(item): item for node in gm.graph.nodes for item in node.meta.values()}
+
+
+def set_candidates(node: Node, candidates: Candidates) -> None:
+    """Record the candidates on the node, for passes and for readers."""
+    node.meta["candidates"] = candidates
+    node.meta["signatures"] = candidates.signatures
+
+
+def annotate_call(node: Node, notes: list[str]) -> None:
+    """Match one call with its rule; without one it is replicated, and the notes say so."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    inputs = [n.meta["val"] for n in nodes_in((node.args, node.kwargs))]
+    value = node.meta["val"]
+    outputs = list(value) if isinstance(value, (tuple, list)) else [value]
+    found = match(node.target, args, dict(kwargs), value) if isinstance(node.target, OpOverload) else None
+    if found is None:
+        size = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
+        notes.append(f"{node.name}: no rule for {node.target}, so every rank computes all of it ({size:,} bytes of results)")
+        return set_candidates(node, of_replicated(len(inputs), len(outputs)))
+    node.meta["match"] = found
+    dtypes = tuple(tuple(getattr(v, "dtype", None) for v in values) for values in (inputs, outputs))
+    return set_candidates(node, of_match(found, (dtypes[0], dtypes[1])))

@@ -1,0 +1,99 @@
+"""box: put boxing nodes on every edge whose two ends disagree; equal boxings of a value are shared."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc.boxing import path
+from sbpc.choices import operands, value_of, with_operands
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.plan import Assignment, results
+
+
+def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
+    """The graph with its layouts made true on every edge.
+
+    Before: an annotated graph and a choice for every node. After: `meta["sbp"]` on every value, and on every edge both
+    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]`. A value
+    goes to its alias layout first, once, and from there to every other layout that is read.
+    """
+    return Boxer(gm, assignment, mesh).run()
+
+
+def boxing(x: Tensor, step: str) -> Tensor:
+    """One boxing step; at global shapes it changes nothing."""
+    return x
+
+
+class Boxer:
+    """The graph being written, and which values stand in which layouts already."""
+
+    def __init__(self, gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
+        self.gm, self.assignment, self.mesh = gm, assignment, mesh
+        self.graph = Graph()
+        self.copies: dict[Node, Node] = {}
+        self.made: dict[tuple[Node, int, Layout], Node] = {}
+        self.due: dict[Node, list[Layout]] = {}
+        for node, layout in zip(results(gm), assignment.outputs):
+            if node is not None and layout is not None:
+                self.due.setdefault(node, []).append(layout)
+
+    def run(self) -> GraphModule:
+        """Copy node by node, boxing what each node reads, and results as soon as they exist."""
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                outputs = [
+                    None if result is None or layout is None else self.at(result, layout)
+                    for result, layout in zip(results(self.gm), self.assignment.outputs)
+                ]
+                self.graph.output(tuple(outputs)).meta.update(node.meta)
+                continue
+            self.copy(node)
+            for layout in self.due.get(node, ()):
+                self.at(node, layout)
+        result = GraphModule(self.gm, self.graph)
+        result.meta.update(self.gm.meta)
+        return result
+
+    def copy(self, node: Node) -> None:
+        """Copy one node with its operands in the layouts that its choice reads."""
+        axes = self.mesh.axes
+        if node.target is operator.getitem:
+            copy = self.graph.node_copy(node, lambda n: self.copies[n])
+            producer, index = value_of(node)
+            copy.meta["sbp"] = self.copies[producer].meta["sbp"][index]
+            self.copies[node] = copy
+            return
+        choice = self.assignment.choices[node.name]
+        boxed = [self.at(operand, choice.input(slot, axes), node) for slot, operand in enumerate(operands(node))]
+        copy = self.graph.node_copy(node, lambda n: self.copies.get(n, n))
+        copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(boxed))
+        outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0]}
+        self.copies[node] = copy
+
+    def at(self, node: Node, layout: Layout, reader: Node | None = None) -> Node:
+        """The value of `node` in `layout`, boxed if it is not there yet."""
+        copy, key = self.copies[node], value_of(node)
+        if copy.meta["sbp"] == layout:
+            return copy
+        made = self.made.get((*key, layout))
+        if made is None:
+            alias = self.assignment.aliases[key[0].name, key[1]]
+            source = copy if layout == alias else self.at(node, alias, reader)
+            made = self.made[(*key, layout)] = self.walk(source, layout, node, reader or node)
+        return made
+
+    def walk(self, source: Node, layout: Layout, node: Node, reader: Node) -> Node:
+        """The boxing nodes of the cheapest path from a value to a layout."""
+        value = node.meta["val"]
+        for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
+            source = self.graph.create_node("call_function", boxing, (source, str(step)), name=f"box_{node.name}")
+            about = {key: reader.meta[key] for key in ("phase", "stack_trace", "module") if key in reader.meta}
+            source.meta = {"val": value, "sbp": step.after, "step": step, **about}
+        return source

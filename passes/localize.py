@@ -1,0 +1,122 @@
+"""localize: the program of one rank: the boxed graph at local sizes, with collectives in place of boxing nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc.choices import local_sizes, operands, value_of
+from sbpc.layout import Layout
+from sbpc.lowering import lower
+from sbpc.mesh import Mesh
+from sbpc.plan import results
+from sbpc.states import chunk_sizes
+
+
+def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
+    """The program of all ranks that have the local shapes of the rank at `coordinates`.
+
+    Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over named
+    groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position, int64 [1].
+    `meta["local_shape"]` is the shape on this rank of every value that stands for one of the boxed graph.
+    """
+    return Localizer(gm, mesh, coordinates).run()
+
+
+class Localizer:
+    """The local graph being written."""
+
+    def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
+        self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
+        self.graph = Graph()
+        self.local: dict[Node, Any] = {}
+        self.positions: list[Node] = []
+        self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
+        self.about: dict[str, Any] = {}
+
+    def run(self) -> GraphModule:
+        """Rewrite node by node."""
+        nodes = list(self.gm.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self.local[node] = self.copy(node)
+        for axis in self.mesh.axes:
+            self.positions.append(self.graph.placeholder(f"position_{axis}"))
+            self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
+        for node in nodes:
+            self.about = {key: node.meta[key] for key in ("phase", "stack_trace", "module") if key in node.meta}
+            if "step" in node.meta:
+                self.local[node] = self.boxing(node)
+            elif node.op == "call_function":
+                self.local[node] = self.call_op(node)
+            elif node.op == "get_attr":
+                self.local[node] = self.copy(node)
+        self.graph.output(tuple(None if node is None else self.local[node] for node in results(self.gm)))
+        result = GraphModule(self.gm, self.graph)
+        result.meta.update(self.gm.meta)
+        return result
+
+    def copy(self, node: Node) -> Node:
+        """The node as it is, its inputs replaced by the local ones."""
+        copy = self.graph.node_copy(node, lambda n: self.local[n])
+        copy.meta = {}
+        return self.described(copy, node)
+
+    def described(self, local: Node, node: Node) -> Node:
+        """The local node with the meta of the node that it stands for."""
+        if "sbp" in local.meta:  # no op was needed: this is an earlier value
+            return local
+        local.meta = {key: node.meta[key] for key in ("phase", "stack_trace", "module", "sbp", "choice") if key in node.meta}
+        layout, value = node.meta.get("sbp"), node.meta.get("val")
+        if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
+            shape = layout.local_shape(value.shape, self.mesh.sizes, self.coordinates)
+            local.meta["local_shape"] = shape
+            local.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
+        return local
+
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Emit one call."""
+        made = self.graph.call_function(op, args, kwargs)
+        made.meta = dict(self.about)
+        return made
+
+    def call_op(self, node: Node) -> Any:
+        """One op at local sizes, by its rule."""
+        match = node.meta.get("match")
+        if node.target is operator.getitem:
+            producer, index = value_of(node)
+            parts = self.local[producer]
+            return self.described(parts[index], node) if isinstance(parts, tuple) else self.copy(node)
+        if match is None:
+            return self.copy(node)
+        choice = node.meta["choice"]
+        local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.local[n])
+        offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in choice.cuts().items() if factor in match.shifts}
+        made = match.localize(self.call, args, kwargs, local, offsets)
+        return self.described(made, node) if isinstance(made, Node) else tuple(made)
+
+    def offset(self, size: int, axes: tuple[int, ...]) -> Node:
+        """A 0-dim int64: where this rank's part of a dim of `size`, cut by `axes`, begins."""
+        key = (size, axes, self.about.get("phase", "forward"))
+        if key not in self.offsets:
+            total: Node | None = None
+            for axis in axes:
+                step = -(-size // self.mesh.sizes[axis])
+                here = self.call(torch.ops.aten.mul.Scalar, self.positions[axis], step)
+                total = here if total is None else self.call(torch.ops.aten.add.Tensor, total, here)
+                size = chunk_sizes(size, self.mesh.sizes[axis])[self.coordinates[axis]]
+            self.offsets[key] = self.call(torch.ops.aten.view.default, total, [])
+        return self.offsets[key]
+
+    def boxing(self, node: Node) -> Any:
+        """One boxing step as collectives and local ops."""
+        source = operands(node)[0]
+        shape = tuple(node.meta["val"].shape)
+        place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name
+        made = lower(node.meta["step"], self.local[source], self.call, shape, *place)
+        return self.described(made, node)

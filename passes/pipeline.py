@@ -1,0 +1,110 @@
+"""The pipeline: the passes in order, with a check and a clock after each; `plan` is all of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from sbpc import codec
+from sbpc.graphtext import graph_text
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign import assign
+from sbpc.passes.box import box
+from sbpc.passes.localize import localize
+from sbpc.passes.normalize import normalize
+from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
+from sbpc.pins import Wish
+from sbpc.plan import Assignment, Plan, Rewriter
+
+log = logging.getLogger("sbpc")
+REWRITER = Rewriter(box, localize, verify, codec.save)
+FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
+    ("normalize", normalize, verify_captured),
+    ("annotate", annotate, verify_annotated),
+)
+
+
+@dataclass
+class Stages:
+    """Clocks and dumps the stages of one run of the pipeline.
+
+    dump: a folder for the text of the graph after each pass, or None. times: CPU seconds by pass.
+    """
+
+    dump: Path | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the CPU seconds of a block under a name."""
+        start = time.process_time()
+        yield
+        self.times[name] = self.times.get(name, 0.0) + time.process_time() - start
+        log.info("%s: %.2f s", name, self.times[name])
+
+    def show(self, name: str, gm: GraphModule) -> None:
+        """Write the text of the graph after a pass, if asked to."""
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            count = len(list(self.dump.glob("*.txt")))
+            (self.dump / f"{count}_{name}.txt").write_text(graph_text(gm))
+
+
+def front(captured: GraphModule, stages: Stages) -> GraphModule:
+    """From the captured to the annotated graph."""
+    verify_captured(captured)
+    stages.show("capture", captured)
+    gm = captured
+    for name, run, check in FRONT:
+        with stages.timed(name):
+            gm = run(gm)
+        with stages.timed("verify"):
+            check(gm)
+        stages.show(name, gm)
+    return gm
+
+
+def finish(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], options: dict[str, Any], stages: Stages) -> Plan:
+    """From the annotated graph to the plan; the boxed and local graphs are made on first use, or here when dumping."""
+    solved_on = objective_mesh(mesh, options.get("objective", "seconds"))
+    with stages.timed("assign"):
+        assignment, bound = assign(gm, solved_on, wishes, outputs)
+    plan = make_plan(gm, mesh, assignment, bound if solved_on is mesh else 0.0, options, stages)
+    if stages.dump is not None:
+        stages.show("assign", plan.graph)
+        stages.show("box", plan.boxed)
+        stages.show("localize", plan.local)
+    return plan
+
+
+def make_plan(gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: dict[str, Any], stages: Stages) -> Plan:
+    """The plan of an assignment, checked; `meta["sbp"]` of its graph mirrors the chosen layouts."""
+    with stages.timed("verify"):
+        verify_assigned(gm, assignment, mesh)
+    plan = Plan(mesh, gm, assignment, REWRITER, bound, options, stages.times)
+    layouts: dict[str, Layout] = plan.layouts
+    for node in gm.graph.nodes:
+        if node.name in layouts:
+            node.meta["sbp"] = layouts[node.name]
+    return plan
+
+
+def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
+    """The mesh whose seconds the solver minimises: for "bytes" one where nothing but bytes costs."""
+    if objective == "seconds":
+        return mesh
+    from dataclasses import replace
+    from math import inf
+
+    free = replace(mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, efficiency=())
+    links = replace(free, intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0, ranks_per_node=1 << 30)
+    return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))

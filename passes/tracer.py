@@ -1,0 +1,277 @@
+"""A light tracer: every op that torch dispatches on fake tensors becomes a node of one graph.
+
+Tensors are matched to nodes by identity and all kept alive; a tensor that was never seen raises, so that nothing is
+silently left out. A write into fresh memory is made functional; for any other write `NeedsAot` is raised.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sbpc._compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    autograd_node,
+    next_sequence_number,
+)
+from sbpc.errors import CaptureError
+from sbpc.frames import user_error, user_stack
+from sbpc.ports import Port
+
+aten = torch.ops.aten
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+# native_batch_norm and its kin write the running statistics without saying so in their schema
+WRITES_UNSAID = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+
+
+class NeedsAot(Exception):
+    """The light tracer cannot do this; AOTAutograd may."""
+
+
+class Light(TorchDispatchMode):
+    """Records every op into `graph`. `modules`: id of a submodule -> its path. `known`: see Program.
+
+    `phase` is "forward" until the caller sets it to "backward".
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mode: FakeTensorMode,
+        modules: Mapping[int, str],
+        known: Mapping[int, tuple[Tensor, Tensor | None]],
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.mode = mode
+        self.modules = modules
+        self.known = known
+        self.ports: list[Port] = []
+        self.front: Node | None = None  # the last placeholder
+        self.phase = "forward"
+        self.path = [""]
+        self.nodes: dict[int, Node] = {}
+        self.kept: list[tuple[Node, Any]] = []  # every node with its value: ids stay unique while the values live
+        self.constants: dict[str, Tensor] = {}
+        self.fakes: dict[int, Tensor] = {}  # by id of a known real tensor
+        self.owners: dict[int, int] = {}  # by storage: how many tensors share it
+        self.by_number: dict[int, Node] = {}  # by autograd sequence number: the forward op that made the autograd node
+        self.last: Node | None = None
+        self.writes: dict[Any, bool] = {}
+
+    def placeholder(self, port: Port, name: str, value: Tensor) -> None:
+        """Make `value` known as an input of the graph; what shares its memory may not be written."""
+        with self.graph.inserting_after(self.front) if self.front else nullcontext():
+            node = self.front = self.graph.placeholder(name)
+        node.meta.update(module="", stack_trace="", phase=self.phase)
+        self.ports.append(port)
+        self._keep(node, value)
+        self.owners[_storage(value)] += 1
+
+    def node_of(self, value: Tensor) -> Node:
+        """The node that made `value`. Raises NeedsAot if it was made behind the tracer's back."""
+        node = self.nodes.get(id(value))
+        if node is None:
+            raise NeedsAot("a tensor was made without an op that can be seen")
+        return node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        if func in (aten.lift_fresh.default, aten.lift.default) and id(args[0]) not in self.nodes:
+            return self._fresh_constant(func, args[0])
+        refuse_random(func, args, kwargs, user_stack)
+        if any(type(arg) is not FakeTensor and isinstance(arg, Tensor) for arg in _leaves((args, kwargs))):
+            args, kwargs = _map((args, kwargs), self._registered)
+        if func not in self.writes:
+            self.writes[func] = func._schema.is_mutable
+        unsaid = WRITES_UNSAID.get(func._schema.name.removeprefix("aten::"), ())
+        if any(args[at] is not None for at in unsaid) and args[5]:
+            raise NeedsAot(f"{func} writes running statistics")
+        if self.writes[func]:
+            return self._write(func, args, kwargs)
+        out = self._run(func, args, kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except DATA_DEPENDENT as error:
+            raise data_dependent(func, user_stack()) from error
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if id(out) not in self.nodes:
+                self._keep(self._emit(func, args, kwargs), out)
+        elif isinstance(out, (tuple, list)) and any(isinstance(item, Tensor) for item in out):
+            node = self._emit(func, args, kwargs)
+            self.kept.append((node, out))
+            for at, item in enumerate(out):
+                if isinstance(item, Tensor):
+                    part = self.graph.create_node("call_function", operator.getitem, (node, at))
+                    part.meta = dict(node.meta)
+                    self._keep(part, item)
+
+    def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
+        args, kwargs = _map((args, kwargs), self.node_of)
+        node = self.graph.create_node("call_function", func, args, kwargs, name=func._schema.name.split("::")[1])
+        path, stack = self.path[-1], user_stack()
+        if self.phase == "backward":
+            source = self._forward_of()
+            if source is not None and not stack:
+                path, stack = source.meta["module"], source.meta["stack_trace"]
+            self.last = node
+        else:
+            self.by_number.setdefault(next_sequence_number() - 1, node)
+        node.meta = {"module": path, "stack_trace": stack, "phase": self.phase}
+        return node
+
+    def _forward_of(self) -> Node | None:
+        running: Any = autograd_node()
+        found = None if running is None else self.by_number.get(running._sequence_nr())
+        return found or self.last
+
+    def _keep(self, node: Node, value: Tensor) -> None:
+        self.kept.append((node, value))
+        self.nodes[id(value)] = node
+        storage = _storage(value)
+        self.owners[storage] = self.owners.get(storage, 0) + 1
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an in-place op whose target nothing else can see, and record its functional form in the target's place."""
+        target = args[0] if args else None
+        written = [at for at, arg in enumerate(func._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        functional = functional_form(func)
+        if written != [0] or functional is None or torch.Tag.inplace_view in func.tags or not isinstance(target, Tensor):
+            raise NeedsAot(f"{func} has no functional form")
+        self.node_of(target)
+        if self.owners[_storage(target)] != 1:
+            raise NeedsAot(f"{func} writes into memory that others can see")
+        fresh = self._run(functional, args, kwargs)
+        if fresh.shape != target.shape or fresh.stride() != target.stride():
+            raise NeedsAot(f"{func} keeps another shape than its functional form")
+        node = self._emit(functional, args, kwargs)
+        if fresh.dtype != target.dtype:
+            self.kept.append((node, fresh))
+            cast = self.graph.create_node(
+                "call_function", aten._to_copy.default, (node,), {"dtype": target.dtype}, name="_to_copy"
+            )
+            cast.meta = dict(node.meta)
+            node = cast
+        self._run(func, args, kwargs)
+        self.kept.append((node, target))
+        self.nodes[id(target)] = node
+        return target
+
+    def _fresh_constant(self, func: Any, value: Tensor) -> Tensor:
+        """`torch.tensor(1.)` in the model: nobody else holds this tensor, so the graph may keep it."""
+        out: Tensor = func(value)
+        self._keep(self._constant(value), out)
+        return out
+
+    def _constant(self, value: Tensor) -> Node:
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        node = self.graph.create_node("get_attr", name, name=name)
+        node.meta = {"module": self.path[-1], "stack_trace": user_stack(), "phase": self.phase}
+        return node
+
+    def _registered(self, value: Tensor) -> Tensor:
+        """`value` itself, or the fake for a real tensor that is a buffer under another name or one of the loss."""
+        if isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self.fakes:
+            if id(value) not in self.known:
+                shape = ", ".join(map(str, value.shape))
+                what = f"the model uses a tensor [{shape}] that is no parameter, no buffer and no argument"
+                todo = "Register it with register_buffer, or pass it in: a graph cannot follow later changes to it."
+                raise user_error(what, user_stack(), todo)
+            fake = self.known[id(value)][1]
+            if fake is None:
+                fake = self.mode.from_tensor(value)
+                self._keep(self._constant(value), fake)
+                self.owners[_storage(fake)] += 1
+            self.fakes[id(value)] = fake
+        return self.fakes[id(value)]
+
+    @contextmanager
+    def module_paths(self) -> Iterator[None]:
+        """While this lasts, `path` follows the submodules that are being called."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.path.append(self.modules.get(id(module), self.path[-1]))
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self.path.pop()
+
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+def refuse_random(func: Any, args: Any, kwargs: Any, stack: Callable[[], str]) -> None:
+    """Raise CaptureError for an op that draws random numbers; with a dropout of 0 it draws none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+    given = dict(zip((arg.name for arg in func._schema.arguments), args), **kwargs)
+    defaults = {arg.name: arg.default_value for arg in func._schema.arguments if arg.has_default_value()}
+    chance = {**defaults, **given}.get("dropout_p", {**defaults, **given}.get("p"))
+    if chance == 0 or given.get("train") is False:
+        return
+    what = f"{func} draws random numbers, which is not supported yet"
+    raise user_error(what, stack(), "Set the dropout probability to 0, or call model.eval().")
+
+
+def data_dependent(func: Any, stack: str) -> CaptureError:
+    """The error for an op whose result, as a number or as a shape, depends on the values of a tensor."""
+    what = f"{func} needs the values of a tensor, and a captured graph has none"
+    return user_error(what, stack, "Write it without .item(), nonzero and branches on tensors: torch.where keeps both sides.")
+
+
+def functional_form(func: Any) -> Any:
+    """The op that returns what the in-place op `func` writes, or None."""
+    space, name = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
+    found = getattr(packet, func._overloadname, None)
+    return None if found is None or found._schema.is_mutable else found
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    return value

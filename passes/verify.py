@@ -1,0 +1,146 @@
+"""verify: check after every pass that states type-check on every edge, shapes agree and gradients land at home."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from sbpc.boxing import steps
+from sbpc.choices import nodes_in, operands
+from sbpc.errors import VerifyError, at_node
+from sbpc.measure import layout_at
+from sbpc.mesh import Mesh
+from sbpc.plan import Assignment, Plan, results
+from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER
+
+REPORT = "This is a bug in sbpc: report it with the model and the mesh."
+
+
+def verify(plan: Plan) -> int:
+    """Check all stages of a plan; the number of edges checked. Raises VerifyError with the offending node."""
+    edges = verify_captured(plan.graph)
+    edges += verify_annotated(plan.graph)
+    verify_assigned(plan.graph, plan.assignment, plan.mesh)
+    edges += verify_boxed(plan.boxed, plan.mesh)
+    for rank in range(min(plan.mesh.ranks, 64)):
+        plan.local_at(rank)
+    for program in plan.programs.values():
+        edges += verify_local(program, plan.mesh)
+    return edges
+
+
+def require(condition: bool, what: str, node: Node) -> None:
+    """Raise VerifyError about a node unless the condition holds."""
+    if not condition:
+        raise VerifyError(at_node(what, node, REPORT))
+
+
+def verify_captured(gm: GraphModule) -> int:
+    """Every value has a shape, every port its placeholder or output, and fx itself finds the graph sound."""
+    gm.graph.lint()
+    ports = gm.meta["ports"]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    output = gm.graph.output_node()
+    require(len(placeholders) == len(ports.inputs), f"{len(placeholders)} placeholders, {len(ports.inputs)} ports", output)
+    require(len(results(gm)) == len(ports.outputs), f"{len(results(gm))} outputs, {len(ports.outputs)} ports", output)
+    edges = 0
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            require("val" in node.meta, "a value without a shape", node)
+        edges += sum(1 for _ in nodes_in((node.args, node.kwargs)))
+    shapes = {(port.kind, port.name): node.meta["val"].shape for port, node in zip(ports.inputs, placeholders)}
+    for port, node in zip(ports.outputs, results(gm)):
+        home = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}.get(port.kind)
+        if home is not None and node is not None:
+            require(node.meta["val"].shape == shapes[home, port.name], f"the {port.kind} of {port.name} has another shape", node)
+    return edges
+
+
+def verify_annotated(gm: GraphModule) -> int:
+    """Every node has candidates with one state for each operand and output, all-B among them."""
+    edges = 0
+    for node in gm.graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        require("candidates" in node.meta, "a node without candidates", node)
+        value = node.meta["val"]
+        counts = len(operands(node)), len(value) if isinstance(value, (tuple, list)) else 1
+        for signature in node.meta["signatures"]:
+            found = len(signature.inputs), len(signature.outputs)
+            require(found == counts, f"signature {signature} has {found} states for {counts} tensors", node)
+            edges += counts[0]
+    return edges
+
+
+def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
+    """Every node has a legal choice among its candidates; gradients are left in their parameter's home."""
+    for node in gm.graph.nodes:
+        if "candidates" not in node.meta:
+            continue
+        require(node.name in assignment.choices, "a node without a choice", node)
+        choice, candidates = assignment.choices[node.name], node.meta["candidates"]
+        require(all(s in candidates.signatures for s in choice.signatures), f"{choice} is not among the candidates", node)
+        require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
+    homes = {port.name: assignment.choices[node.name].output(0, mesh.axes) for port, node in zip(gm.meta["ports"].inputs, gm.graph.nodes)}
+    for port, node, layout in zip(gm.meta["ports"].outputs, results(gm), assignment.outputs):
+        if node is None:
+            continue
+        require(layout is not None and not layout.partial, f"an output is left in {layout}", node)
+        if port.kind == GRADIENT:
+            require(layout == homes[port.name], f"the gradient of {port.name} is left in {layout}, its home is {homes[port.name]}", node)
+
+
+def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
+    """On every edge the layout that is produced is the layout that is read, and each boxing is one legal step."""
+    edges = 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        for slot, operand in enumerate(operands(node)):
+            held = layout_at(operand) if "step" not in operand.meta else operand.meta["sbp"]
+            step = node.meta.get("step")
+            read = step.before if step is not None else node.meta["choice"].input(slot, mesh.axes)
+            require(held == read, f"operand {slot} is {held}, and is read as {read}", node)
+            if step is not None:
+                require(step in steps(step.before, node.meta["val"].dim()), f"{step} is no boxing step", node)
+            edges += 1
+    return edges
+
+
+def verify_local(gm: GraphModule, mesh: Mesh) -> int:
+    """Run the program on tensors without data: every value has the shape that its layout gives it on this rank."""
+    return ShapeCheck(gm).check()
+
+
+class ShapeCheck(Interpreter):
+    """Runs a local program on the meta device and compares shapes."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.edges = 0
+
+    def check(self) -> int:
+        """The number of edges checked."""
+        inputs = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                self.env[node] = torch.empty_like(getattr(self.module, str(node.target)), device="meta")
+        self.run(*inputs, initial_env=dict(self.env))
+        return self.edges
+
+    def run_node(self, n: Node) -> Any:
+        """One node, its shape compared with the recorded one."""
+        self.edges += sum(1 for _ in nodes_in((n.args, n.kwargs)))
+        try:
+            value = super().run_node(n)
+        except VerifyError:
+            raise
+        except Exception as error:
+            raise VerifyError(at_node(f"a local op fails on its shapes: {error}", n, REPORT)) from error
+        expected = n.meta.get("local_shape")
+        if expected is not None:
+            require(tuple(value.shape) == tuple(expected), f"shape {tuple(value.shape)}, its layout gives {tuple(expected)}", n)
+        return value

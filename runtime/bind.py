@@ -1,0 +1,86 @@
+"""What joins a plan to the user's objects: parameters and buffers by name, arguments by place, results in their structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbpc.errors import PlanError
+from sbpc.plan import Plan
+from sbpc.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
+from sbpc.structure import flatten, unflatten
+
+
+def shapes(plan: Plan) -> dict[Port, Tensor]:
+    """By placeholder port: a tensor without data of the shape and dtype that was planned."""
+    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
+    return {port: node.meta["val"] for port, node in zip(plan.ports.inputs, placeholders)}
+
+
+def stored(plan: Plan, model: nn.Module) -> dict[Port, Tensor]:
+    """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    planned = {port.name: (port, value) for port, value in shapes(plan).items() if port.kind in (PARAMETER, BUFFER)}
+    known = {*planned, *plan.ports.tied, *plan.ports.unused}
+    missing = [name for name in planned if name not in held]
+    more = [name for name in dict(model.named_parameters()) if name not in known]
+    if missing or more:
+        raise PlanError(
+            f"the model is not the one that was planned: it lacks {missing[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides\n"
+            "  Give the model that was planned, or plan this one."
+        )
+    for name, (_, value) in planned.items():
+        check(f"parameter {name}", held[name], value)
+    for name, first in plan.ports.tied.items():
+        if name in held and first in held and held[name] is not held[first]:
+            raise PlanError(f"{name} was tied to {first} when planned, and is not\n  Tie them, or plan this model.")
+    return {port: held[name] for name, (port, _) in planned.items()}
+
+
+def arguments(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+    """The tensor leaves of the arguments. Raises PlanError if structure, shapes or dtypes are not those planned."""
+    leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
+    if structure != plan.ports.arguments:
+        raise PlanError(
+            f"the arguments are not like those planned\n  given:   {structure}\n  planned: {plan.ports.arguments}\n"
+            "  Constants are part of a plan: plan once for each, or pass a tensor."
+        )
+    return leaves
+
+
+def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None) -> None:
+    """Raise PlanError unless a tensor has the planned dtype, and the planned shape or another one given."""
+    shape = tuple(planned.shape if shape is None else shape)
+    if tuple(given.shape) != shape or given.dtype != planned.dtype:
+        raise PlanError(
+            f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n"
+            "  Plan once for every shape, or pad the last batch to the planned one."
+        )
+
+
+def default_tangents(plan: Plan, tangents: Any) -> list[Tensor]:
+    """The tangents as a list, ones for those not given."""
+    planned = [value for port, value in shapes(plan).items() if port.kind == TANGENT]
+    if tangents is None:
+        return [torch.ones(value.shape, dtype=value.dtype) for value in planned]
+    given, _ = flatten(tangents, "tangents")
+    if len(given) != len(planned):
+        raise PlanError(f"{len(given)} tangents for {len(planned)} differentiable outputs\n  Give one for each.")
+    for number, (tensor, value) in enumerate(zip(given, planned)):
+        check(f"tangent {number}", tensor, value)
+    return given
+
+
+def outputs(plan: Plan, results: Mapping[Port, Any]) -> Any:
+    """The results in the structure that the model returns."""
+    count = sum(port.kind == OUTPUT for port in plan.ports.outputs)
+    return unflatten(plan.ports.results, [results[Port(OUTPUT, str(at))] for at in range(count)])
+
+
+def gradients(plan: Plan, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Gradients by parameter in the order of `names`; unused parameters have None, frozen ones are absent."""
+    found = {port.name: value for port, value in results.items() if port.kind == GRADIENT}
+    return {name: found.get(name) for name in names if name in found or name in plan.ports.unused}

@@ -1,0 +1,78 @@
+"""Process groups for the groups that programs name: made once per mesh, bound under their names, awaited and freed."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sbpc._compat import register_process_group, unregister_process_group
+from sbpc.errors import MeshError
+from sbpc.mesh import Mesh
+
+TIMEOUT = timedelta(seconds=60)
+bound: dict[str, dist.ProcessGroup] = {}
+
+
+def start(device: str | None = None) -> torch.device:
+    """Join the process group that the launcher set up, if that has not been done; the device of this rank.
+
+    A rank that waits longer than TIMEOUT for another one ends with an error.
+    Raises MeshError outside a launcher.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise MeshError("there is no process group\n  Run under torchrun --nproc-per-node N, or use sbpc.simulate.")
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kind)
+
+
+def check_ranks(mesh: Mesh) -> None:
+    """Raise MeshError unless there is one process for every rank of the mesh."""
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    if there != mesh.ranks:
+        raise MeshError(f"{mesh} needs {mesh.ranks} ranks, there are {there}\n  Run under torchrun --nproc-per-node {mesh.ranks}.")
+
+
+def bind(mesh: Mesh) -> None:
+    """Make the process groups of a mesh and bind each under its name; those that exist already are kept.
+
+    Every rank must call this at the same point: making groups is a collective.
+    """
+    count = len(mesh.axes)
+    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+    for axes in runs:
+        name = mesh.group_name(axes)
+        if name in bound:
+            continue
+        for ranks in mesh.groups(axes):
+            group = dist.new_group(ranks, timeout=TIMEOUT)
+            if dist.get_rank() in ranks:
+                bound[name] = group
+        register_process_group(name, bound[name])
+
+
+def stop() -> None:
+    """Unbind all groups and leave the process group."""
+    for name in bound:
+        unregister_process_group(name)
+    bound.clear()
+    meshes.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+meshes: dict[tuple[Mesh, str], dist.DeviceMesh] = {}
+
+
+def device_mesh(mesh: Mesh, kind: str) -> dist.DeviceMesh:
+    """The torch DeviceMesh of a mesh, made once."""
+    if (mesh, kind) not in meshes:
+        meshes[mesh, kind] = mesh.device_mesh(kind)
+    return meshes[mesh, kind]

@@ -1,0 +1,66 @@
+"""Cut a joint program into its forward and its backward, with what the one saves for the other."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc.choices import nodes_in
+from sbpc.plan import results
+from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT
+
+BACKWARD = (GRADIENT, INPUT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """forward: every placeholder but the tangents -> the results, then `saved` more values. backward: these, then the
+    tangents -> the gradients."""
+
+    forward: GraphModule
+    backward: GraphModule
+    saved: int
+
+
+def partition(gm: GraphModule) -> Partition:
+    """The two halves of a local program; a node of the backward is one marked `phase: backward` or fed by one."""
+    ports = gm.meta["ports"]
+    nodes = list(gm.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    tangents = [node for node, port in zip(placeholders, ports.inputs) if port.kind == TANGENT]
+    late = set(tangents)
+    for node in nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        inputs = node.all_input_nodes
+        follows = any(used in late for used in inputs)
+        own = node.meta.get("phase") == "backward" and node.target is not operator.getitem
+        if follows or own:
+            late.add(node)
+    pairs = list(zip(ports.outputs, results(gm)))
+    early_results = [node for port, node in pairs if port.kind not in BACKWARD]
+    late_results = [node for port, node in pairs if port.kind in BACKWARD]
+    used = [n for node in nodes if node in late for n in nodes_in((node.args, node.kwargs))]
+    used += [node for node in late_results if node is not None]
+    saved = list(dict.fromkeys(node for node in used if node not in late))
+    first = [node for node in placeholders if node not in late]
+    forward = extract(gm, first, [node for node in nodes if node not in late], [*early_results, *saved])
+    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
+    return Partition(forward, backward, len(saved))
+
+
+def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:
+    """The part of a program that computes `outputs` from `inputs` by the calls in `body`."""
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = node.meta
+    for node in body:
+        if node.op not in ("placeholder", "output") and node not in made:
+            made[node] = graph.node_copy(node, lambda n: made[n])
+    graph.output(tuple(None if node is None else made[node] for node in outputs))
+    graph.eliminate_dead_code()
+    return GraphModule(gm, graph)

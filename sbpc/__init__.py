@@ -1,0 +1,13 @@
+"""sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out."""
+
+from sbpc.api import load, plan
+from sbpc.cluster import Cluster
+from sbpc.errors import SbpcError
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.plan import Plan
+from sbpc.runtime.module import parallelize
+from sbpc.runtime.simulate import simulate
+from sbpc.states import B, P, Partial, S
+
+__all__ = ["B", "Cluster", "Layout", "Mesh", "P", "Partial", "Plan", "S", "SbpcError", "load", "parallelize", "plan", "simulate"]

@@ -1,0 +1,165 @@
+"""What a user calls: `plan`, `load`, `simulate`, `parallelize`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from sbpc import codec
+from sbpc.cost import OPTIMIZER_STATE
+from sbpc.errors import PinError, PlanError, SbpcError
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.passes.annotate import annotate
+from sbpc.passes.capture import capture as capture_graph
+from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.pins import Wish, exactly, parse_layout, resolve_pins
+from sbpc.plan import Assignment, Plan
+from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT
+
+OBJECTIVES = ("seconds", "bytes")
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    mesh: Mesh,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    optimizer: str | None = "adamw",
+    dtype: Any = None,
+    memory: float | None = None,
+    pin: Mapping[str, str] | None = None,
+    inputs: Sequence[str | Layout | None] | None = None,
+    outputs: Sequence[str | Layout | None] | None = None,
+    spread: bool = False,
+    objective: str = "seconds",
+    dynamic: Any = None,
+    capture: str = "light",
+    dump: str | Path | None = None,
+) -> Plan:
+    """The cheapest layouts for one step of `model(*args, **kwargs)` on `mesh`.
+
+    model and args may be on the meta device: nothing is allocated. With `loss`, the step is
+    `loss(model(*args, **kwargs), *targets)`, and the program takes `(*args, *targets)`. train: forward and backward, else
+    the forward alone. optimizer: whose state is counted ("adamw", "adam", "momentum", "sgd", None). dtype: the type for
+    autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout text, `"S(0)@tensor"`.
+    inputs, outputs: one layout per tensor among the arguments or results; without, they are whole on every rank. With an
+    input layout each rank is given its own shard. spread: inputs, parameters and outputs are stored exactly once over the
+    ranks. objective: "seconds", or "bytes" alone. capture: "light", or "aot" for torch's own tracer. dump: a folder for
+    the text of the graph after every pass.
+
+    Raises CaptureError, PinError, LayoutError or SbpcError, each with what to do.
+    """
+    check_options(mesh, optimizer, objective, dynamic)
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    stages = Stages(None if dump is None else Path(dump))
+    with stages.timed("capture"):
+        captured = capture_graph(model, args, kwargs, loss=loss, targets=tuple(targets), train=train, dtype=dtype, method=capture)
+    gm = front(captured, stages)
+    wishes = placeholder_wishes(gm, mesh, inputs, outputs, spread)
+    for name, wish in pin_wishes(gm, mesh, pin or {}).items():
+        if name in wishes and wishes[name].states:
+            raise PinError(f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole.")
+        wishes[name] = wish
+    options = {
+        "optimizer": optimizer if train else None, "train": train, "memory": memory, "objective": objective,
+        "pin": dict(pin or {}), "spread": spread, "model": type(model).__name__,
+    }  # fmt: skip
+    return finish(gm, mesh, wishes, output_wishes(gm, mesh, outputs, spread), options, stages)
+
+
+def check_options(mesh: Mesh, optimizer: str | None, objective: str, dynamic: Any) -> None:
+    """Refuse what `plan` cannot do."""
+    if not isinstance(mesh, Mesh):
+        raise SbpcError(f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh).")
+    if optimizer not in OPTIMIZER_STATE:
+        raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
+    if objective not in OBJECTIVES:
+        raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
+    if dynamic is not None:
+        raise SbpcError("symbolic dims (dynamic=) cannot be planned yet\n  Plan once for every shape.")
+
+
+def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, spread: bool) -> dict[str, Wish]:
+    """How inputs, tangents, buffers and, with `spread`, parameters are stored."""
+    ports = gm.meta["ports"]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    count = sum(port.kind == INPUT for port in ports.inputs)
+    results = sum(port.kind == OUTPUT for port in ports.outputs)
+    for name, given, there in (("inputs", inputs, count), ("outputs", outputs, results)):
+        if given is not None and len(given) != there:
+            raise PinError(f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole.")
+    wishes: dict[str, Wish] = {}
+    for port, node in zip(ports.inputs, placeholders):
+        reason = f"{port.kind} {port.name}"
+        if spread and port.kind in (PARAMETER, INPUT):
+            wishes[node.name] = Wish(spread=wide_axes(mesh), reason=f"{reason} stored once (spread=True)")
+        elif port.kind in (INPUT, TANGENT):
+            given = inputs if port.kind == INPUT else outputs
+            text = None if given is None else given[int(port.name)]
+            wishes[node.name] = exactly(parse_layout(text, mesh, reason), reason)
+        elif port.kind == BUFFER:
+            wishes[node.name] = exactly(parse_layout(None, mesh, reason), reason)
+    return wishes
+
+
+def wide_axes(mesh: Mesh) -> tuple[int, ...]:
+    """The axes of more than one rank."""
+    return tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+
+
+def output_wishes(gm: GraphModule, mesh: Mesh, outputs: Any, spread: bool) -> dict[int, Wish]:
+    """How results are left, by place in the output list."""
+    wishes = {}
+    for at, port in enumerate(gm.meta["ports"].outputs):
+        reason = f"output {port.name}"
+        if port.kind == OUTPUT and outputs is not None and outputs[int(port.name)] is not None:
+            wishes[at] = exactly(parse_layout(outputs[int(port.name)], mesh, reason), reason)
+        elif port.kind == OUTPUT and spread:
+            wishes[at] = Wish(spread=wide_axes(mesh), reason=f"{reason} stored once (spread=True)")
+    return wishes
+
+
+def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str, Wish]:
+    """Pins by node: a pattern is matched with parameters, and with values only where it matches no parameter."""
+    ports = gm.meta["ports"]
+    parameters: dict[str, list[str]] = {}
+    for port, node in zip(ports.inputs, gm.graph.nodes):
+        if port.kind == PARAMETER:
+            parameters[node.name] = [port.name, *(name for name, first in ports.tied.items() if first == port.name)]
+    values = {node.name: [node.name] for node in gm.graph.nodes if "candidates" in node.meta and node.name not in parameters}
+    known = [name for names in parameters.values() for name in names]
+    meant = {pattern: bool(fnmatch.filter(known, pattern)) for pattern in pins}
+    names = parameters | ({} if all(meta for meta in meant.values()) else values)
+    found = resolve_pins({pattern: text for pattern, text in pins.items() if meant[pattern]}, parameters, mesh)
+    return found | resolve_pins({pattern: text for pattern, text in pins.items() if not meant[pattern]}, names, mesh)
+
+
+def load(path: str | Path) -> Plan:
+    """The plan that `Plan.save` wrote. Reading it runs no code of the file's.
+
+    Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
+    """
+    decoder = codec.decode(Path(path))
+    try:
+        mesh = decoder.mesh()
+        gm = annotate(decoder.graph())
+        choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
+        body = decoder.body
+        assignment = Assignment(choices, aliases, tuple(outputs))
+        return make_plan(gm, mesh, assignment, body["lower_bound"], body["options"], Stages())
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise decoder.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
+    except PlanError:
+        raise
+    except SbpcError as error:
+        raise decoder.fail(str(error).splitlines()[0]) from error

@@ -1,0 +1,308 @@
+"""Boxing: the cheapest way to take a tensor from one layout to another, in collectives and local steps.
+
+A step changes one mesh axis, or a run of neighbouring axes that all hold the same state. Which steps there are depends
+on the number of dims and axes alone; what they cost, on the shape and the mesh. The cheapest path goes through any
+layouts whatever, found on a graph whose nodes are all layouts and whose edges are all steps.
+
+S, B, P and the table of collectives are OneFlow's (Yuan et al. 2021); bytes are those of ring algorithms.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sympy
+
+from sbpc.errors import LayoutError
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.states import B, Broadcast, P, Partial, Split, State
+
+COLLECTIVE = {
+    (Split, Broadcast): "all_gather",
+    (Partial, Split): "reduce_scatter",
+    (Partial, Broadcast): "all_reduce",
+    (Split, Split): "all_to_all",
+    (Broadcast, Split): "slice",
+    (Broadcast, Partial): "keep",  # on coordinate 0 of the axis, zeros elsewhere
+    (Split, Partial): "pad",  # with zeros
+}
+# p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
+# The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
+WIRE = {
+    "all_gather": lambda p, n: (p - 1, (p - 1) * n),
+    "reduce_scatter": lambda p, n: (p - 1, (p - 1) * n),
+    "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
+    "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
+}
+CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective over the mesh axes `axes` (numbers, neighbours, ascending), or one local step, between layouts."""
+
+    collective: str
+    axes: tuple[int, ...]
+    before: Layout
+    after: Layout
+
+    def __str__(self) -> str:
+        over = "+".join(self.before.axes[at] for at in self.axes)
+        return f"{self.before} -> {self.after}: {self.collective} over {over}"
+
+
+@functools.cache
+def layouts(rank: int, axes: tuple[str, ...], orders: bool = True, partial: bool = True) -> tuple[Layout, ...]:
+    """Every layout of a tensor with `rank` dims, in a fixed order; with `orders` also in other orders of splits.
+
+    >>> layouts(1, ("x", "y"), partial=False)
+    ([S(0), S(0)], [S(0), S(0)] S(0)@y>x, [S(0), B], [B, S(0)], [B, B])
+    """
+    states = (*map(Split, range(rank)), B, *((P,) if partial else ()))
+    return tuple(_enumerate(axes, [states] * len(axes), orders))
+
+
+def _enumerate(axes: tuple[str, ...], choices: Sequence[Sequence[State]], orders: bool) -> Iterator[Layout]:
+    for states in itertools.product(*choices):
+        plain = Layout(axes, states)
+        if not orders:
+            yield plain
+            continue
+        for cut in itertools.product(*(itertools.permutations(cuts) for cuts in plain.cuts.values())):
+            yield Layout(axes, states, tuple(itertools.chain(*cut)) or ())
+
+
+def steps(layout: Layout, rank: int) -> Iterator[Step]:
+    """Every step out of `layout`, for a tensor with `rank` dims."""
+    for axes in _runs(layout):
+        before = layout.states[axes[0]]
+        for after in _targets(before, rank, merged=len(axes) > 1):
+            states = tuple(after if at in axes else state for at, state in enumerate(layout.states))
+            kept = tuple(at for at in layout.order if at not in axes)
+            kind = COLLECTIVE[type(before), type(after)]
+            for fresh in itertools.permutations(axes) if isinstance(after, Split) else [()]:
+                yield Step(kind, axes, layout, Layout(layout.axes, states, (*kept, *fresh)))
+
+
+def _runs(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The single axes, then the runs of neighbouring axes in one state, that may leave that state (together)."""
+    count = len(layout.axes)
+    for length in range(1, count + 1):
+        for first in range(count - length + 1):
+            axes = tuple(range(first, first + length))
+            state = layout.states[first]
+            if any(layout.states[at] != state for at in axes):
+                continue
+            if isinstance(state, Split) and set(layout.cuts[state.dim][-length:]) != set(axes):
+                continue  # only the last cuts of a dim can be undone: the blocks of an earlier one interleave
+            later = layout.states[first + length :]
+            if isinstance(state, Partial) and any(isinstance(s, Partial) and s != state for s in later):
+                continue  # a sum of maxima is not a maximum of sums: the innermost axis is reduced first
+            yield axes
+
+
+def _targets(state: State, rank: int, merged: bool) -> list[State]:
+    splits: list[State] = [Split(dim) for dim in range(rank) if state != Split(dim)]
+    if isinstance(state, Broadcast):
+        return [] if merged else [*splits, P]
+    if isinstance(state, Split) and not merged:
+        return [*splits, B, P]
+    return [*splits, B]
+
+
+def wire(
+    step: Step, shape: Sequence[int], itemsize: int, sizes: Sequence[int], symbols: Sequence[Any] | None = None
+) -> tuple[Any, Any]:
+    """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
+
+    With `symbols` for the sizes of the axes the same as formulas: a cut is n/p where `sizes` divide, else ceiling(n/p).
+
+    >>> both = Layout(("x", "y"), (Split(0), Split(0)))
+    >>> step = Step("all_gather", (1,), both, Layout(("x", "y"), (Split(0), B)))
+    >>> wire(step, (6, 10), 4, (2, 3)), wire(step, (6, 10), 4, (2, 3), sympy.symbols("x y"))
+    ((2, 80), (y - 1, 240*(y - 1)/(x*y)))
+    """
+    if step.collective not in WIRE:
+        return 0, 0
+    over = sizes if symbols is None else symbols
+    block = itemsize
+    for dim, size in enumerate(shape):
+        local: Any = size
+        for axis in max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len):
+            if symbols is None:
+                local = -(-local // sizes[axis])
+            else:
+                local = local / over[axis] if size % sizes[axis] == 0 else sympy.ceiling(local / over[axis])
+            size = -(-size // sizes[axis])
+        block = block * local
+    return WIRE[step.collective](math.prod(over[at] for at in step.axes), block)
+
+
+def path(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+    """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
+
+    >>> rows, columns = Layout(("x",), (Split(0),)), Layout(("x",), (Split(1),))
+    >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective
+    'all_to_all'
+
+    Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max)
+    and P(min), which come out of ops only.
+    """
+    return _path(before, after, tuple(shape), itemsize, mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+    prices, start, goal = _ends(before, after, shape, itemsize, mesh)
+    graph, cost = prices.graph, prices.row(start)
+    # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
+    tight = cost[graph.source] + prices.edges <= cost[graph.target] + CLOSE * cost[goal]
+    onward: dict[int, list[int]] = {}
+    for edge in np.flatnonzero(tight & np.isfinite(cost[graph.source])).tolist():
+        onward.setdefault(int(graph.source[edge]), []).append(edge)
+    came, queue = {start: -1}, [start]
+    for at in queue:
+        for edge in onward.get(at, ()):  # edges are sorted by where they lead
+            if int(graph.target[edge]) not in came:
+                came[int(graph.target[edge])] = edge
+                queue.append(int(graph.target[edge]))
+    found = []
+    at = goal
+    while at != start:
+        found.append(graph.step(came[at]))
+        at = int(graph.source[came[at]])
+    return tuple(reversed(found))
+
+
+def seconds(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> float:
+    """What the cheapest path costs on the mesh's cluster. Raises LayoutError as `path` does."""
+    prices, start, goal = _ends(before, after, tuple(shape), itemsize, mesh)
+    return float(prices.row(start)[goal])
+
+
+def closure(found: Sequence[Layout], shape: Sequence[int], itemsize: int, mesh: Mesh) -> np.ndarray:
+    """Between each two of `found`, [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
+    matrix = np.full((len(found), len(found)), np.inf)
+    rows: dict[tuple[str | None, ...], list[int]] = {}
+    for at, layout in enumerate(found):
+        rows.setdefault(_extremes(layout), []).append(at)
+    for sources in rows.values():
+        prices = _prices(_extremes(found[sources[0]]), tuple(shape), itemsize, mesh)
+        index = {at: prices.graph.index.get(layout, -1) for at, layout in enumerate(found)}
+        columns = [at for at, place in index.items() if place >= 0]
+        for layout in (found[at] for at, place in index.items() if place < 0):
+            _check(layout, tuple(shape), mesh)
+        matrix[np.ix_(sources, columns)] = prices.rows([index[at] for at in sources])[:, [index[at] for at in columns]]
+    return matrix
+
+
+def _extremes(layout: Layout) -> tuple[str | None, ...]:
+    """By axis "max" or "min", where the layout has such a state: only this very axis may have it on the way."""
+    return tuple(state.op if isinstance(state, Partial) and state.op != "sum" else None for state in layout.states)
+
+
+def _check(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
+    if layout.axes != mesh.axes:
+        over = ", ".join(layout.axes)
+        raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
+    if layout.cuts and max(layout.cuts) >= len(shape):
+        raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
+
+
+def _ends(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
+    """The prices of the steps that a path may take, and the numbers of the two layouts it joins."""
+    _check(before, shape, mesh)
+    _check(after, shape, mesh)
+    prices = _prices(_extremes(before), shape, itemsize, mesh)
+    start, goal = prices.graph.index[before], prices.graph.index.get(after)
+    if goal is None or not np.isfinite(prices.row(start)[goal]):
+        raise LayoutError(f"no boxing leads from {before} to {after}\n  Box P(max) and P(min) to B or to a split.")
+    return prices, start, goal
+
+
+class _Graph:
+    """All layouts that a tensor may pass through and all steps between them, by number, sorted by where they lead."""
+
+    def __init__(self, rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...]) -> None:
+        states = (*map(Split, range(rank)), B, P)
+        choices = [(*states, *((Partial(op),) if op else ())) for op in extremes]
+        self.layouts = tuple(_enumerate(axes, choices, orders=True))
+        self.index = {layout: at for at, layout in enumerate(self.layouts)}
+        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        edges = [
+            (self.index[step.after], at, kinds.setdefault((step.collective, step.axes), len(kinds)))
+            for at, layout in enumerate(self.layouts)
+            for step in steps(layout, rank)
+        ]
+        self.kinds = tuple(kinds)
+        self.target, self.source, self.kind = np.array(sorted(edges), dtype=np.intp).reshape(-1, 3).T.copy()
+        targets, starts = np.unique(self.target, return_index=True)
+        ends = [*starts[1:].tolist(), len(edges)]
+        self.into = [(int(t), slice(first, last)) for t, first, last in zip(targets, starts.tolist(), ends)]
+        self.cut = np.zeros((len(self.layouts), rank, len(axes)), dtype=bool)
+        for at, layout in enumerate(self.layouts):
+            for axis, state in enumerate(layout.states):
+                if isinstance(state, Split):
+                    self.cut[at, state.dim, axis] = True
+
+    def step(self, edge: int) -> Step:
+        collective, axes = self.kinds[self.kind[edge]]
+        return Step(collective, axes, self.layouts[self.source[edge]], self.layouts[self.target[edge]])
+
+
+class _Prices:
+    """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
+
+    def __init__(self, graph: _Graph, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
+        self.graph = graph
+        self._rows: dict[int, np.ndarray] = {}
+        ranks = np.where(graph.cut, np.array(mesh.sizes), 1).prod(axis=2)
+        local = -(-np.array(shape, dtype=np.int64) // ranks)  # at coordinates 0: ceil(ceil(n/a)/b) is ceil(n/(a b))
+        block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
+        price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 2)
+        self.edges = price[graph.kind, 0] + price[graph.kind, 1] * itemsize * block
+
+    def row(self, source: int) -> np.ndarray:
+        return self.rows([source])[0]
+
+    def rows(self, sources: Sequence[int]) -> np.ndarray:
+        """The cheapest totals from each source to every layout: all sources at once, relaxed until nothing changes."""
+        fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
+        total = np.full((len(self.graph.layouts), len(fresh)), np.inf)
+        total[fresh, range(len(fresh))] = 0.0
+        changed = bool(fresh)
+        while changed:
+            changed = False
+            for target, into in self.graph.into:
+                better = (total[self.graph.source[into]] + self.edges[into, None]).min(axis=0)
+                if (better < total[target]).any():
+                    np.minimum(total[target], better, out=total[target])
+                    changed = True
+        self._rows.update(zip(fresh, total.T.copy()))
+        return np.stack([self._rows[at] for at in sources])
+
+
+def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float]:
+    """Seconds of a step, and seconds more for each byte of its block."""
+    if collective not in WIRE:
+        return 0.0, 0.0
+    latency, bandwidth = mesh.link(axes)
+    rounds, blocks = WIRE[collective](math.prod(mesh.sizes[at] for at in axes), 1)
+    return rounds * latency, blocks / bandwidth / dict(mesh.cluster.efficiency).get(collective, 1.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _graph(rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...]) -> _Graph:
+    return _Graph(rank, axes, extremes)
+
+
+@functools.lru_cache(maxsize=64)
+def _prices(extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> _Prices:
+    return _Prices(_graph(len(shape), mesh.axes, extremes), shape, itemsize, mesh)

@@ -1,0 +1,214 @@
+"""A choice: how one node runs on the whole mesh, as a signature per axis and the order in which the axes cut."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from sbpc.layout import Layout
+from sbpc.rules import Match, Signature
+from sbpc.states import B, Partial, Split, State, chunk_sizes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One signature per mesh axis, and all axes (by number) in the order in which they cut."""
+
+    signatures: tuple[Signature, ...]
+    order: tuple[int, ...]
+
+    def cuts(self) -> dict[str, tuple[int, ...]]:
+        """By factor: the numbers of the axes that split it, first cut first."""
+        found: dict[str, tuple[int, ...]] = {}
+        for axis in self.order:
+            factor = self.signatures[axis].factor
+            if factor is not None:
+                found[factor] = (*found.get(factor, ()), axis)
+        return found
+
+    def input(self, slot: int, axes: tuple[str, ...]) -> Layout:
+        """The layout in which the node reads its tensor operand number `slot`."""
+        return layout_of(axes, tuple(s.inputs[slot] for s in self.signatures), self.order)
+
+    def output(self, index: int, axes: tuple[str, ...]) -> Layout:
+        """The layout in which the node leaves its output number `index`."""
+        return layout_of(axes, tuple(s.outputs[index] for s in self.signatures), self.order)
+
+    def __str__(self) -> str:
+        order = "" if self.order == tuple(sorted(self.order)) else " order " + ">".join(map(str, self.order))
+        return " | ".join(signature_text(s) for s in self.signatures) + order
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: tuple[int, ...]) -> Layout:
+    """The Layout of these fields, made once."""
+    return Layout(axes, states, order)
+
+
+def signature_text(signature: Signature) -> str:
+    """A signature as text: `S(0), B -> P`."""
+    return f"{', '.join(map(str, signature.inputs))} -> {', '.join(map(str, signature.outputs))}"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a node may do on one axis, with the conditions under which its factors may be cut.
+
+    sizes: the global size of each factor. divides: factors of which every cut must come out even. nonempty: factors of
+    which no rank may be left an empty shard. mesh_order: a dim that does not come out even is cut in mesh order only
+    (what DTensor can describe).
+    """
+
+    signatures: tuple[Signature, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    divides: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
+    mesh_order: bool = False
+
+    def legal(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+        """Whether every cut of every factor keeps its condition."""
+        sizes = dict(self.sizes)
+        for factor, axes in choice.cuts().items():
+            even = factor in self.divides or (self.mesh_order and axes != tuple(sorted(axes)))
+            if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes), even, factor in self.nonempty):
+                return False
+        return True
+
+    def choices(self, mesh_sizes: tuple[int, ...]) -> tuple[Choice, ...]:
+        """All legal choices on a mesh of `mesh_sizes`, in a fixed order."""
+        return all_choices(self, mesh_sizes)
+
+    def count(self, mesh_sizes: tuple[int, ...]) -> int:
+        """How many choices there are before conditions and orders."""
+        return math.prod(len(self.signatures) for _ in mesh_sizes)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
+    """Whether a factor of `size` may be cut by axes of `ranks` ranks, one after the other."""
+    held = [size]
+    for p in ranks:
+        if divides and any(n % p for n in held):
+            return False
+        held = sorted({chunk for n in held for chunk in chunk_sizes(n, p)})
+        if nonempty and size and held[0] == 0:
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def all_choices(candidates: Candidates, mesh_sizes: tuple[int, ...]) -> tuple[Choice, ...]:
+    """See `Candidates.choices`. An axis of one rank only ever takes the first signature."""
+    per_axis = [candidates.signatures if size > 1 else candidates.signatures[:1] for size in mesh_sizes]
+    found = []
+    for signatures in itertools.product(*per_axis):
+        for order in orders(signatures):
+            choice = Choice(signatures, order)
+            if candidates.legal(choice, mesh_sizes):
+                found.append(choice)
+    return tuple(found)
+
+
+def orders(signatures: Sequence[Signature]) -> Iterator[tuple[int, ...]]:
+    """The orders of axes that differ in how some factor is cut, mesh order first."""
+    axes = range(len(signatures))
+    groups: dict[str, list[int]] = {}
+    for axis in axes:
+        factor = signatures[axis].factor
+        if factor is not None:
+            groups.setdefault(factor, []).append(axis)
+    shared = [group for group in groups.values() if len(group) > 1]
+    rest = tuple(axis for axis in axes if not any(axis in group for group in shared))
+    for permutations in itertools.product(*(itertools.permutations(group) for group in shared)):
+        order = (*rest, *itertools.chain(*permutations))
+        yield tuple(axes) if all(p == tuple(sorted(p)) for p in permutations) else order
+
+
+def local_sizes(sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> dict[str, int]:
+    """The size of every factor on the rank at `coordinates`."""
+    cuts = choice.cuts()
+    return {factor: local_size(size, cuts.get(factor, ()), mesh_sizes, coordinates) for factor, size in sizes}
+
+
+def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> int:
+    """What a dim of `size`, cut by `axes` in this order, is on the rank at `coordinates`."""
+    for axis in axes:
+        size = chunk_sizes(size, mesh_sizes[axis])[coordinates[axis]]
+    return size
+
+
+def of_match(match: Match, dtypes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Candidates:
+    """The candidates of a matched op; a boolean tensor is never partial. dtypes: of the inputs, of the outputs."""
+    import torch
+
+    def fits(signature: Signature) -> bool:
+        pairs = (*zip(signature.inputs, dtypes[0]), *zip(signature.outputs, dtypes[1]))
+        return not any(isinstance(state, Partial) and dtype == torch.bool for state, dtype in pairs)
+
+    kept = tuple(s for s in match.signatures if fits(s))
+    return Candidates(kept, tuple(match.sizes.items()), match.divides, match.nonempty)
+
+
+def of_replicated(inputs: int, outputs: int) -> Candidates:
+    """The only candidate of an op without a rule: everything is whole on every rank."""
+    return Candidates((Signature((B,) * inputs, (B,) * outputs, None),))
+
+
+def of_stored(shape: Sequence[int]) -> Candidates:
+    """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
+    split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
+    names = frozenset(str(dim) for dim in range(len(shape)))
+    return Candidates((Signature((), (B,), None), *split), tuple((str(d), n) for d, n in enumerate(shape)), nonempty=names, mesh_order=True)
+
+
+def stored(layout: Layout) -> Choice:
+    """The choice of a placeholder that is stored in `layout`."""
+    return Choice(
+        tuple(Signature((), (state,), str(state.dim) if isinstance(state, Split) else None) for state in layout.states),
+        (*(at for at in range(len(layout.axes)) if at not in layout.order), *layout.order),
+    )
+
+
+def operands(node: Node) -> tuple[Node, ...]:
+    """The tensor operands of a call in schema order, lists flattened; a node used twice stands twice."""
+    return tuple(nodes_in((node.args, node.kwargs)))
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """All nodes inside nested arguments, in order."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from nodes_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from nodes_in(item)
+
+
+def with_operands(value: Any, replaced: Iterator[Any]) -> Any:
+    """The nested arguments with each node, in the order of `operands`, taken from `replaced`."""
+    if isinstance(value, Node):
+        return next(replaced)
+    if isinstance(value, Mapping):
+        return {key: with_operands(item, replaced) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(with_operands(item, replaced) for item in value)
+    return value
+
+
+def value_of(node: Node) -> tuple[Node, int]:
+    """The node that produces what `node` stands for, and which of its outputs it is."""
+    import operator
+
+    if node.op == "call_function" and node.target is operator.getitem:
+        producer, index = node.args[0], node.args[1]
+        assert isinstance(producer, Node) and isinstance(index, int)
+        return producer, index
+    return node, 0

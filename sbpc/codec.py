@@ -1,0 +1,243 @@
+"""A plan as a file: JSON with a checksum. Reading one runs no code: ops are looked up by name in a fixed set of namespaces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import OpOverload
+from sbpc.choices import Candidates, Choice, signature_text
+from sbpc.cluster import Cluster
+from sbpc.errors import PlanError
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.ports import Port, Ports
+
+if TYPE_CHECKING:
+    from sbpc.plan import Plan
+
+FORMAT = "sbpc plan"
+VERSION = 1
+NAMESPACES = ("aten", "prims", "sbpc")
+NOTED = ("module", "stack_trace", "phase")
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan; see `load`. A temporary file is moved into place, so that a reader never sees half a plan."""
+    body = json.dumps(encode(plan), separators=(",", ":"), sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
+    temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The body of a plan's file. Raises PlanError if it is no plan, is damaged, or is of another version."""
+    try:
+        first, _, body = path.read_bytes().decode().partition("\n")
+        head = json.loads(first)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} is no plan: {error}\n  Write one with plan.save.") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+    if head.get("version") != VERSION:
+        raise PlanError(f"{path} has version {head.get('version')}, this sbpc reads {VERSION}\n  Plan anew.")
+    body = body.removesuffix("\n")
+    if hashlib.sha256(body.encode()).hexdigest() != head.get("sha256"):
+        raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
+    return json.loads(body)
+
+
+def encode(plan: Plan) -> dict[str, Any]:
+    """All of a plan as JSON values."""
+    assignment, cluster = plan.assignment, plan.mesh.cluster
+    figures = {k: None if v == float("inf") else v for k, v in asdict(cluster).items()}
+    return {
+        "torch": torch.__version__,
+        "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
+        "cluster": figures | {"efficiency": [list(item) for item in cluster.efficiency]},
+        "graph": [encode_node(node) for node in plan.graph.graph.nodes],
+        "constants": {node.target: encode_constant(plan.graph, node) for node in plan.graph.graph.nodes if node.op == "get_attr"},
+        "ports": asdict(plan.ports),
+        "choices": {name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)] for name, c in assignment.choices.items()},
+        "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
+        "outputs": [None if layout is None else str(layout) for layout in assignment.outputs],
+        "lower_bound": plan.lower_bound,
+        "options": plan.options,
+    }
+
+
+def encode_node(node: Node) -> dict[str, Any]:
+    """One node; values as dtype, shape and strides."""
+    found = {"name": node.name, "op": node.op, "target": target_name(node), "val": encode_value(node.meta.get("val"))}
+    args = node.args[0] if node.op == "output" else node.args
+    found |= {"args": encode_argument(args), "kwargs": encode_argument(dict(node.kwargs))}
+    return found | {key: node.meta[key] for key in NOTED if key in node.meta}
+
+
+def target_name(node: Node) -> str:
+    """The name by which `decode_target` finds a target."""
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.target)
+
+
+def encode_value(value: Any) -> Any:
+    """The shape of a tensor, or of several; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride())]
+    if isinstance(value, (tuple, list)):
+        return {"several": [encode_value(item) for item in value]}
+    return None
+
+
+def encode_argument(value: Any) -> Any:
+    """An argument of a call: plain values as they are, everything else as a one-entry dict that says what it is."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, Node):
+        return {"node": value.name}
+    if isinstance(value, (tuple, list)):
+        return [encode_argument(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": {key: encode_argument(item) for key, item in value.items()}}
+    for kind in (torch.dtype, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise PlanError(f"an argument of type {type(value).__name__} cannot be saved\n  Report the op that takes it.")
+
+
+def encode_constant(gm: GraphModule, node: Node) -> Any:
+    """A tensor constant of the graph."""
+    value = getattr(gm, str(node.target))
+    return [*encode_value(value)[:2], [encode_argument(item) for item in value.flatten().tolist()]]
+
+
+class Decoder:
+    """Reads the graph of a plan's file; every mistake in it is a PlanError."""
+
+    def __init__(self, body: dict[str, Any], path: Path) -> None:
+        self.body, self.path = body, path
+        self.nodes: dict[str, Node] = {}
+
+    def fail(self, what: str) -> PlanError:
+        """The error for a file whose content makes no sense."""
+        return PlanError(f"{self.path}: {what}\n  Plan anew with this version of sbpc and torch.")
+
+    def graph(self) -> GraphModule:
+        """The captured graph, with its ports."""
+        graph = Graph()
+        root = torch.nn.Module()
+        for name, (dtype, shape, items) in self.body["constants"].items():
+            data = torch.tensor([self.argument(item) for item in items], dtype=getattr(torch, dtype))
+            root.register_buffer(name, data.reshape(shape))
+        for item in self.body["graph"]:
+            args = self.argument(item["args"])
+            if item["op"] == "output":
+                node = graph.output(tuple(args))
+            else:
+                target = self.target(item)
+                node = graph.create_node(item["op"], target, tuple(args), self.argument(item["kwargs"]), name=item["name"])
+            node.meta = {key: item[key] for key in NOTED if key in item}
+            if item["op"] != "output":
+                node.meta["val"] = self.value(item["val"])
+            self.nodes[item["name"]] = node
+        gm = GraphModule(root, graph)
+        gm.meta["ports"] = self.ports()
+        return gm
+
+    def ports(self) -> Ports:
+        """The ports of the program."""
+        found = dict(self.body["ports"])
+        for side in ("inputs", "outputs"):
+            found[side] = tuple(Port(**port) for port in found[side])
+        return Ports(**found | {"unused": tuple(found["unused"]), "frozen": tuple(found["frozen"])})
+
+    def target(self, item: dict[str, Any]) -> Any:
+        """The op that a name stands for; nothing outside torch.ops' known namespaces is reached."""
+        name = item["target"]
+        if item["op"] in ("placeholder", "get_attr"):
+            return name
+        if item["op"] != "call_function":
+            raise self.fail(f"a node of kind {item['op']!r}")
+        if name == "getitem":
+            return operator.getitem
+        parts = name.split(".")
+        if len(parts) != 3 or parts[0] not in NAMESPACES:
+            raise self.fail(f"{name!r} is no op that a plan may call")
+        try:
+            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+        except (AttributeError, RuntimeError) as error:
+            raise self.fail(f"this torch ({torch.__version__}) has no op {name}") from error
+        if not isinstance(found, OpOverload):
+            raise self.fail(f"{name!r} is no op")
+        return found
+
+    def value(self, text: Any) -> Any:
+        """A tensor without data of the recorded dtype, shape and strides."""
+        if text is None:
+            return None
+        if isinstance(text, dict):
+            return tuple(self.value(item) for item in text["several"])
+        dtype, shape, stride = text
+        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a call."""
+        if isinstance(value, list):
+            return [self.argument(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, inner),) = value.items()
+        if kind == "node":
+            return self.nodes[inner]
+        if kind == "float":
+            return float.fromhex(inner)
+        if kind == "dict":
+            return {key: self.argument(item) for key, item in inner.items()}
+        if kind == "device":
+            return torch.device(inner)
+        if kind == "torch" and isinstance(getattr(torch, inner, None), (torch.dtype, torch.layout, torch.memory_format)):
+            return getattr(torch, inner)
+        raise self.fail(f"an argument of kind {kind!r}")
+
+    def mesh(self) -> Mesh:
+        """The mesh with its cluster."""
+        figures = {k: float("inf") if v is None else v for k, v in self.body["cluster"].items()}
+        efficiency = tuple((name, value) for name, value in figures.pop("efficiency"))
+        return Mesh(cluster=Cluster(**figures, efficiency=efficiency), **dict(self.body["mesh"]))
+
+    def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
+        """The choice of a node, found again among its candidates."""
+        known = {(signature_text(s), s.factor): s for s in candidates.signatures}
+        *parts, order = text
+        missing = [part for part, factor in parts if (part, factor) not in known]
+        if missing:
+            raise self.fail(f"%{name} has no signature {missing[0]} here")
+        return Choice(tuple(known[part, factor] for part, factor in parts), tuple(order))
+
+    def assignment(self, gm: GraphModule, axes: tuple[str, ...]) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
+        """Choices, aliases and output layouts, for an annotated graph."""
+        choices = {}
+        for node in gm.graph.nodes:
+            if "candidates" in node.meta:
+                choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
+        aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
+        outputs = [None if text is None else Layout.parse(text, axes) for text in self.body["outputs"]]
+        return choices, aliases, outputs
+
+
+def decode(path: Path) -> Decoder:
+    """A decoder for a plan's file. Raises PlanError as `read` does."""
+    return Decoder(read(path), path)

@@ -1,0 +1,174 @@
+"""What a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
+
+Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
+rounds * latency + bytes / (bandwidth * efficiency). The step takes the sum of both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import sympy
+
+from sbpc.boxing import Step, wire
+from sbpc.mesh import Mesh
+
+
+def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any) -> Any:
+    """Seconds of one kernel; every argument a number, a numpy array or a sympy expression."""
+    terms = (flops / peak, bytes_moved / memory_bandwidth, launch)
+    if any(isinstance(term, sympy.Basic) for term in terms):
+        return sympy.Max(*terms)
+    return functools.reduce(np.maximum, terms)
+
+
+def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, efficiency: float) -> Any:
+    """Seconds of one collective; every argument a number or a sympy expression."""
+    return rounds * latency + bytes_sent / (bandwidth * efficiency)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
+
+    tensors: per tensor read or written, its bytes per element, its global shape and the axes that cut each dim.
+    free: a view, for which no kernel runs. work: local factor sizes -> flops.
+    """
+
+    op: str
+    factors: tuple[tuple[str, int, tuple[int, ...]], ...]
+    tensors: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
+    free: bool
+    work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
+
+
+def cut(size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> Any:
+    """The largest local size of a dim of `size` that `axes` cut one after the other.
+
+    With symbols for the axis sizes: n / p where that is even at the sizes given, ceiling(n / p) where it is not.
+    """
+    number, formula = size, sympy.Integer(size) if symbols else None
+    for axis in axes:
+        even = number % sizes[axis] == 0
+        number = -(-number // sizes[axis])
+        if symbols is not None:
+            formula = formula / symbols[axis] if even else sympy.ceiling(formula / symbols[axis])
+    return number if symbols is None else formula
+
+
+def numel(shape: Sequence[int], cuts: Sequence[Sequence[int]], sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> Any:
+    """The elements of the largest shard of a tensor."""
+    total: Any = 1
+    for size, axes in zip(shape, cuts):
+        total = total * cut(size, axes, sizes, symbols)
+    return total
+
+
+def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """Flops and bytes of memory traffic of one op on the busiest rank."""
+    flops = kernel.work({factor: cut(size, axes, sizes, symbols) for factor, size, axes in kernel.factors})
+    moved: Any = 0
+    for itemsize, shape, cuts in kernel.tensors:
+        moved = moved + itemsize * numel(shape, cuts, sizes, symbols)
+    return flops, moved
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a plan: the boxing step, and the global shape and bytes per element of the tensor it moves."""
+
+    step: Step
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
+"""How many tensors of a parameter's size an optimizer keeps."""
+
+
+@dataclass
+class Cost:
+    """The cost of one step of a plan on the busiest rank.
+
+    bytes_sent: by axis ("data", merged ones "data+tensor"). memory: bytes by kind, "total" is the peak over the step.
+    lower_bound: seconds that no plan of the same space can beat.
+    """
+
+    mesh: Mesh
+    compute_seconds: float
+    comm_seconds: float
+    flops: float
+    flops_one_device: float
+    bytes_sent: dict[str, float]
+    memory: dict[str, int]
+    lower_bound: float
+    kernels: tuple[tuple[Kernel, int], ...]  # equal ones once, with their count
+    transfers: tuple[tuple[Transfer, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: computing and communicating one after the other."""
+        return self.compute_seconds + self.comm_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of communication that nothing hides: all of them, as nothing overlaps yet."""
+        return self.comm_seconds
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one: (seconds - lower_bound) / seconds."""
+        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
+
+    @functools.cached_property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """The symbols of `expr` by name: axis sizes by their axis, then the cluster's figures."""
+        return {name: sympy.Symbol(name, positive=True) for name in self.numbers}
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The value of every symbol on this plan's mesh and cluster."""
+        mesh, cluster = self.mesh, self.mesh.cluster
+        found: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
+        found |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
+        for transfer, _ in self.transfers:
+            latency, bandwidth = mesh.link(transfer.step.axes)
+            key = mesh.key(transfer.step.axes).replace("+", "_")
+            found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
+        return found
+
+    @functools.cached_property
+    def expr(self) -> sympy.Expr:
+        """`seconds` as a formula in the axis sizes, latencies and bandwidths; see `symbols` and `numbers`."""
+        s, mesh = self.symbols, self.mesh
+        sizes = tuple(s[name] for name in mesh.axes)
+        terms = []
+        for kernel, count in self.kernels:
+            if not kernel.free:
+                work = kernel_work(kernel, mesh.sizes, sizes)
+                terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"]))
+        efficiency = dict(mesh.cluster.efficiency)
+        for transfer, count in self.transfers:
+            step = transfer.step
+            rounds, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes, sizes)
+            key = mesh.key(step.axes).replace("+", "_")
+            link = s[f"latency_{key}"], s[f"bandwidth_{key}"]
+            terms.append(count * collective_seconds(rounds, sent, *link, efficiency.get(step.collective, 1.0)))
+        return sympy.Add(*terms)
+
+    def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
+        """`expr` with the cluster's numbers put in, those given by name here instead of the mesh's own.
+
+        Where a size divided on this mesh it is taken to divide at the new sizes too.
+        """
+        numbers = self.numbers | dict(values or {}) | more
+        unknown = sorted(numbers.keys() - self.symbols.keys())
+        if unknown:
+            raise KeyError(f"{', '.join(unknown)}: the formula has {', '.join(self.symbols)}")
+        names = list(self.symbols)
+        function = sympy.lambdify([self.symbols[name] for name in names], self.expr, "math")
+        return float(function(*(numbers[name] for name in names)))

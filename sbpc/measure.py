@@ -1,0 +1,149 @@
+"""What a boxed graph costs: its kernels, its transfers and its live memory on the busiest rank, gathered node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sbpc.boxing import wire
+from sbpc.choices import operands, value_of
+from sbpc.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work, numel
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from sbpc.ports import GRADIENT, PARAMETER
+
+
+def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float) -> Cost:
+    """The cost of one step of a boxed graph, which is the objective that `assign` minimised, and its memory."""
+    kernels: Counter[Kernel] = Counter()
+    transfers: Counter[Transfer] = Counter()
+    for node in boxed.graph.nodes:
+        if "step" in node.meta:
+            value = node.meta["val"]
+            transfers[Transfer(node.meta["step"], tuple(value.shape), value.element_size())] += 1
+        elif "choice" in node.meta and node.op == "call_function":
+            kernels[kernel_of(node)] += 1
+    moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
+    compute, flops, flops_one_device = compute_totals(kernels, mesh)
+    comm, bytes_sent = comm_totals(moving, mesh)
+    memory = memory_totals(boxed, mesh, optimizer)
+    parts = tuple(kernels.items()), tuple(moving.items())
+    return Cost(mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts)
+
+
+def kernel_of(node: Node) -> Kernel:
+    """The kernel of a call, in the layouts that its choice gives."""
+    match, choice = node.meta.get("match"), node.meta["choice"]
+    cuts = choice.cuts()
+    layouts = [layout_at(operand) for operand in operands(node)]
+    values = [operand.meta["val"] for operand in operands(node)]
+    value, sbp = node.meta["val"], node.meta["sbp"]
+    values += list(value) if isinstance(value, (tuple, list)) else [value]
+    layouts += list(sbp) if isinstance(sbp, tuple) else [sbp]
+    tensors = tuple(
+        (v.element_size(), tuple(v.shape), tuple(layout.cuts.get(dim, ()) for dim in range(v.dim())))
+        for v, layout in zip(values, layouts)
+        if isinstance(v, torch.Tensor)
+    )
+    if match is None:
+        elements = float(values[len(operands(node))].numel())
+        return Kernel(str(node.target), (), tensors, False, lambda local: elements)
+    factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
+    return Kernel(str(node.target), factors, tensors, match.view, match.flops)
+
+
+def layout_at(node: Node) -> Layout:
+    """The layout of the value that a node stands for."""
+    producer, index = value_of(node)
+    sbp = producer.meta["sbp"]
+    return sbp[index] if isinstance(sbp, tuple) else sbp
+
+
+def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, float, float]:
+    """Seconds of computing, flops of a rank, flops of one device doing it all."""
+    cluster = mesh.cluster
+    seconds = flops = one_device = 0.0
+    for kernel, count in kernels.items():
+        local, moved = kernel_work(kernel, mesh.sizes)
+        whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
+        flops, one_device = flops + count * local, one_device + count * whole
+        if not kernel.free:
+            seconds += count * float(kernel_seconds(local, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch))
+    return seconds, flops, one_device
+
+
+def comm_totals(transfers: Mapping[Transfer, int], mesh: Mesh) -> tuple[float, dict[str, float]]:
+    """Seconds of communicating, and bytes that the busiest rank sends by axis."""
+    efficiency = dict(mesh.cluster.efficiency)
+    seconds, sent = 0.0, dict.fromkeys(mesh.axes, 0.0)
+    for transfer, count in transfers.items():
+        step = transfer.step
+        rounds, each = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
+        key = mesh.key(step.axes)
+        sent[key] = sent.get(key, 0.0) + count * float(each)
+        link = mesh.link(step.axes)
+        seconds += count * float(collective_seconds(rounds, each, *link, efficiency.get(step.collective, 1.0)))
+    return seconds, sent
+
+
+def memory_totals(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
+    """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step in graph order."""
+    nodes = list(boxed.graph.nodes)
+    ports = boxed.meta["ports"]
+    kinds = {node: port.kind for node, port in zip(nodes, ports.inputs)}
+    parameters = sum(local_bytes(node, mesh) for node in nodes if kinds.get(node) == PARAMETER)
+    outputs = nodes[-1].args[0]
+    trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
+    homes = {port.name: local_bytes(node, mesh) for node, port in zip(nodes, ports.inputs) if port.kind == PARAMETER}
+    gradients = sum(size for name, size in homes.items() if name in trained)
+    state = OPTIMIZER_STATE[optimizer] * gradients
+    peak, saved = live_bytes(nodes, kinds, outputs, lambda node: local_bytes(node, mesh))
+    total = parameters + state + max(peak, gradients)
+    rest = max(0, total - parameters - gradients - state - saved)
+    named = {"parameters": parameters, "gradients": gradients, "optimizer": state, "activations": saved, "temporaries": rest}
+    return {**named, "total": total}
+
+
+def local_bytes(node: Node, mesh: Mesh) -> int:
+    """Bytes of a node's value (of all its outputs together) on the rank at the origin."""
+    value, sbp = node.meta.get("val"), node.meta.get("sbp")
+    pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
+    return sum(
+        v.element_size() * numel(v.shape, [layout.cuts.get(dim, ()) for dim in range(v.dim())], mesh.sizes)
+        for v, layout in pairs
+        if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
+    )
+
+
+def live_bytes(nodes: Sequence[Node], kinds: Mapping[Node, str], outputs: Any, size: Callable[[Node], int]) -> tuple[int, int]:
+    """The peak of live bytes beside the parameters, and the bytes alive between forward and backward.
+
+    A storage lives until the last use of any view of it; results live until the end.
+    """
+    root: dict[Node, Node] = {}
+    last: dict[Node, int] = {}
+    for at, node in enumerate(nodes):
+        match = node.meta.get("match")
+        aliases = node.op == "call_function" and (node.target is operator.getitem or (match is not None and match.view))
+        root[node] = root[operands(node)[0]] if aliases and operands(node) else node
+        for used in node.all_input_nodes:
+            last[root[used]] = at
+        last.setdefault(root[node], at)
+    dying: dict[int, list[Node]] = {}
+    for node, at in last.items():
+        dying.setdefault(at, []).append(node)
+    live = peak = saved = 0
+    seen_backward = False
+    for at, node in enumerate(nodes):
+        if node.meta.get("phase") == "backward" and not seen_backward and node.op == "call_function":
+            seen_backward, saved = True, live
+        if root[node] is node and kinds.get(node) != PARAMETER:
+            live += size(node)
+        peak = max(peak, live)
+        live -= sum(size(dead) for dead in dying.get(at, ()) if kinds.get(dead) != PARAMETER and at < len(nodes) - 1)
+    return peak, saved

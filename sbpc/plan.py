@@ -1,0 +1,156 @@
+"""A plan: a layout for every value of a captured model on a mesh, with what it costs and how good it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from sbpc.choices import Choice, value_of
+from sbpc.cost import Cost
+from sbpc.errors import PlanError
+from sbpc.layout import Layout
+from sbpc.measure import measure
+from sbpc.mesh import Mesh
+from sbpc.pins import closest
+from sbpc.ports import PARAMETER, Ports
+from sbpc.report import plan_text
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What `assign` decides.
+
+    choices: by name of a node of the annotated graph. aliases: by value (node name, output number), the layout that a
+    value is boxed to before it goes to its readers. outputs: the layout of every output, None for an absent one.
+    """
+
+    choices: dict[str, Choice]
+    aliases: dict[tuple[str, int], Layout]
+    outputs: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """The passes that a plan calls on first use; the pipeline hands them in."""
+
+    box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
+    localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
+    verify: Callable[[Plan], int]
+    save: Callable[[Plan, Path], None]
+
+
+@dataclass
+class Plan:
+    """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
+
+    graph: the annotated fx GraphModule at global shapes. options: what `sbpc.plan` was asked (pins, optimizer, ...).
+    times: CPU seconds by pass. notes: what a user should know, such as ops without a rule.
+    """
+
+    mesh: Mesh
+    graph: GraphModule
+    assignment: Assignment
+    rewriter: Rewriter
+    lower_bound: float
+    options: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
+
+    @property
+    def ports(self) -> Ports:
+        """What goes into and comes out of the program."""
+        return self.graph.meta["ports"]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Loud lines: ops that are replicated for want of a rule."""
+        return self.graph.meta["notes"]
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every value by its name in the graph, and the home of every parameter by its qualified name."""
+        axes, found = self.mesh.axes, {}
+        for node in self.graph.graph.nodes:
+            producer, index = value_of(node)
+            choice = self.assignment.choices.get(producer.name)
+            if choice is not None and (node is not producer or len(choice.signatures[0].outputs) == 1):
+                found[node.name] = choice.output(index, axes)
+        for port, node in zip(self.ports.inputs, self.graph.graph.nodes):
+            found[port.name if port.kind != "input" else node.name] = found[node.name]
+        return found | {name: found[first] for name, first in self.ports.tied.items()}
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The home layout of every parameter by its qualified name."""
+        return {port.name: self.layouts[port.name] for port in self.ports.inputs if port.kind == PARAMETER}
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
+        if name not in self.layouts:
+            near = ", ".join(closest(name, list(self.layouts)))
+            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {near}.")
+        return self.layouts[name]
+
+    @functools.cached_property
+    def boxed(self) -> GraphModule:
+        """The graph at global shapes with a boxing node wherever layouts disagree."""
+        return self.rewriter.box(self.graph, self.assignment, self.mesh)
+
+    @property
+    def local(self) -> GraphModule:
+        """The program of rank 0."""
+        return self.local_at(0)
+
+    def local_at(self, rank: int) -> GraphModule:
+        """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
+        if not 0 <= rank < self.mesh.ranks:
+            raise PlanError(f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}.")
+        coordinates = self.mesh.coordinates(rank)
+        key = shape_class(self.boxed, self.mesh, coordinates)
+        if key not in self.programs:
+            self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, coordinates)
+        return self.programs[key]
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """Seconds, bytes, flops and memory of a step, with a lower bound."""
+        return measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound)
+
+    def verify(self) -> int:
+        """Check every edge of every stage; the number of edges checked. Raises VerifyError with the offending node."""
+        return self.rewriter.verify(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code."""
+        self.rewriter.save(self, Path(path))
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def shape_class(boxed: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[Any, ...]:
+    """What distinguishes the program of one rank from another's: the local sizes of everything that is cut."""
+    found: dict[Any, tuple[int, ...]] = {}
+    for node in boxed.graph.nodes:
+        sbp, value = node.meta.get("sbp"), node.meta.get("val")
+        pairs = zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]
+        for layout, tensor in pairs:
+            if isinstance(layout, Layout) and hasattr(tensor, "shape"):
+                key = (layout, tuple(tensor.shape))
+                if key not in found:
+                    found[key] = layout.local_shape(tensor.shape, mesh.sizes, coordinates)
+    return tuple(found.values())
+
+
+def results(gm: GraphModule) -> list[Node | None]:
+    """The nodes of the flat output list of a captured graph, None for an absent result."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return list(output.args[0])  # type: ignore[arg-type]

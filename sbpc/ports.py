@@ -1,0 +1,41 @@
+"""What goes into and comes out of a captured program: one port per placeholder and per output, by kind and name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PARAMETER, BUFFER, INPUT, TANGENT = "parameter", "buffer", "input", "tangent"
+OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One placeholder or one output of a program.
+
+    Kinds of placeholders: parameter, buffer (by qualified name; a tied one by its first), input (named "0", "1", ...
+    by its place among the tensor leaves of the arguments), tangent ("0", ... of which output). Kinds of outputs:
+    output ("0", ... by its place among the tensor leaves of the outputs), mutation (the new value of a buffer),
+    gradient (of the parameter of that name), input_gradient (of the input of that name).
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of a program, in the order of its placeholders and of its flat output list.
+
+    arguments, results: the structures (see `sbpc.structure`) of `(args, kwargs)` and of what the model returns.
+    tied: every further name of a tied parameter or buffer -> its first name. unused: trainable parameters that no
+    output depends on. frozen: parameters that ask for no gradient.
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    arguments: Any = None
+    results: Any = None
+    tied: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()

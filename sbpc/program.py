@@ -1,0 +1,245 @@
+"""What is captured: a module with its loss, as a function of named fake parameters, buffers and input leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc import ports
+from sbpc._compat import FakeTensor, FakeTensorMode
+from sbpc.errors import CaptureError
+from sbpc.ports import Port, Ports
+from sbpc.structure import flatten, paths, unflatten
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`arguments` is the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
+
+    `parameters` and `buffers` are fakes by first qualified name, `inputs` the fakes of the argument leaves, `labels`
+    readable names for them. `known`: real tensors that may turn up in the forward although nothing passes them in, by
+    id: with the fake that stands for them, or None where their values are constants (the buffers of a loss module).
+    """
+
+    module: nn.Module
+    loss: Callable[..., Any] | None
+    count: int
+    arguments: Any
+    parameters: Named
+    buffers: Named
+    inputs: list[Tensor]
+    labels: list[str]
+    tied: dict[str, str]
+    known: dict[int, tuple[Tensor, Tensor | None]]
+    device: torch.device
+    dtype: torch.dtype | None
+    mode: FakeTensorMode
+
+    def __call__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The tensor leaves and the structure of the result. Raises CaptureError if it holds no tensor."""
+        args, kwargs = unflatten(self.arguments, inputs)
+        with self._autocast():
+            values = {**parameters, **buffers}
+            result = torch.func.functional_call(self.module, values, args[: self.count], kwargs)
+            if self.loss is not None:
+                result = self.loss(result, *args[self.count :])
+        leaves, structure = flatten(result, "the result")
+        if not leaves:
+            raise CaptureError("the model returns no tensor\n  Return the tensors that you want computed.")
+        return leaves, structure
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
+
+    def placeholders(self) -> Iterator[tuple[Port, str, Tensor]]:
+        """Every placeholder but the tangents, in order: its port, the name it should have, its fake."""
+        for name, value in self.parameters.items():
+            yield Port(ports.PARAMETER, name), name.replace(".", "_"), value
+        for name, value in self.buffers.items():
+            yield Port(ports.BUFFER, name), name.replace(".", "_"), value
+        for at, (label, value) in enumerate(zip(self.labels, self.inputs)):
+            yield Port(ports.INPUT, str(at)), label, value
+
+    def wanted(self, train: bool) -> list[tuple[Port, Tensor]]:
+        """The gradients to compute: their ports, and the fakes with respect to which."""
+        kinds = {ports.PARAMETER: ports.GRADIENT, ports.INPUT: ports.INPUT_GRADIENT}
+        asked = [(port, value) for port, _, value in self.placeholders() if train and value.requires_grad]
+        return [(Port(kinds[port.kind], port.name), value) for port, value in asked]
+
+
+def program(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[..., Any] | None,
+    targets: Sequence[Any],
+    dtype: torch.dtype | None,
+) -> Program:
+    """Fake tensors in the place of all parameters, buffers and arguments, which may be real, meta or fake.
+
+    Raises CaptureError for tensors that are not plain, that share memory without being one, or have no shape yet.
+    """
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
+    if loss is None and targets:
+        raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
+    for name, value in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("targets", tuple(targets))):
+        flatten(value, name)  # for the error, which names the argument
+    leaves, arguments = flatten(((*args, *targets), dict(kwargs)))
+    parameters, tied = _first_names(module.named_parameters(remove_duplicate=False))
+    buffers, tied_buffers = _first_names(module.named_buffers(remove_duplicate=False))
+    named = {**parameters, **buffers}
+    labels = _labels(module, loss, len(args), paths(arguments))
+    for name, value in (*named.items(), *zip(labels, leaves)):
+        _check_plain(name, value)
+    _check_memory(parameters, named)
+    device = next((t.device for t in (*named.values(), *leaves) if t.device.type not in ("meta", "cpu")), torch.device("cpu"))
+    device = device if device.type == "cpu" or torch.get_device_module(device).is_available() else torch.device("cpu")
+    mode = FakeTensorMode()
+    fakes = {name: nn.Parameter(_fake(value, device, mode), value.requires_grad) for name, value in parameters.items()}
+    fakes_of_buffers = {name: _fake(value, device, mode) for name, value in buffers.items()}
+    inputs = [_fake(value, device, mode).requires_grad_(value.requires_grad) for value in leaves]
+    known: dict[int, tuple[Tensor, Tensor | None]] = {id(value): (value, fakes_of_buffers[name]) for name, value in buffers.items()}
+    if isinstance(loss, nn.Module):
+        for name, value in loss.named_parameters():
+            raise CaptureError(f"the loss has a parameter {name!r}\n  Make the loss part of the module.")
+        known.update({id(value): (value, None) for value in loss.buffers()})
+    return Program(
+        module, loss, len(args), arguments, fakes, fakes_of_buffers, inputs, labels, {**tied, **tied_buffers},
+        known, device, dtype, mode,
+    )  # fmt: skip
+
+
+def finish(
+    source: Program,
+    graph: Graph,
+    constants: Mapping[str, Tensor],
+    inputs: Sequence[Port],
+    outputs: Sequence[tuple[Port, Node]],
+    results: Any,
+    values: Mapping[Node, Any],
+    train: bool,
+) -> GraphModule:
+    """The module of a traced graph: dead nodes gone, `val` set from `values` as tensors free of autograd, ports in its meta."""
+    end = graph.output(tuple(node for _, node in outputs))
+    end.meta = {"module": "", "stack_trace": "", "phase": "backward" if train else "forward"}
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+    for node in graph.nodes:
+        if node is not end:
+            node.meta["val"] = _snapshot(values[node], source.mode)
+    held = {node.target: constants[node.target] for node in graph.find_nodes(op="get_attr")}
+    gm = GraphModule(held, graph)
+    done = {port.name for port, _ in outputs if port.kind == ports.GRADIENT}
+    trainable = [name for name, value in source.parameters.items() if value.requires_grad]
+    gm.meta["ports"] = Ports(
+        inputs=tuple(inputs),
+        outputs=tuple(port for port, _ in outputs),
+        arguments=source.arguments,
+        results=results,
+        tied=source.tied,
+        unused=tuple(name for name in trainable if train and name not in done),
+        frozen=tuple(name for name in source.parameters if name not in trainable),
+    )
+    return gm
+
+
+def _snapshot(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, Tensor):
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return FakeTensor(mode, meta, value.device)
+    return tuple(_snapshot(item, mode) for item in value) if isinstance(value, (tuple, list)) else None
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put the attributes of all submodules back afterwards: a forward may cache fake tensors or count its calls."""
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [(part, dict(vars(part)), [dict(vars(part)[table]) for table in tables]) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, entries in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            for table, items in zip(tables, entries):
+                if vars(part)[table] != items:
+                    vars(part)[table].clear()
+                    vars(part)[table].update(items)
+
+
+def _fake(value: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
+    at = device if value.device.type == "meta" or device.type == "cpu" else value.device
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=at)
+
+
+def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[Named, dict[str, str]]:
+    first: dict[int, str] = {}
+    found: Named = {}
+    tied: dict[str, str] = {}
+    for name, value in named:
+        if id(value) in first:
+            tied[name] = first[id(value)]
+        else:
+            first[id(value)] = name
+            found[name] = value
+    return found, tied
+
+
+def _check_plain(name: str, value: Tensor) -> None:
+    kinds = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+    if isinstance(value, nn.parameter.UninitializedTensorMixin):
+        raise CaptureError(f"{name!r} has no shape yet\n  Run the model once, so that its lazy layers are made.")
+    if type(value) not in kinds or value.layout != torch.strided:
+        kind = type(value).__name__ if value.layout == torch.strided else f"tensor of layout {value.layout}"
+        raise CaptureError(f"{name!r} is a {kind}\n  Only plain dense tensors can be captured.")
+    if not all(isinstance(size, int) for size in value.shape):
+        raise CaptureError(f"{name!r} has the symbolic shape {tuple(value.shape)}\n  Give sizes that are numbers.")
+
+
+def _check_memory(parameters: Named, named: Named) -> None:
+    """Two parameters over the same memory are one in eager mode, and would be trained apart here."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, value in named.items():
+        start = value.storage_offset() * value.itemsize
+        extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1
+        end = start + (extent * value.itemsize if value.numel() else 0)
+        for low, high, other in spans.setdefault(value.untyped_storage()._cdata, []):
+            trained = any(n in parameters and parameters[n].requires_grad for n in (name, other))
+            if start < high and low < end and trained:
+                raise CaptureError(f"{name!r} shares memory with {other!r}\n  Tie them as one parameter: a.weight = b.weight.")
+        spans[value.untyped_storage()._cdata].append((start, end, name))
+
+
+def _labels(module: nn.Module, loss: Any, count: int, leaf_paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Readable names of the argument leaves: the name in the signature, then keys and numbers."""
+    names = _positional(module.forward)
+    after = _positional(loss.forward if isinstance(loss, nn.Module) else loss)[1:] if loss is not None else []
+    found = []
+    for group, *path in leaf_paths:
+        first, *rest = path
+        if group == 0:
+            at, table = (first, names) if first < count else (first - count, after)
+            first = table[at] if at < len(table) else f"input_{at}" if first < count else f"target_{at}"
+        found.append("_".join(map(str, (first, *rest))))
+    return found
+
+
+def _positional(function: Any) -> list[str]:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]

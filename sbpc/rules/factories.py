@@ -1,0 +1,39 @@
+"""Factories: made of sizes alone, so any split is free; arange starts where the shard starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sbpc.rules.registry import FREE, Call, Match, named_arguments, rule
+
+aten = torch.ops.aten
+
+
+def arange(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    """start + step * (offset + 0, 1, 2, ...)"""
+    if "a" not in offsets:
+        return m.plain(call, args, kwargs, local)
+    given = named_arguments(m.op, args, kwargs)
+    where = {} if given["device"] is None else {"device": given["device"]}
+    index = call(aten.arange.default, local["a"], dtype=torch.int64, **where)
+    index = call(aten.add.Tensor, index, offsets["a"])
+    dtype = m.bound.outputs[0].dtype
+    if dtype != torch.int64:
+        index = call(aten._to_copy.default, index, dtype=dtype)
+    if given.get("step", 1) != 1:
+        index = call(aten.mul.Scalar, index, given["step"])
+    return call(aten.add.Scalar, index, given["start"]) if given.get("start", 0) != 0 else index
+
+
+for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
+for op in (aten.empty.memory_format, aten.full.default, aten.ones.default, aten.zeros.default):
+    rule(op, "[*a] -> *a", flops=FREE)
+for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):
+    rule(op, "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
+for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
+    rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
+rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)

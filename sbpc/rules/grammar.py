@@ -1,0 +1,360 @@
+"""The rule language: one string says what an op may do with S, B and P on one mesh axis.
+
+    m k, k n -> m n ; +k ; lin(0) ; lin(1)
+
+Left of the arrow stand the arguments of the op in schema order, right of it its outputs, each as the names of its dims
+(factors). The clauses say which factors are summed over, fixed, and so on. `parse` turns the text into a `Rule`;
+`sbpc.rules.binding` derives the signatures of a call from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from sbpc.errors import RuleError
+
+TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
+CLAUSES = "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f = NAME, halo f : g (...), rng, mut(ins), when(...)"
+PREDICATE = (ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.boolop, ast.Not, ast.USub, ast.cmpop, ast.Load)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim: the row-major product of its factors; without factors, of the size `literal`; `star`: any number of dims."""
+
+    factors: tuple[str, ...] = ()
+    literal: int = 1
+    star: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One argument or output. kind: "tensor", "sizes" (integers, in brackets) or "none"; `name` where it was given."""
+
+    kind: str
+    dims: tuple[Dim, ...] = ()
+    name: str | None = None
+    at: int = field(default=0, compare=False)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of all factors, in order."""
+        return tuple(factor for dim in self.dims for factor in dim.factors)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parsed rule. Numbers in clauses count the string's operands (from 0), those of inputs and outputs apart.
+
+    linear: (inputs, outputs) that are jointly linear. idx: (factor, the input whose values address it, or None where
+    only the offset is wanted). same: (factors, outputs that do not depend on them).
+    """
+
+    text: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    summed: tuple[str, ...] = ()
+    maxed: tuple[str, ...] = ()
+    minned: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    same: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
+    added: tuple[int, ...] = ()
+    linear: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    idx: tuple[tuple[str, int | None], ...] = ()
+    via: tuple[tuple[str, str], ...] = ()
+    halo: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    rng: bool = False
+    mutated: tuple[int, ...] = ()
+    when: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@functools.lru_cache(maxsize=None)
+def parse(text: str) -> Rule:
+    """The rule that `text` writes.
+
+    >>> rule = parse("m k, k n -> m n ; +k ; lin(0) ; lin(1)")
+    >>> rule.summed, rule.linear
+    (('k',), (((0,), (0,)), ((1,), (0,))))
+
+    Raises RuleError that points at the offending character.
+    """
+    return _Parser(text).rule()
+
+
+def refuse(text: str, at: int, what: str, todo: str) -> NoReturn:
+    """Raise RuleError with a caret under character `at` of a rule string."""
+    raise RuleError(f"{what}\n  {text}\n  {' ' * at}^\n  {todo}")
+
+
+class _Parser:
+    """A reader of one rule string: `at` is where the next token starts."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.clauses: dict[str, list] = {}
+        self.inputs: tuple[Operand, ...] = ()
+        self.outputs: tuple[Operand, ...] = ()
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+    def peek(self) -> str:
+        """The next token, "" at the end."""
+        found = TOKEN.match(self.text, self.at)
+        if found is None:
+            self.skip()
+            if self.at < len(self.text):
+                self.fail(f"unexpected character {self.text[self.at]!r}", "A rule holds names, numbers and -> , ; ( ) [ ] + * @ = :.")
+            return ""
+        return found[0].strip()
+
+    def skip(self) -> int:
+        """Move over blanks; where the next token starts."""
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+        return self.at
+
+    def take(self) -> str:
+        token = self.peek()
+        self.at = self.skip() + len(token)
+        return token
+
+    def accept(self, token: str) -> bool:
+        if self.peek() != token:
+            return False
+        self.take()
+        return True
+
+    def expect(self, token: str, where: str) -> None:
+        if not self.accept(token):
+            self.fail(f"expected {token!r} {where}, found {self.peek()!r}" if self.peek() else f"expected {token!r} {where}, found the end")
+
+    def fail(self, what: str, todo: str = "See the grammar in sbpc/rules/grammar.py.", at: int | None = None) -> NoReturn:
+        refuse(self.text, self.skip() if at is None else at, what, todo)
+
+    # --- the signature ------------------------------------------------------------------------------------------------
+    def rule(self) -> Rule:
+        self.inputs = self.operands()
+        self.expect("->", "after the arguments")
+        self.outputs = self.operands()
+        self.check_stars()
+        while self.accept(";"):
+            self.clause()
+        if self.peek():
+            self.fail(f"expected ';' or the end, found {self.peek()!r}", "Clauses are separated by ';'.")
+        rule = Rule(self.text, self.inputs, self.outputs, **{k: v[0] if k in ("rng", "when") else tuple(v) for k, v in self.clauses.items()})
+        self.check_outputs(rule)
+        return rule
+
+    def operands(self) -> tuple[Operand, ...]:
+        found = [self.operand()]
+        while self.accept(","):
+            found.append(self.operand())
+        return tuple(found)
+
+    def operand(self) -> Operand:
+        at, name = self.skip(), None
+        if re.match(r"\s*[A-Za-z]\w*\s*=", self.text[self.at :]):
+            name = self.take()
+            self.take()
+        if self.accept("_"):
+            return Operand("none", (), name, at)
+        if self.accept("["):
+            dims = self.dims()
+            self.expect("]", "after the sizes")
+            return Operand("sizes", dims, name, at)
+        if re.match(r"\s*\(\s*\)", self.text[self.at :]):
+            self.take()
+            self.take()
+            return Operand("tensor", (), name, at)
+        dims = self.dims()
+        if not dims:
+            self.fail("expected an operand, found " + (repr(self.peek()) if self.peek() else "the end"), "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'.")
+        return Operand("tensor", dims, name, at)
+
+    def dims(self) -> tuple[Dim, ...]:
+        found: list[Dim] = []
+        while True:
+            token = self.peek()
+            if token == "(":
+                self.take()
+                factors = self.names("factor of a group")
+                self.expect(")", "after the factors of a group")
+                found.append(Dim(factors))
+            elif token == "*":
+                self.take()
+                if not self.peek().isidentifier():
+                    self.fail("expected a factor after '*'")
+                found.append(Dim((self.take(),), star=True))
+            elif token.isdigit():
+                found.append(Dim(literal=int(self.take())))
+            elif token.isidentifier() and token != "_":
+                found.append(Dim((self.take(),)))
+            else:
+                return tuple(found)
+
+    def check_stars(self) -> None:
+        stars: dict[str, bool] = {}
+        for operand in (*self.inputs, *self.outputs):
+            for dim in operand.dims:
+                for factor in dim.factors:
+                    if stars.setdefault(factor, dim.star) != dim.star:
+                        self.fail(f"factor {factor!r} is one dim here and any number of dims there", f"Write {factor} or *{factor} everywhere.", operand.at)
+
+    # --- the clauses --------------------------------------------------------------------------------------------------
+    def clause(self) -> None:
+        at, word = self.skip(), self.take()
+        plain: dict[str, Callable[[], object]] = {
+            "same": lambda: self.same(), "lin": lambda: self.lin(), "idx": lambda: self.index(), "via": lambda: self.named_factor(),
+            "halo": lambda: self.neighbours(), "rng": lambda: True, "when": lambda: self.predicate(),
+        }  # fmt: skip
+        lists = {"+": "summed", "max": "maxed", "min": "minned", "fix": "fixed"}
+        if word in lists:
+            self.clauses.setdefault(lists[word], []).extend(self.factors())
+        elif word in ("add", "mut"):
+            numbers = self.in_brackets(lambda: self.numbers(self.inputs))
+            self.clauses.setdefault({"add": "added", "mut": "mutated"}[word], []).extend(numbers)
+        elif word in plain:
+            self.clauses.setdefault({"lin": "linear"}.get(word, word), []).append(plain[word]())
+        else:
+            self.fail(f"unknown clause {word!r}" if word else "expected a clause, found the end", f"A clause is one of {CLAUSES}.", at)
+
+    def names(self, what: str) -> tuple[str, ...]:
+        found = []
+        while self.peek().isidentifier() and self.peek() != "_":
+            found.append(self.take())
+        if not found:
+            self.fail(f"expected a {what}, found " + (repr(self.peek()) if self.peek() else "the end"), "A factor is a name such as b or d1.")
+        return tuple(found)
+
+    def factor(self) -> str:
+        return self.known(self.skip(), self.names_once())
+
+    def names_once(self) -> str:
+        if not self.peek().isidentifier() or self.peek() == "_":
+            self.names("factor")
+        return self.take()
+
+    def known(self, at: int, factor: str) -> str:
+        if not any(factor in operand.factors for operand in (*self.inputs, *self.outputs)):
+            self.fail(f"no operand has the factor {factor!r}", "Name a factor of the signature.", at)
+        return factor
+
+    def factors(self) -> tuple[str, ...]:
+        found = [self.factor()]
+        while self.peek().isidentifier() and self.peek() != "_":
+            found.append(self.factor())
+        return tuple(found)
+
+    def in_brackets(self, read: Callable[[], T]) -> T:
+        self.expect("(", "after the name of the clause")
+        found = read()
+        self.expect(")", "at the end of the clause")
+        return found
+
+    def numbers(self, operands: tuple[Operand, ...]) -> tuple[int, ...]:
+        if self.accept("all"):
+            return tuple(at for at, operand in enumerate(operands) if operand.kind == "tensor")
+        found = [self.number(operands)]
+        while self.accept(","):
+            found.append(self.number(operands))
+        return tuple(found)
+
+    def number(self, operands: tuple[Operand, ...]) -> int:
+        if not self.peek().isdigit():
+            self.fail("expected the number of an operand, found " + (repr(self.peek()) if self.peek() else "the end"), "Operands count from 0.")
+        at, number = self.skip(), int(self.take())
+        side = "input" if operands is self.inputs else "output"
+        if number >= len(operands) or operands[number].kind != "tensor":
+            self.fail(f"{side} {number} is no tensor of this rule", "Operands count from 0, '_' and '[..]' included.", at)
+        return number
+
+    def same(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        def read() -> tuple[tuple[str, ...], tuple[int, ...]]:
+            factors = self.factors()
+            self.expect("->", "after the factors")
+            return factors, self.numbers(self.outputs)
+
+        return self.in_brackets(read)
+
+    def lin(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
+            inputs = self.numbers(self.inputs)
+            outputs = tuple(at for at, operand in enumerate(self.outputs) if operand.kind == "tensor")
+            if self.accept("->"):
+                outputs = () if self.peek() == ")" else self.numbers(self.outputs)
+            return inputs, outputs
+
+        return self.in_brackets(read)
+
+    def index(self) -> tuple[str, int | None]:
+        factor = self.factor()
+        return factor, self.number(self.inputs) if self.accept("@") else None
+
+    def named_factor(self) -> tuple[str, str]:
+        factor = self.factor()
+        self.expect("=", "after the factor")
+        return factor, self.names_once()
+
+    def neighbours(self) -> tuple[str, str, tuple[str, ...]]:
+        factor = self.factor()
+        self.expect(":", "after the factor")
+        output = self.factor()
+
+        def read() -> tuple[str, ...]:
+            found = [self.take()]
+            while self.accept(","):
+                found.append(self.take())
+            return tuple(found)
+
+        return factor, output, self.in_brackets(read)
+
+    def predicate(self) -> str:
+        self.expect("(", "after the name of the clause")
+        start, depth = self.skip(), 1
+        while depth and self.at < len(self.text):
+            depth += {"(": 1, ")": -1}.get(self.text[self.at], 0)
+            self.at += 1
+        if depth:
+            self.fail("expected ')' at the end of the clause, found the end")
+        text = self.text[start : self.at - 1].strip()
+        try:
+            tree = ast.parse(text, mode="eval")
+        except SyntaxError as error:
+            self.fail(f"{text!r} is no predicate: {error.msg}", "Compare arguments and sizes, as in when(not is_causal and s > 1).", start + (error.offset or 1) - 1)
+        for node in ast.walk(tree):
+            if not isinstance(node, PREDICATE):
+                at = start + getattr(node, "col_offset", 0)
+                self.fail(f"a predicate cannot hold {type(node).__name__}", "Compare arguments and sizes, as in when(not is_causal and s > 1).", at)
+        return text
+
+    # --- what the signature and the clauses say together --------------------------------------------------------------
+    def check_outputs(self, rule: Rule) -> None:
+        """Refuse a factor that an output lacks for no stated reason: nobody could say what a split of it gives."""
+        held = {*rule.fixed, *(factor for factor, _ in rule.via), *(factor for factor, *_ in rule.halo)}
+        reduced = (*rule.summed, *rule.maxed, *rule.minned)
+        for factor in reduced:
+            if reduced.count(factor) > 1:
+                self.fail(f"factor {factor!r} is reduced twice", "Keep one of +, max and min.", len(self.text))
+        for at, operand in enumerate(self.outputs):
+            for source in self.inputs:
+                for factor in source.factors if source.kind == "tensor" else ():
+                    unsaid = factor not in (*operand.factors, *held, *reduced) and operand.kind == "tensor"
+                    if unsaid and not any(factor in factors and at in outs for factors, outs in rule.same):
+                        self.fail(f"output {at} lacks the factor {factor!r} of the inputs", f"Say +{factor}, max {factor}, min {factor}, fix {factor} or same({factor} -> {at}).", operand.at)
+
+
+def holds(predicate: str, names: dict[str, object]) -> bool:
+    """Whether a `when` predicate is true of these arguments and sizes.
+
+    >>> holds("not is_causal and s > 1", {"is_causal": False, "s": 4})
+    True
+    """
+    return bool(eval(compile(ast.parse(predicate, mode="eval"), "when", "eval"), {"__builtins__": {}}, names))

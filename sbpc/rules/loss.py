@@ -1,0 +1,96 @@
+"""Losses. A mean over a split batch is no mean of local means: it is fixed, or the local sum over the global count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sbpc.rules.embedding import local_index
+from sbpc.rules.pointwise import aligned
+from sbpc.rules.registry import Arguments, Call, Match, named_arguments, rule
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+# --- negative log likelihood ------------------------------------------------------------------------------------------
+def _nll_dims(given: Arguments) -> tuple[str, str, list[str]]:
+    """The dims of self and of target, and the names of the latter."""
+    rest = [f"n{at}" for at in range(given["target"].dim())]
+    return " ".join([*rest[:1], "c", *rest[1:]]), " ".join(rest) or "()", rest
+
+
+def nll(given: Arguments, outputs: Any) -> str:
+    """none: total_weight is 0. mean: the weights of local targets differ, so nothing is split. sum: all P."""
+    x, target, rest = _nll_dims(given)
+    names = " ".join([*rest, "c"])
+    if given["reduction"] == NONE:
+        return f"{x}, {target}, c -> {target}, () ; +c ; same({names} -> 1) ; idx c @ 1 ; lin(0 -> 0)"
+    clause = f"fix {names}" if given["reduction"] == MEAN else f"+{names} ; idx c @ 1"
+    return f"{x}, {target}, c -> (), () ; {clause} ; lin(0 -> 0)"
+
+
+def nll_backward(given: Arguments, outputs: Any) -> str:
+    """total_weight is the global one; of self only the shape is read."""
+    x, target, _ = _nll_dims(given)
+    grad = target if given["reduction"] == NONE else "()"
+    return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
+
+
+def nll_local(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
+    if "c" not in offsets:
+        return m.plain(call, args, kwargs, local)
+    given = named_arguments(m.op, args, kwargs)
+    if local["c"] == 0:
+        zeros = [call(aten.new_zeros.default, given["self"], m.output_shape(at, local)) for at in range(len(m.bound.outputs))]
+        return zeros[0] if len(zeros) == 1 else tuple(zeros)
+    shifted, _, skipped = local_index(call, given["target"], offsets["c"], local["c"])
+    if given["ignore_index"] >= 0:
+        skipped = call(aten.logical_or.default, skipped, call(aten.eq.Scalar, given["target"], given["ignore_index"]))
+    given["target"], given["ignore_index"] = call(aten.masked_fill.Scalar, shifted, skipped, -100), -100
+    return call(m.op, *given.values())
+
+
+# --- pointwise losses -------------------------------------------------------------------------------------------------
+def pointwise_loss(given: Arguments, outputs: Any) -> str | None:
+    """self, target (, weights): the reduction sums over all dims."""
+    x = given["self"]
+    tensors = [name for name in ("self", "target", "weight", "pos_weight") if name in given]
+    if given["target"].shape != x.shape:
+        return None
+    operands = [aligned(given[name], x.shape) for name in tensors]
+    out = operands[0] if given["reduction"] == NONE else "()"
+    summed = f" ; +{operands[0]}" if given["reduction"] != NONE and x.dim() else ""
+    return f"{', '.join(operands)} -> {out}{summed}"
+
+
+def pointwise_loss_backward(given: Arguments, outputs: Any) -> str | None:
+    x = given["self"]
+    if given["target"].shape != x.shape:
+        return None
+    tensors = [name for name in ("self", "target", "weight") if name in given]
+    operands = [aligned(given[name], x.shape) for name in ("grad_output", *tensors)]
+    return f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
+
+
+def mean_local(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    """A mean, forward or backward, over a split dim: the sum over the global count."""
+    given = named_arguments(m.op, args, kwargs)
+    if given["reduction"] != MEAN or all(local[factor] == size for factor, size in m.sizes.items()):
+        return m.plain(call, args, kwargs, local)
+    given["reduction"] = SUM
+    return call(aten.div.Scalar, call(m.op, *given.values()), math.prod(m.sizes.values()))
+
+
+for op in (aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default):
+    rule(op, pointwise_loss, local=mean_local)
+for op in (aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default):
+    rule(op, pointwise_loss_backward, local=mean_local)
+for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+    rule(op, nll, local=nll_local)
+for op in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
+    rule(op, nll_backward, local=nll_local)

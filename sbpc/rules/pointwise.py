@@ -1,0 +1,127 @@
+"""Pointwise ops: their rules are generated from `torch.Tag.pointwise` and from a table of which are linear in what."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from sbpc._compat import OpOverload
+
+from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry
+
+aten = torch.ops.aten
+# Pointwise by nature, though torch does not tag them so.
+UNTAGGED = (
+    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default, aten.complex.default, aten.copy.default,
+    aten.detach.default, aten.elu_backward.default, aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default,
+    aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
+    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
+    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rsub.Tensor, aten.softplus_backward.default,
+    aten.softshrink_backward.default, aten.where.ScalarOther, aten.where.ScalarSelf,
+)  # fmt: skip
+# Tagged pointwise, yet not a tensor (equal) or random (rrelu).
+UNLIKE = (aten.equal.default, aten.rrelu.default)
+VIEWS = (aten.alias.default, aten.detach.default)
+# Jointly linear arguments. A number in the place of one of them makes the op affine: P + 1 is not legal.
+LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
+    "_conj_physical.default": (("self",),),
+    "_to_copy.default": (("self",),),  # between floating dtypes only: see `_linear_types`
+    "_prelu_kernel_backward.default": (("grad_output",),),
+    "add.Tensor": (("self", "other"),),
+    "addcdiv.default": (("self", "tensor1"),),
+    "addcmul.default": (("self", "tensor1"), ("self", "tensor2")),
+    "alias.default": (("self",),),
+    "clone.default": (("self",),),
+    "complex.default": (("real", "imag"),),
+    "conj_physical.default": (("self",),),
+    "copy.default": (("src",),),
+    "deg2rad.default": (("self",),),
+    "detach.default": (("self",),),
+    "div.Scalar": (("self",),),
+    "div.Tensor": (("self",),),
+    "elu_backward.default": (("grad_output",),),
+    "fill.Tensor": (("value",),),
+    "gelu_backward.default": (("grad_output",),),
+    "hardsigmoid_backward.default": (("grad_output",),),
+    "hardswish_backward.default": (("grad_output",),),
+    "hardtanh_backward.default": (("grad_output",),),
+    "leaky_relu_backward.default": (("grad_output",),),
+    "lerp.Scalar": (("self", "end"),),
+    "lerp.Tensor": (("self", "end"),),
+    "lift_fresh_copy.default": (("self",),),
+    "logit_backward.default": (("grad_output",),),
+    "masked_fill.Tensor": (("self", "value"),),
+    "mish_backward.default": (("grad_output",),),
+    "mul.Scalar": (("self",),),
+    "mul.Tensor": (("self",), ("other",)),  # P * P is not legal
+    "native_dropout_backward.default": (("grad_output",),),
+    "neg.default": (("self",),),
+    "positive.default": (("self",),),
+    "rad2deg.default": (("self",),),
+    "rsub.Tensor": (("self", "other"),),
+    "sigmoid_backward.default": (("grad_output",),),
+    "silu_backward.default": (("grad_output",),),
+    "softplus_backward.default": (("grad_output",),),
+    "softshrink_backward.default": (("grad_output",),),
+    "sub.Tensor": (("self", "other"),),
+    "tanh_backward.default": (("grad_output",),),
+    "threshold_backward.default": (("grad_output",),),
+    "true_divide.Tensor": (("self",),),
+    "where.self": (("self", "other"),),
+}
+# Linear if this scalar argument is zero.
+LINEAR_AT_ZERO = {"masked_fill.Scalar": ("self", "value"), "where.ScalarOther": ("self", "other"), "where.ScalarSelf": ("other", "self")}
+# The values of these arguments do not matter, only their shape.
+IGNORED = {"copy.default": "self", "fill.Scalar": "self", "fill.Tensor": "self"}
+
+
+def pointwise_text(op: OpOverload, given: Arguments, outputs: Any) -> str | None:
+    """The rule of one call: dims aligned from the right, "1" where an operand is broadcast.
+
+    >>> pointwise_text(aten.add.Tensor, {"self": torch.ones(2, 3), "other": torch.ones(3)}, torch.ones(2, 3))
+    'd0 d1, d1, _ -> d0 d1 ; lin(0, 1)'
+    """
+    flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    if not all(isinstance(output, Tensor) for output in flat):
+        return None
+    shape = flat[0].shape
+    names = [argument.name for argument in op._schema.arguments]
+    operands = [aligned(given.get(name), shape) for name in names]
+    results = [aligned(output, shape) for output in flat]
+    clauses = [f"lin({', '.join(map(str, sorted(map(names.index, group))))})" for group in _linear(op, given)]
+    key = str(op)[5:]
+    if key in IGNORED:
+        clauses.append(f"lin({names.index(IGNORED[key])} -> )")
+    return " ; ".join([f"{', '.join(operands)} -> {', '.join(results)}", *clauses])
+
+
+def _linear(op: OpOverload, given: Arguments) -> list[tuple[str, ...]]:
+    """The groups of arguments in which this call is jointly linear."""
+    key = str(op)[5:]
+    groups = [*LINEAR.get(key, ())]
+    if key in LINEAR_AT_ZERO and given[LINEAR_AT_ZERO[key][1]] == 0:
+        groups.append((LINEAR_AT_ZERO[key][0],))
+    return [group for group in groups if all(isinstance(given.get(name), Tensor) for name in group)]
+
+
+def aligned(value: Any, shape: torch.Size) -> str:
+    """The dims of an operand of a broadcast to `shape`: d0 d1.. from the right, "1" where it is broadcast."""
+    if not isinstance(value, Tensor):
+        return "_"
+    skipped = len(shape) - value.dim()
+    dims = [f"d{at + skipped}" if size == shape[at + skipped] else "1" for at, size in enumerate(value.shape)]
+    return " ".join(dims) or "()"
+
+
+@functools.lru_cache(maxsize=None)
+def pointwise(op: OpOverload) -> Entry | None:
+    """The generated row of a functional pointwise op, None for any other op."""
+    tagged = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and op not in UNLIKE
+    if not tagged and op not in UNTAGGED:
+        return None
+    return entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
+
+
+GENERATORS.append(pointwise)

@@ -1,0 +1,79 @@
+"""Reductions: a sum over a split dim is P, a maximum P(max), a mean the local sum over the GLOBAL count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sbpc.rules.registry import Arguments, Call, Match, Write, named_arguments, rule
+
+aten = torch.ops.aten
+
+
+def reduction(*clauses: str, argument: str = "dim") -> Write:
+    """The rule of a reduction over `argument` (all dims if absent or empty): kept dims are k0 k1.., reduced ones r0 r1.."""
+
+    def write(given: Arguments, outputs: Any) -> str:
+        names, reduced = _dims(given["self"].dim(), given.get(argument))
+        outs = [name if name[0] == "k" else "1" for name in names if name[0] == "k" or given.get("keepdim")]
+        flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        sign = f"{' '.join(names) or '()'} -> " + ", ".join([" ".join(outs) or "()"] * len(flat))
+        filled = [clause.replace("R", " ".join(reduced)) for clause in clauses if "R" not in clause or reduced]
+        return " ; ".join([sign, *filled])
+
+    return write
+
+
+def _dims(rank: int, given: Any) -> tuple[list[str], list[str]]:
+    """The names of all dims, and of those that are reduced."""
+    asked = [given] if isinstance(given, int) else list(given or range(rank))
+    chosen = {dim % rank for dim in asked} if rank else set()
+    names = [f"r{at}" if at in chosen else f"k{at}" for at in range(rank)]
+    return names, [name for name in names if name[0] == "r"]
+
+
+def mean(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    """Where a reduced dim is split: the local sum, divided by the global count. A mean of local means is wrong."""
+    reduced = [name for name in m.sizes if name[0] == "r"]
+    if all(local[name] == m.sizes[name] for name in reduced):
+        return m.plain(call, args, kwargs, local)
+    given = named_arguments(m.op, args, kwargs)
+    typed = {} if given["dtype"] is None else {"dtype": given["dtype"]}
+    count = math.prod(m.sizes[name] for name in reduced)
+    if "dim" not in given or not given["dim"]:
+        keep = [given["keepdim"]] if given.get("keepdim") else []
+        total = call(aten.sum.dim_IntList, given["self"], list(range(len(m.sizes))), *keep, **typed)
+    else:
+        total = call(aten.sum.dim_IntList, given["self"], given["dim"], given["keepdim"], **typed)
+    return call(aten.div.Scalar, total, count)
+
+
+SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")
+
+rule(aten.all.default, FIXED)
+rule(aten.all.dim, FIXED)
+rule(aten.amax.default, reduction("max R"), nonempty="r")
+rule(aten.amin.default, reduction("min R"), nonempty="r")
+rule(aten.any.default, FIXED)
+rule(aten.any.dim, FIXED)
+rule(aten.any.dims, FIXED)
+rule(aten.argmax.default, FIXED)
+rule(aten.argmin.default, FIXED)
+rule(aten.linalg_vector_norm.default, FIXED)
+rule(aten.logsumexp.default, FIXED)
+rule(aten.max.default, reduction("max R"), nonempty="r")
+rule(aten.max.dim, FIXED)
+rule(aten.mean.default, SUM, local=mean)
+rule(aten.mean.dim, SUM, local=mean)
+rule(aten.min.default, reduction("min R"), nonempty="r")
+rule(aten.min.dim, FIXED)
+rule(aten.prod.default, FIXED)
+rule(aten.prod.dim_int, FIXED)
+rule(aten.std.correction, FIXED)
+rule(aten.sum.default, SUM)
+rule(aten.sum.dim_IntList, SUM)
+rule(aten.var.correction, FIXED)
+rule(aten.var_mean.correction, FIXED)

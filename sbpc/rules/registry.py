@@ -1,0 +1,218 @@
+"""The table of rules, and `match`: what the rule of an op says about one call of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Union
+
+from torch import Tensor
+from sbpc._compat import OpOverload
+
+from sbpc.errors import RuleError
+from sbpc.rules.binding import Bound, Signature, bind, divides, signatures
+from sbpc.rules.grammar import Rule, holds, parse
+
+Call = Callable[..., Any]
+Arguments = Mapping[str, Any]
+Text = Union[str, "tuple[str, dict[str, int]]", None]  # a rule string, if need be with sizes that the shapes do not tell
+Write = Callable[[Arguments, Any], Text]
+FREE = "0"  # flops of views and factories
+WRITTEN = "written"  # one flop per element of the outputs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table: how the rule of `op` is written, what it costs, how it runs on shards."""
+
+    op: OpOverload
+    text: str | Write
+    flops: str | Count | None
+    local: Kernel | None
+    nonempty: tuple[str, ...]
+    view: bool
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule bound to one call at global sizes.
+
+    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one must
+    divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an input.
+    shifts: factors of which `localize` wants the offset where they are split.
+    """
+
+    op: OpOverload
+    rule: Rule
+    sizes: dict[str, int]
+    signatures: tuple[Signature, ...]
+    divides: frozenset[str]
+    nonempty: frozenset[str]
+    view: bool
+    bound: Bound
+    entry: Entry
+
+    @cached_property
+    def shifts(self) -> frozenset[str]:
+        return frozenset(factor for factor in self.sizes if any(factor.split(".")[0] == name for name, _ in self.rule.idx))
+
+    def flops(self, local: Mapping[str, Any]) -> Any:
+        """The flops of the op at these factor sizes (numbers, arrays or sympy): by default one per point of its space."""
+        text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
+        if text is None:
+            return math.prod((local[factor] for factor in self.points), start=1)
+        if text == WRITTEN:
+            outputs = [value.dims for value in self.bound.outputs if value.dims is not None]
+            return sum(math.prod((dim.size(local) for dim in dims), start=1) for dims in outputs)
+        number, *names = text.split()
+        chosen = [f for name in names for f in self.sizes if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")]
+        return math.prod((local[factor] for factor in chosen), start=int(number))
+
+    @cached_property
+    def points(self) -> tuple[str, ...]:
+        """The factors that some tensor of the call has."""
+        held = {f for value in (*self.bound.inputs, *self.bound.outputs) for dim in value.dims or () for f in dim.factors}
+        return tuple(factor for factor in self.sizes if factor in held)
+
+    def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
+        """The local shape of output `at`."""
+        dims = self.bound.outputs[at].dims
+        assert dims is not None
+        return [dim.size(local) for dim in dims]
+
+    def localize(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+        """Run (or emit) the op on shards: `call(op, *args, **kwargs)` is made once or more; its value, or a tuple of values.
+
+        args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim int64
+        tensor, the global index of the first local element, for the factors of `shifts` that are split.
+        """
+        if self.entry.local is not None:
+            return self.entry.local(self, call, args, kwargs, local, offsets)
+        return self.plain(call, args, kwargs, local)
+
+    def plain(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int]) -> Any:
+        """The op itself, its integer arguments at local sizes."""
+        placed, named = list(args), dict(kwargs)
+        for fill in self.bound.fills:
+            sizes = [dim.size(local) for dim in fill.dims]
+            value = sizes[0] if fill.single else sizes
+            if fill.at < len(placed):
+                placed[fill.at] = value
+            elif fill.name in named:
+                named[fill.name] = value
+        return call(self.op, *placed, **named)
+
+
+Count = Callable[[Match], str]
+Kernel = Callable[[Match, Call, Sequence[Any], Mapping[str, Any], Mapping[str, int], Mapping[str, Any]], Any]
+TABLE: dict[OpOverload, Entry] = {}
+GENERATORS: list[Callable[[OpOverload], Union[Entry, None]]] = []
+MATCHES: dict[Any, Union[Match, None]] = {}
+
+
+def rule(
+    op: OpOverload,
+    text: str | Write,
+    *,
+    flops: str | Count | None = None,
+    local: Kernel | None = None,
+    nonempty: str = "",
+    view: bool = False,
+    replace: bool = False,
+) -> None:
+    """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
+
+    flops: "2 m k n", FREE, WRITTEN, or a function of the match; by default one per point. local: what runs on shards where the op alone is not enough.
+    nonempty: factors (without the digits that a function appends) that may leave no rank an empty shard.
+
+    Raises RuleError for a malformed string, or for an op that has a rule already unless `replace` is set.
+    """
+    if isinstance(text, str):
+        parse(text)
+    if op in TABLE and not replace:
+        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place.")
+    TABLE[op] = entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view)
+    MATCHES.clear()
+
+
+def entry(op: OpOverload, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None, nonempty: str = "", view: bool = False) -> Entry:
+    """A row for the table."""
+    return Entry(op, text, flops, local, tuple(nonempty.split()), view)
+
+
+def row(op: OpOverload) -> Entry | None:
+    """The row of `op`: registered, or else generated."""
+    if op in TABLE:
+        return TABLE[op]
+    return next((made for made in (generate(op) for generate in GENERATORS) if made is not None), None)
+
+
+def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Match | None:
+    """The rule of `op` bound to this call, or None if there is none for it. Tensors stand in the place of nodes.
+
+    >>> import torch, sbpc.rules
+    >>> x, w = torch.ones(4, 6), torch.ones(6, 8)
+    >>> for signature in match(torch.ops.aten.mm.default, (x, w), {}, x @ w).signatures:
+    ...     print(signature)
+    B, B -> B
+    S(0), B -> S(0)    split m
+    S(1), S(0) -> P    split k
+    B, S(1) -> S(1)    split n
+    P, B -> P
+    B, P -> P
+
+    Raises RuleError if the rule does not fit the call.
+    """
+    key = (op, _key(args), _key(kwargs), _key(outputs))
+    try:
+        if key in MATCHES:
+            return MATCHES[key]
+    except TypeError:  # symbolic sizes have no hash
+        return _match(op, args, kwargs, outputs)
+    MATCHES[key] = _match(op, args, kwargs, outputs)
+    return MATCHES[key]
+
+
+def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    found = {}
+    for at, argument in enumerate(op._schema.arguments):
+        given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+        found[argument.name] = given
+    return found
+
+
+def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Match | None:
+    made = row(op)
+    if made is None:
+        return None
+    named = named_arguments(op, args, kwargs)
+    written = made.text if isinstance(made.text, str) else made.text(named, outputs)
+    if written is None:
+        return None
+    text, known = (written, {}) if isinstance(written, str) else written
+    parsed = parse(text)
+    try:
+        bound = bind(parsed, op._schema, named, outputs, known)
+    except RuleError as error:
+        raise RuleError(f"{op}: {error}") from None
+    if parsed.when is not None and not holds(parsed.when, {**named, **bound.sizes}):
+        return None
+    nonempty = frozenset(f for f in bound.sizes if f in made.nonempty or f.rstrip("0123456789.") in made.nonempty)
+    return Match(op, parsed, bound.sizes, signatures(bound), divides(bound), nonempty, made.view, bound, made)
+
+
+def _key(value: Any) -> Any:
+    """A hashable picture of an argument: tensors by shape and dtype."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return (list, *map(_key, value))
+    if isinstance(value, Mapping):
+        return (dict, *((name, _key(item)) for name, item in value.items()))
+    return type(value), value
+
+
+__all__ = ["FREE", "GENERATORS", "TABLE", "WRITTEN", "Call", "Match", "Signature", "entry", "match", "named_arguments", "row", "rule"]

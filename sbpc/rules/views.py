@@ -1,0 +1,289 @@
+"""Views and what moves elements about: each rule is generated from the shapes of the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sbpc.rules.registry import FREE, WRITTEN, Arguments, Call, Match, Write, rule
+
+aten = torch.ops.aten
+
+
+# --- reshapes ---------------------------------------------------------------------------------------------------------
+def reshape(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]]:
+    """The common refinement of both shapes: factors that the dims of either side are products of.
+
+    >>> reshape({"self": torch.ones(6, 4)}, torch.ones(2, 3, 4))[0]
+    '(f0 f1) f2, [f0 f1 f2] -> f0 f1 f2 ; lin(0)'
+    """
+    before, after = tuple(given["self"].shape), tuple(outputs.shape)
+    sizes: dict[str, int] = {}
+    fixed: list[str] = []
+    left, right = [""] * len(before), [""] * len(after)
+    for ins, outs in _blocks(before, after):
+        _refine(before, after, ins, outs, left, right, sizes, fixed)
+    left = [dim or "1" for dim in left]
+    right = [dim or "1" for dim in right]
+    clauses = ["lin(0)", *([f"fix {' '.join(fixed)}"] if fixed else [])]
+    return f"{' '.join(left) or '()'}, [{' '.join(right)}] -> {' '.join(right) or '()'} ; {' ; '.join(clauses)}", sizes
+
+
+def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of dims (of size other than 1) of both shapes with equal products."""
+    ins, outs = ([at for at, size in enumerate(shape) if size != 1] for shape in (before, after))
+    if 0 in before:
+        return [(ins, outs)]
+    found: list[tuple[list[int], list[int]]] = []
+    while ins or outs:
+        a, b = [ins.pop(0)], [outs.pop(0)]
+        while (m := math.prod(before[at] for at in a)) != (n := math.prod(after[at] for at in b)):
+            (a.append(ins.pop(0)) if m < n else b.append(outs.pop(0)))
+        found.append((a, b))
+    return found
+
+
+def _refine(
+    before: Sequence[int], after: Sequence[int], ins: list[int], outs: list[int],
+    left: list[str], right: list[str], sizes: dict[str, int], fixed: list[str],
+) -> None:  # fmt: skip
+    """Name the factors of one block; where the borders of both sides interleave only a common leading factor is free."""
+
+    def new(size: int) -> str:
+        sizes[f"f{len(sizes)}"] = size
+        return f"f{len(sizes) - 1}"
+
+    def borders(shape: Sequence[int], dims: list[int]) -> list[int]:
+        return [math.prod(shape[dim] for dim in dims[at:]) for at in range(len(dims) + 1)]
+
+    if 0 in before:
+        for shape, dims, side in ((before, ins, left), (after, outs, right)):
+            for dim in dims:
+                side[dim] = new(shape[dim])
+                fixed.append(side[dim])
+        return
+    cuts = sorted({*borders(before, ins), *borders(after, outs)}, reverse=True)
+    if all(a % b == 0 for a, b in zip(cuts, cuts[1:])):
+        names = {(a, b): new(a // b) for a, b in zip(cuts, cuts[1:])}
+        for shape, dims, side in ((before, ins, left), (after, outs, right)):
+            edges = borders(shape, dims)
+            for dim, major, minor in zip(dims, edges, edges[1:]):
+                inside = [name for (a, b), name in names.items() if a <= major and b >= minor]
+                side[dim] = inside[0] if len(inside) == 1 else f"({' '.join(inside)})"
+        return
+    common = math.gcd(before[ins[0]], after[outs[0]])
+    lead = new(common) if common > 1 else ""
+    for shape, dims, side in ((before, ins, left), (after, outs, right)):
+        for dim in dims:
+            leads = dim == dims[0] and lead != ""
+            rest = new(shape[dim] // common if leads else shape[dim])
+            side[dim] = f"({lead} {rest})" if leads else rest
+            fixed.append(rest)
+
+
+def reshaped(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    """A reshape, which copies where strides forbid a view: what a collective returns has other strides than one device had."""
+    return call(aten.reshape.default, args[0], m.output_shape(0, local))
+
+
+# --- dims in another order or number ----------------------------------------------------------------------------------
+def _names(tensor: Any) -> list[str]:
+    return [f"d{at}" for at in range(tensor.dim())]
+
+
+def _text(inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    return f"{' '.join(inputs) or '()'} -> {' '.join(outputs) or '()'} ; lin(0)"
+
+
+def permute(given: Arguments, outputs: Any) -> str:
+    names = _names(given["self"])
+    return _text(names, [names[dim] for dim in given["dims"]])
+
+
+def transpose(given: Arguments, outputs: Any) -> str:
+    names = _names(given["self"])
+    swapped = list(names)
+    if names:
+        a, b = given.get("dim0", 0), given.get("dim1", min(1, len(names) - 1))
+        swapped[a], swapped[b] = names[b], names[a]
+    return _text(names, swapped)
+
+
+def unsqueeze(given: Arguments, outputs: Any) -> str:
+    names = _names(given["self"])
+    at = given["dim"] % (len(names) + 1)
+    return _text(names, [*names[:at], "1", *names[at:]])
+
+
+def _squeezed(given: Arguments) -> list[int]:
+    """The dims that squeeze removes: those of GLOBAL size 1; a shard may have a single element as well."""
+    x = given["self"]
+    asked = given.get("dim", range(x.dim()))
+    asked = [asked] if isinstance(asked, int) else asked
+    return sorted({dim % x.dim() for dim in asked if x.shape[dim] == 1}) if x.dim() else []
+
+
+def squeeze(given: Arguments, outputs: Any) -> str:
+    names, gone = _names(given["self"]), _squeezed(given)
+    return _text(["1" if at in gone else name for at, name in enumerate(names)], [n for at, n in enumerate(names) if at not in gone])
+
+
+def squeeze_dims(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+    dims = m.bound.inputs[0].dims or ()
+    return call(aten.squeeze.dims, args[0], [at for at, dim in enumerate(dims) if not dim.factors])
+
+
+def expand(given: Arguments, outputs: Any) -> str:
+    x, rank = given["self"], outputs.dim()
+    names = _names(outputs)
+    mine = [names[at] if x.shape[at - rank] == outputs.shape[at] else "1" for at in range(rank - x.dim(), rank)]
+    return f"{' '.join(mine) or '()'}, [{' '.join(names)}] -> {' '.join(names) or '()'} ; lin(0)"
+
+
+def diagonal(given: Arguments, outputs: Any) -> str:
+    names = _names(given["self"])
+    pair = sorted(given[key] % len(names) for key in ("dim1", "dim2"))
+    kept = [name for at, name in enumerate(names) if at not in pair]
+    return f"{_text(names, [*kept, 'x'])} ; fix {names[pair[0]]} {names[pair[1]]} x"
+
+
+# --- some dims are cut, all others are free ---------------------------------------------------------------------------
+def _side(rank: int, cut: Sequence[int], mark: str) -> str:
+    return " ".join(f"{mark}{at}" if at in cut else f"d{at}" for at in range(rank)) or "()"
+
+
+def _fixes(cut: Sequence[int], *marks: str) -> str:
+    names = [f"{mark}{at}" for mark in marks for at in cut]
+    return f" ; fix {' '.join(names)}" if names else ""
+
+
+def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
+    """Input and output of equal rank: the dims named by argument `dims` are fixed where the op does something there.
+
+    sizes: the first integer argument holds the sizes of the output.
+    """
+
+    def write(given: Arguments, outputs: Any) -> str:
+        source = given.get("self", given.get("grad_output"))
+        rank, value = source.dim(), given[dims]
+        asked = [value] if isinstance(value, int) else value
+        whole = dims == "dim" and source.shape == outputs.shape and given.get("step", 1) == 1
+        cut = [] if whole else sorted({dim % rank for dim in asked}) if rank else []
+        middle = f", [{_side(rank, cut, 'y')}]" if sizes else ""
+        return f"{_side(rank, cut, 'x')}{middle} -> {_side(rank, cut, 'y')} ; {linear}{_fixes(cut, 'x', 'y')}"
+
+    return write
+
+
+def select(given: Arguments, outputs: Any) -> str:
+    rank, at = given["self"].dim(), given["dim"] % given["self"].dim()
+    kept = [f"d{dim}" for dim in range(rank) if dim != at]
+    return f"{_side(rank, [at], 'x')} -> {' '.join(kept) or '()'} ; lin(0){_fixes([at], 'x')}"
+
+
+def unselect(given: Arguments, outputs: Any) -> str:
+    """select_backward."""
+    rank, at = outputs.dim(), given["dim"] % outputs.dim()
+    kept = [f"d{dim}" for dim in range(rank) if dim != at]
+    whole = _side(rank, [at], "x")
+    return f"{' '.join(kept) or '()'}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
+
+
+def unbind(given: Arguments, outputs: Any) -> str:
+    one = select(given, outputs[0])
+    left, right = one.split(" ; ", 1)[0].split(" -> ")
+    return f"{left} -> {', '.join([right] * len(outputs))} ; {one.split(' ; ', 1)[1]}"
+
+
+def split(given: Arguments, outputs: Any) -> str:
+    rank = given["self"].dim()
+    at = given["dim"] % rank
+    parts = [_side(rank, [at], f"y{number}_") for number in range(len(outputs))]
+    marks = [f"y{number}_" for number in range(len(outputs))]
+    return f"{_side(rank, [at], 'x')} -> {', '.join(parts)} ; lin(0){_fixes([at], 'x', *marks)}"
+
+
+def cat(given: Arguments, outputs: Any) -> str | None:
+    rank, tensors = outputs.dim(), given["tensors"]
+    if any(tensor.dim() != rank for tensor in tensors):  # an old exception: cat skips empty 1-d tensors
+        return None
+    at = given["dim"] % rank
+    marks = [f"x{number}_" for number in range(len(tensors))]
+    return f"{', '.join(_side(rank, [at], mark) for mark in marks)} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
+
+
+def stack(given: Arguments, outputs: Any) -> str:
+    rank = outputs.dim()
+    at = given["dim"] % rank
+    part = " ".join(f"d{dim}" for dim in range(rank) if dim != at) or "()"
+    return f"{', '.join([part] * len(given['tensors']))} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], 'y')}"
+
+
+def pad(given: Arguments, outputs: Any) -> str:
+    """constant_pad_nd; linear only where it pads with zeros. A dim that is padded by nothing on both ends is free."""
+    rank, amounts = given["self"].dim(), given["pad"]
+    cut = sorted(rank - 1 - at // 2 for at in range(0, len(amounts), 2) if any(amounts[at : at + 2]))
+    text = f"{_side(rank, cut, 'x')} -> {_side(rank, cut, 'y')}{_fixes(cut, 'x', 'y')}"
+    return text + (" ; lin(0)" if given["value"] == 0 else "")
+
+
+def repeat(given: Arguments, outputs: Any) -> str:
+    rank, x = outputs.dim(), given["self"]
+    new = rank - x.dim()
+    cut = [at for at in range(rank) if given["repeats"][at] != 1 or at < new]
+    mine = " ".join(f"x{at}" if at in cut else f"d{at}" for at in range(new, rank)) or "()"
+    fixed = [f"x{at}" for at in cut if at >= new] + [f"y{at}" for at in cut]
+    return f"{mine} -> {_side(rank, cut, 'y')} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
+
+
+def embed(given: Arguments, outputs: Any) -> str:
+    """slice_scatter and select_scatter: src written into self, jointly linear."""
+    rank = outputs.dim()
+    at = given["dim"] % rank
+    part = " ".join(f"y{dim}" if dim == at else f"d{dim}" for dim in range(rank) if dim != at or given["src"].dim() == rank) or "()"
+    fixed = "x y" if given["src"].dim() == rank else "x"
+    whole = _side(rank, [at], "x")
+    return f"{whole}, {part} -> {whole} ; lin(0,1){_fixes([at], *fixed.split())}"
+
+
+def triangle(given: Arguments, outputs: Any) -> str:
+    rank = given["self"].dim()
+    cut = [rank - 2, rank - 1]
+    return f"{_side(rank, cut, 'x')} -> {_side(rank, cut, 'x')} ; lin(0){_fixes(cut, 'x')}"
+
+
+def roll(given: Arguments, outputs: Any) -> str:
+    """Without dims, roll works on the flattened tensor."""
+    return cutting("dims")({**given, "dims": given["dims"] or list(range(given["self"].dim()))}, outputs)
+
+
+for op in (aten._unsafe_view.default, aten.reshape.default, aten.view.default):
+    rule(op, reshape, local=reshaped, view=True)
+for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+    rule(op, squeeze, local=squeeze_dims, view=True)
+for op in (aten.split.Tensor, aten.split_with_sizes.default):
+    rule(op, split, view=True)
+for op in (aten.slice_scatter.default, aten.select_scatter.default):
+    rule(op, embed, flops=WRITTEN)
+for op in (aten.tril.default, aten.triu.default):
+    rule(op, triangle, flops=WRITTEN)
+rule(aten.cat.default, cat, flops=FREE)
+rule(aten.constant_pad_nd.default, pad, flops=FREE)
+rule(aten.diagonal.default, diagonal, view=True)
+rule(aten.expand.default, expand, view=True)
+rule(aten.flip.default, cutting("dims"), flops=FREE)
+rule(aten.permute.default, permute, view=True)
+rule(aten.repeat.default, repeat, flops=FREE)
+rule(aten.roll.default, roll, flops=FREE)
+rule(aten.select.int, select, view=True)
+rule(aten.select_backward.default, unselect, flops=FREE)
+rule(aten.slice.Tensor, cutting("dim"), view=True)
+rule(aten.slice_backward.default, cutting("dim", sizes=True), flops=FREE)
+rule(aten.stack.default, stack, flops=FREE)
+rule(aten.t.default, transpose, view=True)
+rule(aten.transpose.int, transpose, view=True)
+rule(aten.unbind.int, unbind, view=True)
+rule(aten.unsqueeze.default, unsqueeze, view=True)

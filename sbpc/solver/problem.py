@@ -1,0 +1,128 @@
+"""The layout problem: one label per variable; label costs plus, for every value, the cheapest star of boxings are paid.
+
+A value is made in one layout by its producer and wanted in a layout by each consumer. It is boxed once to an *alias*
+layout, and from there once to every distinct layout that a consumer wants: equal boxings of a value are shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+SLACK = 1e-12  # relative: costs that differ by less are ties
+
+
+@dataclass(eq=False)
+class Variable:
+    """What chooses one of its labels: `costs` [labels] in seconds, finite; `digits` [labels, axes], the choice per axis."""
+
+    name: str
+    costs: np.ndarray
+    digits: np.ndarray
+
+
+@dataclass(eq=False)
+class Value:
+    """What `producer` makes in layout `out[label]` and consumer `(variable, wants)` takes in `wants[label]`.
+
+    closure [layouts, layouts]: seconds of the cheapest boxing from row to column; 0 on the diagonal, inf where there is
+    none, never more than a detour over a third layout (the triangle inequality, on which the bounds rest).
+    """
+
+    producer: int
+    out: np.ndarray
+    consumers: list[tuple[int, np.ndarray]]
+    closure: np.ndarray
+
+
+@dataclass(eq=False)
+class Problem:
+    """Variables, and the values that run between them; best in an order in which producers come before consumers."""
+
+    variables: list[Variable]
+    values: list[Value]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Labels, what they cost, and a bound below which no labels cost.
+
+    `seconds` is inf if no labels without an impossible boxing were found, and if `exact` then there are none.
+    `exact`: nothing is cheaper, and `lower_bound` equals `seconds`.
+    """
+
+    labels: list[int]
+    seconds: float
+    lower_bound: float
+    exact: bool
+
+    @property
+    def gap(self) -> float:
+        """(seconds - bound) / seconds."""
+        if self.exact or self.seconds == self.lower_bound:
+            return 0.0
+        return 1.0 if math.isinf(self.seconds) else (self.seconds - self.lower_bound) / self.seconds
+
+
+def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The alias layout of `value`, and the distinct layouts other than it that consumers want, in their order.
+
+    Among aliases that cost the same: the layout in which the value is made, then the lowest number.
+    """
+    source = int(value.out[labels[value.producer]])
+    wanted = targets(value, labels)
+    found = stars(value.closure, source, wanted)
+    limit = float(found.min()) * (1 + SLACK)
+    alias = source if found[source] <= limit else int(np.argmax(found <= limit))
+    return alias, tuple(target for target in wanted if target != alias)
+
+
+def targets(value: Value, labels: Sequence[int]) -> list[int]:
+    """The distinct layouts that the consumers of `value` want, in the order of the consumers."""
+    return list(dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers))
+
+
+def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray:
+    """Seconds of the star from `source` to the `wanted` layouts, for every alias [layouts]."""
+    found = closure[source].copy()
+    for target in wanted:  # the diagonal is 0: an alias that is wanted costs nothing more
+        found += closure[:, target]
+    return found
+
+
+def total(problem: Problem, labels: Sequence[int]) -> float:
+    """Seconds of the plan: the costs of the labels and of the stars of all values. This is what `solve` minimises."""
+    seconds = math.fsum(float(v.costs[label]) for v, label in zip(problem.variables, labels))
+    return seconds + math.fsum(star_seconds(value, labels) for value in problem.values)
+
+
+def star_seconds(value: Value, labels: Sequence[int]) -> float:
+    """Seconds of the cheapest star of `value`."""
+    source = int(value.out[labels[value.producer]])
+    wanted = targets(value, labels)
+    if len(wanted) < 2:  # directly: an alias elsewhere would be a detour
+        return float(value.closure[source, wanted[0]]) if wanted else 0.0
+    return float(stars(value.closure, source, wanted).min())
+
+
+def check(problem: Problem) -> None:
+    """Assert that arrays have the sizes and ranges that the dataclasses state (the triangle inequality is not tested)."""
+    count = [len(v.costs) for v in problem.variables]
+    for variable in problem.variables:
+        assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
+        assert np.isfinite(variable.costs).all(), f"{variable.name} has a cost that is not finite"
+        assert variable.digits.shape[:1] == variable.costs.shape and variable.digits.ndim == 2, variable.name
+    checked: set[int] = set()
+    for value in problem.values:
+        at, closure = f"a value of {problem.variables[value.producer].name}", value.closure
+        if id(closure) not in checked:
+            checked.add(id(closure))
+            assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
+            assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure is negative or pays for staying"
+        for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
+            assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
+            assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"
+        assert all(consumer != value.producer for consumer, _ in value.consumers), f"{at} is consumed by its producer"

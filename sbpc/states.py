@@ -1,0 +1,132 @@
+"""Split, Broadcast and Partial: what one tensor is over one mesh axis, defined by `shards` and `whole`.
+
+The states are OneFlow's (Yuan et al. 2021, "OneFlow: Redesign the Distributed Deep Learning Framework from Scratch").
+Everything else in this project is measured against the two functions of this file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from sbpc.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rank r holds the r-th chunk of dim `dim`, cut as `torch.chunk` cuts: trailing chunks may be short or empty."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Every rank holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "B"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+    __repr__ = __str__
+
+
+State = Union[Split, Broadcast, Partial]
+S = Split
+B = Broadcast()
+P = Partial()
+REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def parse_state(text: str) -> State:
+    """The state that a text such as "S(0)", "B", "P" or "P(max)" names.
+
+    >>> [parse_state(t) for t in ("S(1)", "B", "P", "P(max)")]
+    [S(1), B, P, P(max)]
+
+    Raises LayoutError for anything else.
+    """
+    text = text.strip()
+    if text == "B":
+        return B
+    if match := re.fullmatch(r"S\((\d+)\)", text):
+        return Split(int(match[1]))
+    if match := re.fullmatch(r"P(?:\((sum|max|min)\))?", text):
+        return Partial(match[1] or "sum")
+    raise LayoutError(f"{text!r} is not a state\n  A state is S(dim), B, P, P(max) or P(min).")
+
+
+def chunk_sizes(size: int, ranks: int) -> list[int]:
+    """The sizes of the `ranks` chunks of a dim of `size` elements, as `torch.chunk` cuts, padded with empty chunks.
+
+    >>> chunk_sizes(10, 4), chunk_sizes(4, 3), chunk_sizes(2, 4)
+    ([3, 3, 3, 1], [2, 2, 0], [1, 1, 0, 0])
+    """
+    step = -(-size // ranks)
+    return [max(0, min(step, size - rank * step)) for rank in range(ranks)]
+
+
+def shards(tensor: Tensor, state: State, ranks: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """What each of `ranks` ranks holds of `tensor` in `state`.
+
+    A Partial state has many representations: this draws independent random integer-valued ones from `generator`.
+
+    >>> [s.tolist() for s in shards(torch.arange(5), Split(0), 3)]
+    [[0, 1], [2, 3], [4]]
+
+    Raises LayoutError if the state splits a dim that the tensor lacks.
+    """
+    if isinstance(state, Split):
+        if state.dim >= tensor.dim():
+            raise LayoutError(f"{state} of a tensor with {tensor.dim()} dims\n  Name one of its dims.")
+        return [part.contiguous() for part in tensor.split(chunk_sizes(tensor.shape[state.dim], ranks), state.dim)]
+    if isinstance(state, Broadcast):
+        return [tensor.clone() for _ in range(ranks)]
+    noise = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor) for _ in range(ranks - 1)]
+    if state.op == "sum":
+        rest = tensor.clone()
+        for part in noise:
+            rest = rest - part
+        return [rest, *noise]
+    sign = -1 if state.op == "max" else 1
+    parts = [tensor + sign * part.abs() for part in noise]  # none passes the true value; one rank, a random one, has it
+    owner = torch.randint(0, ranks, tensor.shape, generator=generator).to(tensor.device)
+    parts.append(tensor.clone())
+    return [torch.where(owner == rank, tensor, part) for rank, part in enumerate(parts)]
+
+
+def whole(parts: list[Tensor], state: State) -> Tensor:
+    """The tensor of which the ranks hold `parts` in `state`: the inverse of `shards`.
+
+    Raises LayoutError if the parts of a Broadcast tensor differ.
+    """
+    if isinstance(state, Split):
+        return torch.cat(parts, state.dim)
+    if isinstance(state, Broadcast):
+        for rank, part in enumerate(parts):
+            if not torch.equal(part.nan_to_num(), parts[0].nan_to_num()):
+                raise LayoutError(f"a broadcast tensor differs between rank 0 and rank {rank}\n  This is a bug in a rule.")
+        return parts[0]
+    total = parts[0]
+    for part in parts[1:]:
+        total = REDUCE[state.op](total, part)
+    return total

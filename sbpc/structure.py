@@ -1,0 +1,200 @@
+"""Nested arguments and results as a flat list of tensors and a JSON-able structure.
+
+A structure is made of lists, texts, numbers and null only, so that it can be written into a plan's file and read from a
+stranger's: classes stand in it as "module:qualname" and are looked up among the loaded modules, never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpc.errors import CaptureError, PlanError
+
+KEYS = (str, int, bool, float, type(None))
+TODO = "Give tensors, numbers, texts, None, and tuples, lists, dicts, named tuples or dataclasses of them."
+
+
+def flatten(value: Any, path: str = "value") -> tuple[list[Tensor], Any]:
+    """The tensors in `value`, depth first, and the structure around them. A tensor that stands twice is two leaves.
+
+    >>> flatten({"x": (torch.ones(2), None), "scale": 0.5})
+    ([tensor([1., 1.])], ['dict', [['x', ['tuple', [['tensor', 0], None]]], ['scale', 0.5]]])
+
+    Raises CaptureError for anything else; `path` is what the message calls `value`.
+    """
+    leaves: list[Tensor] = []
+    return leaves, _flatten(value, path, leaves)
+
+
+def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The value of which `flatten` gave `structure`, with `leaves` in the place of its tensors.
+
+    >>> unflatten(["tuple", [["tensor", 1], ["tensor", 0]]], ["a", "b"])
+    ('b', 'a')
+
+    Raises PlanError if a class is not loaded or the structure is malformed.
+    """
+    if structure is None or isinstance(structure, (bool, int, float, str)):
+        return structure
+    match structure:
+        case ["tensor", int(number)] if not isinstance(number, bool) and 0 <= number < len(leaves):
+            return leaves[number]
+        case ["tuple", list(items)]:
+            return tuple(unflatten(item, leaves) for item in items)
+        case ["list", list(items)]:
+            return [unflatten(item, leaves) for item in items]
+        case ["size", list(items)]:
+            return torch.Size(unflatten(item, leaves) for item in items)
+        case ["slice", [start, stop, step]]:
+            return slice(*(unflatten(item, leaves) for item in (start, stop, step)))
+        case ["dict" | "ordered dict" as kind, list(pairs)]:
+            found = {unflatten(key, ()): unflatten(item, leaves) for key, item in pairs}
+            return found if kind == "dict" else OrderedDict(found)
+        case ["named tuple", str(name), list(items)]:
+            return _named_tuple(name)(*(unflatten(item, leaves) for item in items))
+        case ["return type", str(name), list(items)]:
+            return _return_type(name)([unflatten(item, leaves) for item in items])
+        case ["dataclass", str(name), list(pairs)]:
+            return _dataclass(name)(**{key: unflatten(item, leaves) for key, item in pairs})
+        case ["float", "inf" | "-inf" | "nan" as text]:
+            return float(text)
+        case ["dtype" | "layout" | "memory format", str(name)]:
+            return _constant(structure[0], name)
+        case ["device", str(name)]:
+            return torch.device(name)
+    raise PlanError(f"a structure holds {structure!r:.100}\n  It is not one that sbpc wrote: plan the model again.")
+
+
+def paths(structure: Any) -> list[tuple[Any, ...]]:
+    """The path of keys, numbers and field names to every tensor leaf, by leaf number.
+
+    >>> paths(flatten({"x": (torch.ones(2), None), "y": torch.ones(3)})[1])
+    [('x', 0), ('y',)]
+    """
+    return [path for _, path in sorted(_paths(structure, ()))]
+
+
+def _flatten(value: Any, path: str, leaves: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return ["tensor", len(leaves) - 1]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", str(float(value))]
+    if type(value) in KEYS:
+        return value
+    for kind, name in ((torch.dtype, "dtype"), (torch.layout, "layout"), (torch.memory_format, "memory format")):
+        if isinstance(value, kind):
+            return [name, str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, slice):
+        return ["slice", [_flatten(item, f"{path}.{k}", leaves) for k, item in _slots(value)]]
+    if isinstance(value, (tuple, list)):
+        return _flatten_sequence(value, path, leaves)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        pairs = [[name, _flatten(getattr(value, name), f"{path}.{name}", leaves)] for name in fields]
+        return ["dataclass", _class_name(value, path), pairs]
+    if type(value) in (dict, OrderedDict):
+        for key in value:
+            if type(key) not in KEYS:
+                raise CaptureError(f"{path} has the key {key!r:.100}\n  Keys are texts, numbers or None.")
+        pairs = [[_flatten(key, path, []), _flatten(item, f"{path}[{key!r}]", leaves)] for key, item in value.items()]
+        return ["dict" if type(value) is dict else "ordered dict", pairs]
+    raise _unsupported(value, path)
+
+
+def _flatten_sequence(value: Any, path: str, leaves: list[Tensor]) -> Any:
+    kind = type(value)
+    named = isinstance(value, tuple) and hasattr(kind, "_fields")
+    steps = [f".{name}" for name in kind._fields] if named else [f"[{at}]" for at in range(len(value))]
+    items = [_flatten(item, path + step, leaves) for step, item in zip(steps, value)]
+    if named:
+        return ["named tuple", _class_name(value, path), items]
+    if kind.__module__ == "torch.return_types":
+        return ["return type", kind.__name__, items]
+    names: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "size"}
+    if kind not in names:
+        raise _unsupported(value, path)
+    return [names[kind], items]
+
+
+def _paths(structure: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    match structure:
+        case ["tensor", number]:
+            yield number, path
+        case ["dict" | "ordered dict", pairs] | ["dataclass", _, pairs]:
+            for key, item in pairs:
+                yield from _paths(item, (*path, unflatten(key, ())))
+        case ["tuple" | "list" | "slice", items] | ["named tuple" | "return type", _, items]:
+            for at, item in enumerate(items):
+                yield from _paths(item, (*path, at))
+
+
+def _slots(value: slice) -> list[tuple[str, Any]]:
+    return [("start", value.start), ("stop", value.stop), ("step", value.step)]
+
+
+def _class_name(value: Any, path: str) -> str:
+    kind = type(value)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _loaded(name) is not kind:
+        what = f"{path} is a {kind.__qualname__}, which {kind.__module__} does not hold under that name"
+        raise CaptureError(f"{what}\n  Define the class at the top level of a module.")
+    return name
+
+
+def _loaded(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found
+
+
+def _dataclass(name: str) -> Any:
+    found = _loaded(name)
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        raise _not_loaded(name, "dataclass")
+    return found
+
+
+def _named_tuple(name: str) -> Any:
+    found = _loaded(name)
+    if not isinstance(found, type) or not issubclass(found, tuple) or not hasattr(found, "_fields"):
+        raise _not_loaded(name, "named tuple")
+    return found
+
+
+def _return_type(name: str) -> Any:
+    found = vars(torch.return_types).get(name)
+    if not isinstance(found, type):
+        raise _not_loaded(f"torch.return_types:{name}", "return type of torch")
+    return found
+
+
+def _constant(kind: str, name: str) -> Any:
+    wanted = {"dtype": torch.dtype, "layout": torch.layout, "memory format": torch.memory_format}[kind]
+    found = vars(torch).get(name)
+    if not isinstance(found, wanted):
+        raise PlanError(f"torch has no {kind} {name!r}\n  Plan the model again with this version of torch.")
+    return found
+
+
+def _not_loaded(name: str, kind: str) -> PlanError:
+    module = name.partition(":")[0]
+    return PlanError(
+        f"the {kind} {name} is not loaded\n  Import {module} before the plan is used; a plan imports nothing."
+    )
+
+
+def _unsupported(value: Any, path: str) -> CaptureError:
+    return CaptureError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}\n  {TODO}")

@@ -1,0 +1,91 @@
+"""Random legal plans: a signature drawn for every node on every axis. They find wrong rules and wrong boxings."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+from torch.fx import GraphModule, Node
+
+from sbpc.api import output_wishes, placeholder_wishes
+from sbpc.boxing import layouts
+from sbpc.choices import Choice, operands, value_of
+from sbpc.layout import broadcast
+from sbpc.mesh import Mesh
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.pins import Wish
+from sbpc.plan import Assignment, Plan, results
+from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER
+from sbpc.states import B
+
+
+def random_plan(plan: Plan, seed: int) -> Plan:
+    """Another plan of the same graph: choices, orders of cutting and alias layouts drawn at random."""
+    gm, mesh, options = plan.graph, plan.mesh, plan.options
+    wishes = placeholder_wishes(gm, mesh, None, None, False)
+    assert not output_wishes(gm, mesh, None, False)
+    return make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, dict(options), Stages())
+
+
+def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: random.Random) -> Assignment:
+    """A random legal assignment that keeps the wishes."""
+    nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
+    choices = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
+    homes = {(port.kind, port.name): choices[node.name].output(0, mesh.axes) for port, node in zip(gm.meta["ports"].inputs, nodes)}
+    kinds = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}
+    outputs = tuple(
+        None if node is None else homes.get((kinds.get(port.kind), port.name), broadcast(mesh.axes))
+        for port, node in zip(gm.meta["ports"].outputs, results(gm))
+    )
+    read: dict[tuple[Node, int], list[Node]] = {}
+    for node in nodes:
+        for operand in operands(node):
+            read.setdefault(value_of(operand), []).append(node)
+    for node in results(gm):
+        if node is not None:
+            read.setdefault(value_of(node), [])
+    aliases = {}
+    for producer, index in read:
+        source = choices[producer.name].output(index, mesh.axes)
+        value = producer.meta["val"]
+        dims = (value[index] if isinstance(value, (tuple, list)) else value).dim()
+        plain = [layout for layout in layouts(dims, mesh.axes, partial=False)]
+        aliases[producer.name, index] = generator.choice([source, generator.choice(plain)])
+    return Assignment(choices, aliases, outputs)
+
+
+def draw_choice(node: Node, mesh: Mesh, wish: Wish | None, generator: random.Random) -> Choice:
+    """One legal choice: a signature per axis, uniformly, and an order of axes; drawn again until it is legal."""
+    candidates = node.meta["candidates"]
+    for _ in range(200):
+        signatures = tuple(generator.choice(candidates.signatures) for _ in mesh.axes)
+        order = tuple(generator.sample(range(len(mesh.axes)), len(mesh.axes)))
+        choice = Choice(signatures, order)
+        if candidates.legal(choice, mesh.sizes) and (wish is None or wish.admits(choice.output(0, mesh.axes))):
+            return choice
+    return Choice(candidates.signatures[:1] * len(mesh.axes), tuple(range(len(mesh.axes))))
+
+
+def share_split(plans: list[Plan]) -> float:
+    """The share of values that are not B on every axis."""
+    layouts_ = [layout for plan in plans for layout in plan.layouts.values()]
+    return sum(any(state != B for state in layout.states) for layout in layouts_) / len(layouts_)
+
+
+def never_drawn(plans: list[Plan]) -> Counter[str]:
+    """Signatures that no plan uses, by op."""
+    missing: Counter[str] = Counter()
+    used: dict[str, set[str]] = {}
+    for plan in plans:
+        for name, choice in plan.assignment.choices.items():
+            used.setdefault(name, set()).update(map(str, choice.signatures))
+    offered: dict[tuple[str, str], bool] = {}
+    for node in plans[0].graph.graph.nodes:
+        for signature in node.meta.get("signatures", ()):
+            key = (str(node.target) if node.op == "call_function" else node.op, str(signature))
+            offered[key] = offered.get(key, False) or str(signature) in used[node.name]
+    for (op, _), drawn in offered.items():
+        if not drawn:
+            missing[op] += 1
+    return missing
