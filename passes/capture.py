@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from sbpc import ports
 from sbpc._compat import enable_python_dispatcher
@@ -50,7 +50,7 @@ def capture(
 
 
 def _light(source: Program, train: bool) -> GraphModule:
-    light = Light(Graph(), source.mode, {id(part): name for name, part in source.module.named_modules()}, source.known)
+    light = Light(source)
     for port, label, value in source.placeholders():
         light.placeholder(port, label, value)
     with _recording(source, light, train), light.module_paths():

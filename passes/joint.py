@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc import ports
 from sbpc._compat import (
     BufferAOTInput,
-    FakeTensor,
     GradAOTOutput,
     InputMutationAOTOutput,
+    OpOverload,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -23,9 +22,14 @@ from sbpc._compat import (
     aot_export_joint_with_descriptors,
 )
 from sbpc.errors import CaptureError
+from sbpc.frames import user_error
 from sbpc.passes.tracer import Watch, refuse_random
 from sbpc.ports import Port
 from sbpc.program import Program, finish
+
+
+ORDER = (ports.OUTPUT, ports.MUTATION, ports.GRADIENT, ports.INPUT_GRADIENT)
+WRITE = "Write into a clone: arguments and parameters stay as they are."
 
 
 class Flat(nn.Module):
@@ -60,5 +64,65 @@ def joint(source: Program, train: bool) -> GraphModule:
         stack.enter_context(source.mode)
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         traced = aot_export_joint_with_descriptors(stack, flat, tuple(source.inputs)).graph_module
-    print(traced.graph)
-    for n in traced.graph.nodes: print(n, n.meta.get('desc'), n.meta.get('custom'), n.meta.get('seq_nr'), n.meta.get('partitioner_tag'))
+    return _ported(source, traced, flat.results, train)
+
+
+def _ported(source: Program, traced: GraphModule, results: Any, train: bool) -> GraphModule:
+    """The same graph with our ports, names and meta."""
+    graph = Graph()
+    new: dict[Node, Node] = {}
+    inputs: list[Port] = []
+    values: dict[Node, Any] = {}
+    constants: dict[str, Tensor] = {}
+    labels = {port: label for port, label, _ in source.placeholders()}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            inputs.append(_port(source, node.meta["desc"]))
+            copy = graph.placeholder(labels.get(inputs[-1], f"tangent_{inputs[-1].name}"))
+        elif node.op == "get_attr":
+            name = f"constant_{len(constants)}"
+            constants[name] = getattr(traced, node.target)
+            copy = graph.create_node("get_attr", name, name=name)
+        else:
+            copy = graph.node_copy(node, new.__getitem__)
+        path, stack = node.meta.get("custom", {}).get("sbpc", ("", "")) if node.op != "placeholder" else ("", "")
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        copy.meta = {"module": path, "stack_trace": stack, "phase": "backward" if backward else "forward"}
+        new[node], values[copy] = copy, node.meta.get("val")
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            refuse_random(node.target, node.args, node.kwargs, lambda stack=stack: stack)
+    end = traced.graph.output_node()
+    found = [(_port(source, desc), new[node]) for desc, node in zip(end.meta["desc"], end.args[0]) if node is not None]
+    for port, node in found:
+        if port.kind == ports.MUTATION and port.name not in source.buffers:
+            raise user_error(f"the model writes into {port.name!r}", node.meta["stack_trace"], WRITE)
+    found.sort(key=lambda item: ORDER.index(item[0].kind))
+    return finish(source, graph, constants, inputs, found, results, values, train)
+
+
+def _port(source: Program, desc: Any) -> Port:
+    match desc:
+        case ParamAOTInput(target):
+            return Port(ports.PARAMETER, list(source.parameters)[int(target.rpartition("_")[2])])
+        case BufferAOTInput(target):
+            return Port(ports.BUFFER, list(source.buffers)[int(target.rpartition("_")[2])])
+        case PlainAOTInput(number):
+            return Port(ports.INPUT, str(number))
+        case TangentAOTInput(PlainAOTOutput(number)):
+            return Port(ports.TANGENT, str(number))
+        case PlainAOTOutput(number):
+            return Port(ports.OUTPUT, str(number))
+        case InputMutationAOTOutput(BufferAOTInput() as buffer):
+            return Port(ports.MUTATION, _port(source, buffer).name)
+        case InputMutationAOTOutput(ParamAOTInput() as parameter):
+            return Port(ports.MUTATION, _port(source, parameter).name)
+        case InputMutationAOTOutput(PlainAOTInput(number)):
+            return Port(ports.MUTATION, source.labels[number])
+        case GradAOTOutput(ParamAOTInput() as parameter):
+            return Port(ports.GRADIENT, _port(source, parameter).name)
+        case GradAOTOutput(PlainAOTInput(number)):
+            return Port(ports.INPUT_GRADIENT, str(number))
+    what = f"AOTAutograd made {desc.expr()}, which sbpc has no port for"
+    raise CaptureError(f"{what}\n  Return clones where outputs are views of arguments or of each other.")

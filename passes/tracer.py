@@ -7,7 +7,7 @@ silently left out. A write into fresh memory is made functional; for any other w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,46 +20,76 @@ from sbpc._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     autograd_node,
     next_sequence_number,
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error, user_stack
 from sbpc.ports import Port
+from sbpc.program import Program
 
 aten = torch.ops.aten
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-# native_batch_norm and its kin write the running statistics without saying so in their schema
-WRITES_UNSAID = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+LIFTS = (aten.lift_fresh.default, aten.lift.default)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # real tensors, that is
+STATISTICS = {  # arguments that are written in training although the schema does not say so
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
 
 
 class NeedsAot(Exception):
     """The light tracer cannot do this; AOTAutograd may."""
 
 
-class Light(TorchDispatchMode):
-    """Records every op into `graph`. `modules`: id of a submodule -> its path. `known`: see Program.
+class Watch(TorchDispatchMode):
+    """Sees every op of a forward: refuses what no graph can hold, and knows which submodule is being called."""
 
-    `phase` is "forward" until the caller sets it to "backward".
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        mode: FakeTensorMode,
-        modules: Mapping[int, str],
-        known: Mapping[int, tuple[Tensor, Tensor | None]],
-    ) -> None:
+    def __init__(self, source: Program) -> None:
         super().__init__()
-        self.graph = graph
-        self.mode = mode
-        self.modules = modules
-        self.known = known
+        self.known = source.known
+        self.modules = {id(part): name for name, part in source.module.named_modules()}
+        self.path = [""]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        refuse_random(func, args, kwargs, user_stack)
+        for value in _leaves((args, kwargs)):
+            if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
+                raise unregistered(value)
+        torch.fx.traceback.get_current_meta()["custom"] = {"sbpc": (self.path[-1], user_stack())}
+        return run(func, args, kwargs)
+
+    @contextmanager
+    def module_paths(self) -> Iterator[None]:
+        """While this lasts, `path` follows the submodules that are being called."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.path.append(self.modules.get(id(module), self.path[-1]))
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self.path.pop()
+
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+
+class Light(Watch):
+    """Records every op into `graph`. `phase` is "forward" until the caller sets it to "backward"."""
+
+    def __init__(self, source: Program) -> None:
+        super().__init__(source)
+        self.graph = Graph()
+        self.mode = source.mode
+        self.phase = "forward"
         self.ports: list[Port] = []
         self.front: Node | None = None  # the last placeholder
-        self.phase = "forward"
-        self.path = [""]
         self.nodes: dict[int, Node] = {}
         self.kept: list[tuple[Node, Any]] = []  # every node with its value: ids stay unique while the values live
         self.constants: dict[str, Tensor] = {}
@@ -67,7 +97,6 @@ class Light(TorchDispatchMode):
         self.owners: dict[int, int] = {}  # by storage: how many tensors share it
         self.by_number: dict[int, Node] = {}  # by autograd sequence number: the forward op that made the autograd node
         self.last: Node | None = None
-        self.writes: dict[Any, bool] = {}
 
     def placeholder(self, port: Port, name: str, value: Tensor) -> None:
         """Make `value` known as an input of the graph; what shares its memory may not be written."""
@@ -89,27 +118,18 @@ class Light(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].device
-        if func in (aten.lift_fresh.default, aten.lift.default) and id(args[0]) not in self.nodes:
+        if func in LIFTS and type(args[0]) in PLAIN:
             return self._fresh_constant(func, args[0])
         refuse_random(func, args, kwargs, user_stack)
-        if any(type(arg) is not FakeTensor and isinstance(arg, Tensor) for arg in _leaves((args, kwargs))):
+        if any(type(value) in PLAIN for value in _leaves((args, kwargs))):
             args, kwargs = _map((args, kwargs), self._registered)
-        if func not in self.writes:
-            self.writes[func] = func._schema.is_mutable
-        unsaid = WRITES_UNSAID.get(func._schema.name.removeprefix("aten::"), ())
-        if any(args[at] is not None for at in unsaid) and args[5]:
+        if any(args[at] is not None for at in STATISTICS.get(func, ())) and args[5]:
             raise NeedsAot(f"{func} writes running statistics")
-        if self.writes[func]:
+        if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        out = self._run(func, args, kwargs)
+        out = run(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except DATA_DEPENDENT as error:
-            raise data_dependent(func, user_stack()) from error
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -159,7 +179,7 @@ class Light(TorchDispatchMode):
         self.node_of(target)
         if self.owners[_storage(target)] != 1:
             raise NeedsAot(f"{func} writes into memory that others can see")
-        fresh = self._run(functional, args, kwargs)
+        fresh = run(functional, args, kwargs)
         if fresh.shape != target.shape or fresh.stride() != target.stride():
             raise NeedsAot(f"{func} keeps another shape than its functional form")
         node = self._emit(functional, args, kwargs)
@@ -170,7 +190,7 @@ class Light(TorchDispatchMode):
             )
             cast.meta = dict(node.meta)
             node = cast
-        self._run(func, args, kwargs)
+        run(func, args, kwargs)
         self.kept.append((node, target))
         self.nodes[id(target)] = node
         return target
@@ -194,10 +214,7 @@ class Light(TorchDispatchMode):
             return value
         if id(value) not in self.fakes:
             if id(value) not in self.known:
-                shape = ", ".join(map(str, value.shape))
-                what = f"the model uses a tensor [{shape}] that is no parameter, no buffer and no argument"
-                todo = "Register it with register_buffer, or pass it in: a graph cannot follow later changes to it."
-                raise user_error(what, user_stack(), todo)
+                raise unregistered(value)
             fake = self.known[id(value)][1]
             if fake is None:
                 fake = self.mode.from_tensor(value)
@@ -206,23 +223,15 @@ class Light(TorchDispatchMode):
             self.fakes[id(value)] = fake
         return self.fakes[id(value)]
 
-    @contextmanager
-    def module_paths(self) -> Iterator[None]:
-        """While this lasts, `path` follows the submodules that are being called."""
 
-        def enter(module: nn.Module, _: Any) -> None:
-            self.path.append(self.modules.get(id(module), self.path[-1]))
-
-        def leave(module: nn.Module, _: Any, __: Any) -> None:
-            self.path.pop()
-
-        before = nn.modules.module.register_module_forward_pre_hook(enter)
-        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on fake tensors. Raises CaptureError if it needs their values."""
+    try:
+        return func(*args, **kwargs)
+    except DATA_DEPENDENT as error:
+        what = f"{func} needs the values of a tensor, and a captured graph has none"
+        todo = "Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides."
+        raise user_error(what, user_stack(), todo) from error
 
 
 def refuse_random(func: Any, args: Any, kwargs: Any, stack: Callable[[], str]) -> None:
@@ -238,10 +247,10 @@ def refuse_random(func: Any, args: Any, kwargs: Any, stack: Callable[[], str]) -
     raise user_error(what, stack(), "Set the dropout probability to 0, or call model.eval().")
 
 
-def data_dependent(func: Any, stack: str) -> CaptureError:
-    """The error for an op whose result, as a number or as a shape, depends on the values of a tensor."""
-    what = f"{func} needs the values of a tensor, and a captured graph has none"
-    return user_error(what, stack, "Write it without .item(), nonzero and branches on tensors: torch.where keeps both sides.")
+def unregistered(value: Tensor) -> CaptureError:
+    """The error for a tensor that the model holds in an attribute: a graph could not follow later changes to it."""
+    what = f"the model uses a tensor {list(value.shape)} that is no parameter, no buffer and no argument"
+    return user_error(what, user_stack(), "Register it with register_buffer, or pass it as an argument.")
 
 
 def functional_form(func: Any) -> Any:

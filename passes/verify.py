@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from sbpc._compat import FakeTensorMode
 from sbpc.boxing import steps
 from sbpc.choices import nodes_in, operands
 from sbpc.errors import VerifyError, at_node
@@ -111,12 +112,12 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
 
 
 def verify_local(gm: GraphModule, mesh: Mesh) -> int:
-    """Run the program on tensors without data: every value has the shape that its layout gives it on this rank."""
+    """Run the program on fake tensors: every value has the shape that its layout gives it on this rank."""
     return ShapeCheck(gm).check()
 
 
 class ShapeCheck(Interpreter):
-    """Runs a local program on the meta device and compares shapes."""
+    """Runs a local program on fake tensors and compares shapes."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
@@ -124,11 +125,13 @@ class ShapeCheck(Interpreter):
 
     def check(self) -> int:
         """The number of edges checked."""
-        inputs = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                self.env[node] = torch.empty_like(getattr(self.module, str(node.target)), device="meta")
-        self.run(*inputs, initial_env=dict(self.env))
+        with FakeTensorMode():
+            for node in self.graph.nodes:
+                if node.op == "get_attr":
+                    constant = getattr(self.module, str(node.target))
+                    self.env[node] = torch.empty(constant.shape, dtype=constant.dtype)
+            values = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
+            self.run(*(torch.empty(value.shape, dtype=value.dtype) for value in values), initial_env=dict(self.env))
         return self.edges
 
     def run_node(self, n: Node) -> Any:

@@ -24,10 +24,10 @@ def _nll_dims(given: Arguments) -> tuple[str, str, list[str]]:
 
 
 def nll(given: Arguments, outputs: Any) -> str:
-    """none: total_weight is 0. mean: the weights of local targets differ, so nothing is split. sum: all P."""
+    """none: total_weight is 0 (but that of a lone sample). mean: the weights of local targets differ, so nothing is split. sum: all P."""
     x, target, rest = _nll_dims(given)
     names = " ".join([*rest, "c"])
-    if given["reduction"] == NONE:
+    if given["reduction"] == NONE and rest:
         return f"{x}, {target}, c -> {target}, () ; +c ; same({names} -> 1) ; idx c @ 1 ; lin(0 -> 0)"
     clause = f"fix {names}" if given["reduction"] == MEAN else f"+{names} ; idx c @ 1"
     return f"{x}, {target}, c -> (), () ; {clause} ; lin(0 -> 0)"

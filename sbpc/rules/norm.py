@@ -27,16 +27,6 @@ def layer_norm_backward(given: Arguments, outputs: Any) -> str:
     return f"*b {d}, *b {d}, [{d}], *b {ones}, *b {ones}, {d}, {d} -> *b {d}, {d}, {d} ; +b ; fix {d} ; lin(0)"
 
 
-def rms_norm(given: Arguments, outputs: Any) -> str:
-    d, ones = _dims(given)
-    return f"*b {d}, [{d}], {d} -> *b {d}, *b {ones} ; fix {d}"
-
-
-def rms_norm_backward(given: Arguments, outputs: Any) -> str:
-    d, ones = _dims(given)
-    return f"*b {d}, *b {d}, [{d}], *b {ones}, {d} -> *b {d}, {d} ; +b ; fix {d} ; lin(0)"
-
-
 def batch_norm_backward(given: Arguments, outputs: Any) -> str:
     """In evaluation the statistics are constants: then samples are independent and the saved ones are empty."""
     if given["train"]:
@@ -44,12 +34,10 @@ def batch_norm_backward(given: Arguments, outputs: Any) -> str:
     return "n c *h, n c *h, c, c, c, *e, *f -> n c *h, c, c ; +n h ; fix e f ; lin(0)"
 
 
-rule(aten._fused_rms_norm.default, rms_norm)
-rule(aten._fused_rms_norm_backward.default, rms_norm_backward)
-rule(aten._native_batch_norm_legit.no_stats, "n c *h, c, c -> n c *h, c, c ; fix n h")
-rule(aten._native_batch_norm_legit_functional.default, "n c *h, c, c, c, c -> n c *h, c, c, c, c ; fix n h ; when(training)")
+rule(aten._native_batch_norm_legit.no_stats, "n c *h, c, c -> n c *h, c, c ; fix n h", nonempty="c")
+rule(aten._native_batch_norm_legit_functional.default, "n c *h, c, c, c, c -> n c *h, c, c, c, c ; fix n h ; when(training)", nonempty="c")
 rule(aten._native_batch_norm_legit_no_training.default, "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)")
-rule(aten.native_batch_norm_backward.default, batch_norm_backward)
+rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="c")
 rule(aten.native_group_norm.default, "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; fix c s")
 rule(
     aten.native_group_norm_backward.default,

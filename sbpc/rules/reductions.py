@@ -13,11 +13,14 @@ from sbpc.rules.registry import Arguments, Call, Match, Write, named_arguments, 
 aten = torch.ops.aten
 
 
-def reduction(*clauses: str, argument: str = "dim") -> Write:
-    """The rule of a reduction over `argument` (all dims if absent or empty): kept dims are k0 k1.., reduced ones r0 r1.."""
+def reduction(*clauses: str, empty: bool = True) -> Write:
+    """The rule of a reduction over `dim` (absent: all; empty: all or, not `empty`, none): kept dims are k0.., reduced r0.."""
 
     def write(given: Arguments, outputs: Any) -> str:
-        names, reduced = _dims(given["self"].dim(), given.get(argument))
+        if given.get("dim") == [] and not empty:
+            names, reduced = [f"k{at}" for at in range(given["self"].dim())], []
+        else:
+            names, reduced = _dims(given["self"].dim(), given.get("dim"))
         outs = [name if name[0] == "k" else "1" for name in names if name[0] == "k" or given.get("keepdim")]
         flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         sign = f"{' '.join(names) or '()'} -> " + ", ".join([" ".join(outs) or "()"] * len(flat))
@@ -55,11 +58,12 @@ SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")
 
 rule(aten.all.default, FIXED)
 rule(aten.all.dim, FIXED)
+rule(aten.all.dims, reduction("fix R", empty=False))
 rule(aten.amax.default, reduction("max R"), nonempty="r")
 rule(aten.amin.default, reduction("min R"), nonempty="r")
 rule(aten.any.default, FIXED)
 rule(aten.any.dim, FIXED)
-rule(aten.any.dims, FIXED)
+rule(aten.any.dims, reduction("fix R", empty=False))
 rule(aten.argmax.default, FIXED)
 rule(aten.argmin.default, FIXED)
 rule(aten.linalg_vector_norm.default, FIXED)

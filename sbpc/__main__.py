@@ -1,0 +1,8 @@
+"""`python -m sbpc` is `sbpc`."""
+
+import sys
+
+from sbpc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
