@@ -6,7 +6,7 @@ The light tracer comes first; what it refuses (writes into buffers, views or arg
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from sbpc.errors import CaptureError
 from sbpc.passes.joint import joint
 from sbpc.passes.tracer import Light, NeedsAot
 from sbpc.ports import Port
-from sbpc.program import Program, finish, program, unchanged
+from sbpc.program import Program, environment, finish, program
 
 
 def capture(
@@ -42,10 +42,10 @@ def capture(
     """
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
-    if method == "light":
-        with contextlib.suppress(NeedsAot), unchanged(module):
-            return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
-    with unchanged(module):
+    with environment(train):  # fresh fakes for each method: the first may have written into its own
+        if method == "light":
+            with contextlib.suppress(NeedsAot):
+                return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
         return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
 
 
@@ -53,27 +53,38 @@ def _light(source: Program, train: bool) -> GraphModule:
     light = Light(source)
     for port, label, value in source.placeholders():
         light.placeholder(port, label, value)
-    with _recording(source, light, train), light.module_paths():
-        outputs, results = source(source.parameters, source.buffers, source.inputs)
-    light.phase = "backward"
-    differentiable = [at for at, value in enumerate(outputs) if train and value.requires_grad and value.is_floating_point()]
-    with source.mode:  # contiguous, whatever the strides of the output
-        tangents = [torch.empty(outputs[at].shape, dtype=outputs[at].dtype, device=outputs[at].device) for at in differentiable]
-    for at, value in zip(differentiable, tangents):
-        light.placeholder(Port(ports.TANGENT, str(at)), f"tangent_{at}", value)
     wanted = source.wanted(train)
-    gradients: Sequence[Tensor | None] = [None] * len(wanted)
-    if wanted and tangents:
-        with _recording(source, light, train):
-            roots = [outputs[at] for at in differentiable]
-            gradients = torch.autograd.grad(roots, [value for _, value in wanted], tangents, allow_unused=True)
+    with source.substituted(source.parameters, source.buffers) as replaced, light.module_paths():
+        with _recording(source, light):
+            outputs, results = source(source.inputs)
+        written = replaced()
+        light.phase = "backward"
+        tangents = _tangents(source, light, outputs) if train else {}
+        gradients: Sequence[Tensor | None] = [None] * len(wanted)
+        if wanted and tangents:
+            with _recording(source, light):
+                roots, leaves = [outputs[at] for at in tangents], [value for _, value in wanted]
+                gradients = torch.autograd.grad(roots, leaves, list(tangents.values()), allow_unused=True)
     found = [(Port(ports.OUTPUT, str(at)), light.node_of(value)) for at, value in enumerate(outputs)]
+    found += [(Port(ports.MUTATION, name), light.node_of(value)) for name, value in written.items()]
     found += [(port, light.node_of(value)) for (port, _), value in zip(wanted, gradients) if value is not None]
-    values = {node: value for node, value in light.kept}
-    return finish(source, light.graph, light.constants, light.ports, found, results, values, train)
+    return finish(source, light.graph, light.constants, light.ports, found, results, dict(light.kept), train)
+
+
+def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """A tangent for every output that has a gradient, contiguous whatever the strides of the output."""
+    with source.mode:
+        tangents = {
+            at: torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            for at, value in enumerate(outputs)
+            if value.requires_grad and value.is_floating_point()
+        }
+    for at, value in tangents.items():
+        light.placeholder(Port(ports.TANGENT, str(at)), f"tangent_{at}", value)
+    return tangents
 
 
 @contextlib.contextmanager
-def _recording(source: Program, light: Light, train: bool):
-    with torch.inference_mode(False), torch.set_grad_enabled(train), source.mode, light, enable_python_dispatcher():
+def _recording(source: Program, light: Light) -> Iterator[None]:
+    with source.mode, light, enable_python_dispatcher():
         yield

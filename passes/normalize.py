@@ -1,6 +1,6 @@
-"""Rewrite a captured graph into a canonical one: no copies of names, one op per idea, no mean over a dim that may be split.
+"""Rewrite a captured graph into a canonical one: no second names for a value, one op per idea, no means.
 
-A mean of local means is wrong where ranks hold different counts, so means become a sum and a global divisor.
+A mean of local means is wrong where ranks hold different counts, so a mean becomes a sum and a global divisor.
 """
 
 from __future__ import annotations
@@ -69,10 +69,22 @@ def normalize(gm: GraphModule) -> GraphModule:
     Before: as captured. After: no op of `REWRITES` is left but where its row says so; no node without a use; meta and
     ports as before, `val` new for the new nodes.
     """
+    return _rewrite(gm, REWRITES)
+
+
+def lift(gm: GraphModule) -> GraphModule:
+    """Matrix products over flattened dims as products over the dims themselves, so that every one of them can be split.
+
+    Before: a canonical graph, in which linear layers on [b, s, k] are view, mm, view. After: they are einsums.
+    """
+    return _rewrite(gm, LIFTS)
+
+
+def _rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> GraphModule:
     new: dict[Node, Any] = {}
     writer = Writer(_mode(gm))
     for node in gm.graph.nodes:
-        rewrite = REWRITES.get(node.target)
+        rewrite = rewrites.get(node.target)
         if rewrite is not None:
             writer.about = node
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
@@ -159,7 +171,7 @@ def mean(
     return result if wide == dtype else write.call(aten._to_copy.default, result, dtype=dtype)
 
 
-def nll_loss(write: Writer, x: Node, target: Node, weight: Node | None, reduction: int, ignore: int) -> Any:
+def nll_loss(write: Writer, x: Any, target: Node, weight: Any, reduction: int, ignore: int) -> Any:
     """The mean is the sum over the total weight of all targets that count. A float16 sum could overflow."""
     if reduction != MEAN:
         return None
@@ -167,15 +179,15 @@ def nll_loss(write: Writer, x: Node, target: Node, weight: Node | None, reductio
     if half:
         x, weight = (value and write.call(aten._to_copy.default, value, dtype=torch.float32) for value in (x, weight))
     both = write.call(write.target, x, target, weight, SUM, ignore)
-    total = write.part(both, 1)
-    loss = write.call(aten.div.Tensor, write.part(both, 0), total)
+    loss, total = write.part(both, 0), write.part(both, 1)
+    loss = write.call(aten.div.Tensor, loss, total)
     if half:
         loss, total = (write.call(aten._to_copy.default, value, dtype=torch.float16) for value in (loss, total))
     return loss, total
 
 
 def nll_loss_backward(
-    write: Writer, gradient: Node, x: Node, target: Node, weight: Node | None, reduction: int, ignore: int, total: Node
+    write: Writer, gradient: Node, x: Node, target: Node, weight: Any, reduction: int, ignore: int, total: Node
 ) -> Node | None:
     if reduction != MEAN:
         return None
@@ -234,4 +246,53 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.transpose.int: transpose,
     aten.view.default: view,
     operator.getitem: part,
+}
+
+
+def unflattened(x: Any) -> Node | None:
+    """The value [*b, k] of which x is the view [product of b, k]; None if there is none."""
+    source = x.args[0] if x.target is aten.view.default else None
+    shape: Sequence[int] = source.meta["val"].shape if source is not None else ()
+    return source if len(shape) > 2 and shape[-1] == x.meta["val"].shape[-1] and x.meta["val"].dim() == 2 else None
+
+
+def product(write: Writer, x: Node, y: Node) -> Node | None:
+    """view(x) @ y over [*b, k], or the gradient of a weight, view(x).T @ view(y), summed over all of b."""
+    rows = unflattened(x)
+    if rows is not None:
+        dims = DIMS[: rows.meta["val"].dim() - 1]
+        lifted = write.call(aten.einsum.default, f"{dims}y,yz->{dims}z", [rows, y])
+        return write.call(aten.view.default, lifted, list(write.value.shape))
+    turned: Any = x.args[0] if x.target is aten.permute.default else x
+    left, right = unflattened(turned) if turned is not x else None, unflattened(y)
+    if left is None or right is None or left.meta["val"].shape[:-1] != right.meta["val"].shape[:-1]:
+        return None
+    dims = DIMS[: left.meta["val"].dim() - 1]
+    return write.call(aten.einsum.default, f"{dims}y,{dims}z->yz", [left, right])
+
+
+def affine(write: Writer, bias: Node, x: Node, y: Node, **scales: Any) -> Node | None:
+    """view(x) @ y + bias, the bias added over [*b, n]."""
+    if unflattened(x) is None or scales:
+        return None
+    flat: Any = product(write, x, y)
+    lifted = write.call(aten.add.Tensor, flat.args[0], bias)
+    return write.call(aten.view.default, lifted, list(write.value.shape))
+
+
+def sum_of_rows(write: Writer, x: Node, dims: Sequence[int], keepdim: bool = False, **options: Any) -> Node | None:
+    """The gradient of a bias: the sum of view(x) over its rows."""
+    rows = unflattened(x)
+    if rows is None or list(dims) != [0]:
+        return None
+    total = write.call(aten.sum.dim_IntList, rows, list(range(rows.meta["val"].dim() - 1)), **options)
+    return write.call(aten.view.default, total, list(write.value.shape)) if keepdim else total
+
+
+DIMS = "abcdefgh"
+LIFTS: dict[Any, Callable[..., Any]] = {
+    aten.addmm.default: affine,
+    aten.mm.default: product,
+    aten.sum.dim_IntList: sum_of_rows,
+    aten.view.default: view,
 }

@@ -26,7 +26,7 @@ from sbpc._compat import (
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error, user_stack
 from sbpc.ports import Port
-from sbpc.program import Program
+from sbpc.program import Program, placeholder
 
 aten = torch.ops.aten
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -51,15 +51,29 @@ class Watch(TorchDispatchMode):
         self.known = source.known
         self.modules = {id(part): name for name, part in source.module.named_modules()}
         self.path = [""]
+        self.memory: dict[int, tuple[int, Tensor]] = {}  # by id of a tensor, which is kept alive: its storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        refuse_random(func, args, kwargs, user_stack)
+        refuse_random(func, args, kwargs)
         for value in _leaves((args, kwargs)):
             if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
                 raise unregistered(value)
+            if isinstance(value, Tensor):
+                self.check_memory(value)
         torch.fx.traceback.get_current_meta()["custom"] = {"sbpc": (self.path[-1], user_stack())}
-        return run(func, args, kwargs)
+        out = run(func, args, kwargs)
+        for value in _leaves(out):
+            if isinstance(value, Tensor):
+                self.check_memory(value)
+        return out
+
+    def check_memory(self, value: Tensor) -> None:
+        """Remember the memory of `value`. Raises CaptureError if it is another one than before."""
+        storage = _storage(value)
+        if self.memory.setdefault(id(value), (storage, value))[0] != storage:
+            what = "the forward assigns to the .data of a tensor, which no op shows"
+            raise user_error(what, user_stack(), "Compute a new tensor instead.")
 
     @contextmanager
     def module_paths(self) -> Iterator[None]:
@@ -101,7 +115,7 @@ class Light(Watch):
     def placeholder(self, port: Port, name: str, value: Tensor) -> None:
         """Make `value` known as an input of the graph; what shares its memory may not be written."""
         with self.graph.inserting_after(self.front) if self.front else nullcontext():
-            node = self.front = self.graph.placeholder(name)
+            node = self.front = placeholder(self.graph, name)
         node.meta.update(module="", stack_trace="", phase=self.phase)
         self.ports.append(port)
         self._keep(node, value)
@@ -112,6 +126,7 @@ class Light(Watch):
         node = self.nodes.get(id(value))
         if node is None:
             raise NeedsAot("a tensor was made without an op that can be seen")
+        self.check_memory(value)
         return node
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +135,7 @@ class Light(Watch):
             return args[0].device
         if func in LIFTS and type(args[0]) in PLAIN:
             return self._fresh_constant(func, args[0])
-        refuse_random(func, args, kwargs, user_stack)
+        refuse_random(func, args, kwargs)
         if any(type(value) in PLAIN for value in _leaves((args, kwargs))):
             args, kwargs = _map((args, kwargs), self._registered)
         if any(args[at] is not None for at in STATISTICS.get(func, ())) and args[5]:
@@ -166,15 +181,17 @@ class Light(Watch):
     def _keep(self, node: Node, value: Tensor) -> None:
         self.kept.append((node, value))
         self.nodes[id(value)] = node
+        self.check_memory(value)
         storage = _storage(value)
         self.owners[storage] = self.owners.get(storage, 0) + 1
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an in-place op whose target nothing else can see, and record its functional form in the target's place."""
+        """Run an in-place op whose target nothing else can see, and record its functional form instead."""
         target = args[0] if args else None
         written = [at for at, arg in enumerate(func._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         functional = functional_form(func)
-        if written != [0] or functional is None or torch.Tag.inplace_view in func.tags or not isinstance(target, Tensor):
+        simple = written == [0] and torch.Tag.inplace_view not in func.tags
+        if not simple or functional is None or not isinstance(target, Tensor):
             raise NeedsAot(f"{func} has no functional form")
         self.node_of(target)
         if self.owners[_storage(target)] != 1:
@@ -234,17 +251,21 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         raise user_error(what, user_stack(), todo) from error
 
 
-def refuse_random(func: Any, args: Any, kwargs: Any, stack: Callable[[], str]) -> None:
-    """Raise CaptureError for an op that draws random numbers; with a dropout of 0 it draws none."""
+def refuse_random(func: Any, args: Any, kwargs: Any, stack: str | None = None) -> None:
+    """Raise CaptureError for an op that draws random numbers; with a probability of 0 it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return
-    given = dict(zip((arg.name for arg in func._schema.arguments), args), **kwargs)
-    defaults = {arg.name: arg.default_value for arg in func._schema.arguments if arg.has_default_value()}
-    chance = {**defaults, **given}.get("dropout_p", {**defaults, **given}.get("p"))
-    if chance == 0 or given.get("train") is False:
+    schema = func._schema.arguments
+    given = {arg.name: arg.default_value for arg in schema}
+    given.update(zip(given, args), **kwargs)
+    chance = given.get("dropout_p", given.get("p"))
+    if chance == 0 or given.get("train") is False or given.get("training") is False:
         return
+    todo = "Pass the random tensor as an argument."
+    if chance is not None:
+        todo = "Set the probability of the dropout to 0, or call model.eval()."
     what = f"{func} draws random numbers, which is not supported yet"
-    raise user_error(what, stack(), "Set the dropout probability to 0, or call model.eval().")
+    raise user_error(what, user_stack() if stack is None else stack, todo)
 
 
 def unregistered(value: Tensor) -> CaptureError:

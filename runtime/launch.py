@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +23,10 @@ import torch.distributed as dist
 from sbpc.errors import SbpcError
 
 log = logging.getLogger("sbpc")
-RECORDS, ALIVE = "SBPC_RECORDS", "SBPC_ALIVE"  # variables of a rank: the folder for its error, the pipe its launcher holds
+RECORDS, ALIVE = (
+    "SBPC_RECORDS",
+    "SBPC_ALIVE",
+)  # variables of a rank: the folder for its error, the pipe its launcher holds
 POLL, GRACE = 0.05, 3.0  # seconds between two looks at the ranks, and for a rank to end when told to
 TAIL = 4000  # characters shown of what a rank wrote before it died without a word
 
@@ -44,7 +47,8 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
 
     Raises RankError with the message of the rank that failed first.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # lives here: no race for a free port
+    # The store lives in this process, on a port that the system chose: no race for a free one.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     alive, held = os.pipe()
     team: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="sbpc-ranks-") as folder, terminable():
@@ -61,7 +65,9 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
         raise error
 
 
-def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int) -> subprocess.Popen[bytes]:
+def start(
+    arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int
+) -> subprocess.Popen[bytes]:
     """One rank, in a session of its own, so that it and all it starts can be ended together."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     env = {
@@ -84,7 +90,13 @@ def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: i
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=(alive,), start_new_session=True)
     with (folder / f"{rank}.log").open("wb") as out:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(alive,), start_new_session=True
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            pass_fds=(alive,),
+            start_new_session=True,
         )
 
 
@@ -117,10 +129,8 @@ def end(team: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a rank and to whatever it has started, if any of it still runs."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS says so of a group of zombies
-        pass
 
 
 def first_error(failed: dict[int, int], folder: Path) -> RankError:
@@ -136,7 +146,9 @@ def first_error(failed: dict[int, int], folder: Path) -> RankError:
         return RankError(f"rank {rank}: {text}", rank, code)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     written = tail(folder / f"{rank}.log")
-    return RankError(f"rank {rank} {how}" + (f"\n{written}" if written else "\n  It said nothing; see its output above."), rank, code)
+    return RankError(
+        f"rank {rank} {how}" + (f"\n{written}" if written else "\n  It said nothing; see its output above."), rank, code
+    )
 
 
 def record(path: Path) -> dict[str, Any]:

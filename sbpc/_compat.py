@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
@@ -39,6 +42,8 @@ __all__ = [
     "TangentAOTInput",
     "aot_export_joint_with_descriptors",
     "autograd_node",
+    "compiling",
+    "composite_ops",
     "enable_python_dispatcher",
     "next_sequence_number",
     "register_process_group",
@@ -49,6 +54,30 @@ __all__ = [
 def autograd_node() -> object | None:
     """The autograd node that the engine is running in this thread."""
     return torch._C._current_autograd_node()
+
+
+@contextlib.contextmanager
+def composite_ops() -> Iterator[None]:
+    """Without the fused layers of mkldnn and of the attention fast path, which keep opaque workspaces."""
+    mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """While this lasts torch.compiler.is_compiling() is true: libraries then leave out checks of values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def next_sequence_number() -> int:

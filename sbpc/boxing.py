@@ -3,6 +3,7 @@
 A step changes one mesh axis, or a run of neighbouring axes that all hold the same state. Which steps there are depends
 on the number of dims and axes alone; what they cost, on the shape and the mesh. The cheapest path goes through any
 layouts whatever, found on a graph whose nodes are all layouts and whose edges are all steps.
+Some lead through sums with zeros, where that is cheaper: exact, but for the sign of a zero.
 
 S, B, P and the table of collectives are OneFlow's (Yuan et al. 2021); bytes are those of ring algorithms.
 """

@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, parents=[common], help=text, description=text, epilog=USAGE, formatter_class=raw)
+        made = commands.add_parser(
+            name, parents=[common], help=text, description=text, epilog=USAGE, formatter_class=raw
+        )
         made.set_defaults(command=function)
         return made
 
@@ -95,29 +97,51 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--stage", choices=STAGES, default="boxed", help="which graph (default: boxed)")
     one.add_argument("--rank", type=int, default=0, help="whose program, for --stage local (default: 0)")
     one.add_argument("--svg", metavar="FILE", help="draw the graph into this file instead of printing it")
-    one = command("run", run_command, "train a model: under torchrun as its rank, else on ranks started on this machine")
+    one = command(
+        "run", run_command, "train a model: under torchrun as its rank, else on ranks started on this machine"
+    )
     one.add_argument("target", metavar="TARGET", help="file.py:function")
     add_planning(one)
     one.add_argument("--plan", metavar="FILE", help="run this plan instead of planning")
-    one.add_argument("--steps", type=int, default=10, help="how many steps, all on the arguments of the target (default: 10)")
+    one.add_argument(
+        "--steps", type=int, default=10, help="how many steps, all on the arguments of the target (default: 10)"
+    )
     one.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
-    one = command("demo", demo_command, "plan, verify and train a small GPT on 4 processes, beside the same model on one")
+    one = command(
+        "demo", demo_command, "plan, verify and train a small GPT on 4 processes, beside the same model on one"
+    )
     one.add_argument("--steps", type=int, default=50, help="how many steps (default: 50)")
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    one.add_argument("--output", metavar="DIR", default="sbpc-demo", help="folder for what it writes (default: sbpc-demo)")
+    one.add_argument(
+        "--output", metavar="DIR", default="sbpc-demo", help="folder for what it writes (default: sbpc-demo)"
+    )
     return top
 
 
 def add_planning(one: argparse.ArgumentParser) -> None:
     """The options of everything that plans."""
-    one.add_argument("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first")
-    one.add_argument("--cluster", metavar="NAME_OR_FILE", help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)")
-    one.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help="as in '*.up.weight=S(0)@tensor'; may be given again")
+    one.add_argument(
+        "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
+    )
+    one.add_argument(
+        "--cluster", metavar="NAME_OR_FILE", help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)"
+    )
+    one.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME=LAYOUT",
+        help="as in '*.up.weight=S(0)@tensor'; may be given again",
+    )
     one.add_argument("--no-train", action="store_true", help="plan the forward alone")
     names = [name for name in OPTIMIZER_STATE if name is not None]
-    one.add_argument("--optimizer", choices=names, default="adamw", help="whose state is counted, and used (default: adamw)")
+    one.add_argument(
+        "--optimizer", choices=names, default="adamw", help="whose state is counted, and used (default: adamw)"
+    )
     one.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
-    one.add_argument("--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops")
+    one.add_argument(
+        "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
+    )
     one.add_argument("--dump", metavar="DIR", help="write the text of the graph after every pass into this folder")
 
 
@@ -127,7 +151,9 @@ def mesh_axes(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
         if not name.isidentifier() or not equals or not size.isdigit() or name in axes:
-            raise argparse.ArgumentTypeError(f"{part.strip()!r} in {text!r}: axes are given once each, as in data=2,tensor=2")
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()!r} in {text!r}: axes are given once each, as in data=2,tensor=2"
+            )
         axes[name] = int(size)
     return axes
 
@@ -155,13 +181,15 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
 
 def plan_of(options: argparse.Namespace, target: Target) -> Plan:
     """The plan that the options ask for."""
-    pins = {}
+    pins: dict[str, str] = {}
     for text in options.pin:
         name, equals, layout = text.partition("=")
         if not equals:
             raise SbpcError(f"--pin {text!r} names no layout\n  A pin is NAME=LAYOUT, as in '*.up.weight=S(0)@tensor'.")
         if pins.setdefault(name, layout) != layout:
-            raise SbpcError(f"--pin {name!r} is given twice, as {pins[name]!r} and as {layout!r}\n  Remove one of them.")
+            raise SbpcError(
+                f"--pin {name!r} is given twice, as {pins[name]!r} and as {layout!r}\n  Remove one of them."
+            )
     about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     about |= {"dtype": target.dtype, "pin": pins, "dump": options.dump}
     return plan(target.model, target.args, mesh_of(options), kwargs=target.kwargs, **about)
@@ -212,7 +240,9 @@ def write(file: str, save: Any) -> None:
     try:
         save(file)
     except OSError as error:
-        raise SbpcError(f"cannot write {file}: {error.strerror}\n  Name a file in a folder that exists and may be written to.") from error
+        raise SbpcError(
+            f"cannot write {file}: {error.strerror}\n  Name a file in a folder that exists and may be written to."
+        ) from error
 
 
 def show_command(options: argparse.Namespace) -> int:
@@ -223,7 +253,11 @@ def show_command(options: argparse.Namespace) -> int:
         else:
             mesh_of(options)
             found = plan_of(options, load_target(options.target, options.dtype))
-        gm = {"annotated": lambda: found.graph, "boxed": lambda: found.boxed, "local": lambda: found.local_at(options.rank)}[options.stage]()
+        gm = {
+            "annotated": lambda: found.graph,
+            "boxed": lambda: found.boxed,
+            "local": lambda: found.local_at(options.rank),
+        }[options.stage]()
         if options.svg:
             title = f"{found.options.get('model', 'model')} on {found.mesh}"
             place = f", rank {options.rank}" if options.stage == "local" else ""
@@ -256,7 +290,18 @@ def run_command(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sbpc-run-") as folder:
         file = Path(folder, "plan.sbpc")
         found.save(file)
-        arguments = ["-m", "sbpc", "run", options.target, "--plan", str(file), "--steps", str(options.steps), "--lr", str(options.lr)]
+        arguments = [
+            "-m",
+            "sbpc",
+            "run",
+            options.target,
+            "--plan",
+            str(file),
+            "--steps",
+            str(options.steps),
+            "--lr",
+            str(options.lr),
+        ]
         arguments += ["--optimizer", options.optimizer, *(["--dtype", options.dtype] if options.dtype else [])]
         launch(arguments + ["--json"] * options.json + ["--verbose"] * options.verbose, found.mesh.ranks)
     return 0

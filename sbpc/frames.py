@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 
 import torch
 
@@ -21,7 +21,7 @@ _TEXT: dict[tuple[int, ...], tuple[str, list[CodeType]]] = {}  # by id of code a
 def user_stack() -> str:
     """The user's frames above the caller as a traceback prints them, innermost last; frames of torch are left out.
 
-    The walk ends at the second stretch of frames of sbpc: who called sbpc does not show.
+    The walk ends at the second stretch of frames of sbpc: who called sbpc does not show. Empty outside a forward.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _kind(frame.f_code.co_filename) == "sbpc":
@@ -34,6 +34,8 @@ def user_stack() -> str:
         elif kind == "sbpc":
             break
         frame = frame.f_back
+    if frame is None:
+        return ""
     key: list[int] = []
     for frame in found:
         key += (id(frame.f_code), frame.f_lasti)
@@ -41,18 +43,6 @@ def user_stack() -> str:
         lines = [_line(frame.f_code, frame.f_lineno) for frame in reversed(found)]
         known = _TEXT[tuple(key)] = "\n".join(lines), [frame.f_code for frame in found]
     return known[0]
-
-
-def stack_of(error: BaseException) -> str:
-    """The user's frames through which `error` came to the caller, as `user_stack` writes them."""
-    found: list[str] = []
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        if _kind(code.co_filename) == "user":
-            found.append(_line(code, step.tb_lineno))
-        step = step.tb_next
-    return "\n".join(found)
 
 
 def user_error(what: str, stack: str, todo: str) -> CaptureError:
@@ -72,4 +62,5 @@ def _line(code: CodeType, number: int) -> str:
     """One frame in two lines; the file relative to the working directory where it lies below it."""
     here = os.getcwd() + os.sep
     file = code.co_filename.removeprefix(here)
-    return f'  File "{file}", line {number}, in {code.co_name}\n    {linecache.getline(code.co_filename, number).strip()}'
+    source = linecache.getline(code.co_filename, number).strip()
+    return f'  File "{file}", line {number}, in {code.co_name}\n    {source}'

@@ -73,11 +73,12 @@ class Local:
             self if tuple(shape) == self.shape else self.then(aten.view.default, shape, list(shape), solid=self.solid)
         )
 
-    def permute(self, dims: list[int]) -> Local:
-        """The dims in another order, copied so that a view may merge them."""
+    def shuffle(self, apart: Sequence[int], dims: list[int], shape: Sequence[int]) -> Local:
+        """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
         if dims == sorted(dims):
-            return self.contiguous()
-        return self.then(aten.permute.default, [self.shape[dim] for dim in dims], dims, solid=False).contiguous()
+            return self.contiguous().view(shape)
+        moved = [apart[dim] for dim in dims]
+        return self.view(apart).then(aten.permute.default, moved, dims, solid=False).contiguous().view(shape)
 
     def slice(self, dim: int, start: int, stop: int) -> Local:
         """The elements of a dim from `start` to `stop`."""
@@ -263,10 +264,11 @@ def divide(x: Local, cut: Cut) -> Local:
     dim, step = cut.dim, cut.chunks[0]
     block = put(x.shape, dim, step)
     if cut.even:
-        apart = x.pad(dim, len(cut.chunks) * step).view(put(x.shape, dim, *cut.lengths, step))
+        apart = put(x.shape, dim, *cut.lengths, step)
         members = [dim + cut.axes.index(axis) for axis in cut.ranks]
-        rest = [at for at in range(len(apart.shape)) if at not in members]
-        return apart.permute(members + rest).view(put(block, 0, len(cut.chunks) * block[0]))
+        rest = [at for at in range(len(apart)) if at not in members]
+        count = len(cut.chunks)
+        return x.pad(dim, count * step).shuffle(apart, members + rest, put(block, 0, count * block[0]))
     ends = list(itertools.accumulate(cut.chunks))
     parts = [x.slice(dim, end - size, end).pad(dim, step) for size, end in zip(cut.chunks, ends)]
     return concatenate([part for _, part in sorted(zip(cut.members, parts), key=lambda item: item[0])], 0)
@@ -276,11 +278,11 @@ def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
     """Blocks laid along dim 0 in the order of the ranks they came from, laid along one dim instead, without padding."""
     dim, count = cut.dim, len(cut.chunks)
     if cut.even:
-        apart = x.view((*cut.ranks.values(), *block))
-        rest = list(range(len(cut.ranks), len(apart.shape)))
+        apart = (*cut.ranks.values(), *block)
+        rest = list(range(len(cut.ranks), len(apart)))
         members = [list(cut.ranks).index(axis) for axis in cut.axes]
         dims = [*rest[:dim], *members, *rest[dim:]]
-        return apart.permute(dims).view(put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
+        return x.shuffle(apart, dims, put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
     size = block[0]
     parts = [
         x.slice(0, place * size, (place + 1) * size).slice(dim, 0, held) for place, held in zip(cut.members, cut.chunks)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc import ports
-from sbpc._compat import FakeTensor, FakeTensorMode
+from sbpc._compat import FakeTensor, FakeTensorMode, composite_ops
 from sbpc.errors import CaptureError
 from sbpc.ports import Port, Ports
 from sbpc.structure import flatten, paths, unflatten
@@ -44,18 +44,44 @@ class Program:
     dtype: torch.dtype | None
     mode: FakeTensorMode
 
-    def __call__(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The tensor leaves and the structure of the result. Raises CaptureError if it holds no tensor."""
         args, kwargs = unflatten(self.arguments, inputs)
         with self._autocast():
-            values = {**parameters, **buffers}
-            result = torch.func.functional_call(self.module, values, args[: self.count], kwargs)
+            result = self.module(*args[: self.count], **kwargs)
             if self.loss is not None:
                 result = self.loss(result, *args[self.count :])
         leaves, structure = flatten(result, "the result")
         if not leaves:
             raise CaptureError("the model returns no tensor\n  Return the tensors that you want computed.")
         return leaves, structure
+
+    @contextlib.contextmanager
+    def substituted(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> Iterator[Callable[[], Named]]:
+        """While this lasts the module holds `parameters` and `buffers`; afterwards it is as it was in every attribute.
+
+        Gives a function that tells which buffers the forward has replaced (`self.count = self.count + 1`) and by what.
+        """
+        given = {**parameters, **buffers}
+        slots = list(_slots(self.module))
+        with _unchanged(self.module):
+            for name, table, key in slots:
+                table[key] = given[self.tied.get(name, name)]
+
+            def replaced() -> Named:
+                found: Named = {}
+                for name, table, key in slots:
+                    value = table.get(key)
+                    if value is given[self.tied.get(name, name)]:
+                        continue
+                    if name not in buffers or not isinstance(value, Tensor):
+                        raise CaptureError(f"the forward replaces {name!r}\n  Only buffers may change in a forward.")
+                    found[name] = value
+                return found
+
+            yield replaced
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
@@ -92,8 +118,8 @@ def program(
         raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
     if loss is None and targets:
         raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
-    for name, value in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("targets", tuple(targets))):
-        flatten(value, name)  # for the error, which names the argument
+    for path, given in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("targets", tuple(targets))):
+        flatten(given, path)  # for the error, which names the argument
     leaves, arguments = flatten(((*args, *targets), dict(kwargs)))
     parameters, tied = _first_names(module.named_parameters(remove_duplicate=False))
     buffers, tied_buffers = _first_names(module.named_buffers(remove_duplicate=False))
@@ -102,21 +128,31 @@ def program(
     for name, value in (*named.items(), *zip(labels, leaves)):
         _check_plain(name, value)
     _check_memory(parameters, named)
-    device = next((t.device for t in (*named.values(), *leaves) if t.device.type not in ("meta", "cpu")), torch.device("cpu"))
-    device = device if device.type == "cpu" or torch.get_device_module(device).is_available() else torch.device("cpu")
+    device = _device((*named.values(), *leaves))
     mode = FakeTensorMode()
-    fakes = {name: nn.Parameter(_fake(value, device, mode), value.requires_grad) for name, value in parameters.items()}
+    fakes: Named = {}
+    for name, value in parameters.items():
+        fakes[name] = nn.Parameter(_fake(value, device, mode), value.requires_grad)
     fakes_of_buffers = {name: _fake(value, device, mode) for name, value in buffers.items()}
     inputs = [_fake(value, device, mode).requires_grad_(value.requires_grad) for value in leaves]
-    known: dict[int, tuple[Tensor, Tensor | None]] = {id(value): (value, fakes_of_buffers[name]) for name, value in buffers.items()}
+    known: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for name, value in buffers.items():
+        known[id(value)] = value, fakes_of_buffers[name]
     if isinstance(loss, nn.Module):
-        for name, value in loss.named_parameters():
-            raise CaptureError(f"the loss has a parameter {name!r}\n  Make the loss part of the module.")
+        if next(loss.parameters(), None) is not None:
+            raise CaptureError("the loss has parameters\n  Make the loss part of the module.")
         known.update({id(value): (value, None) for value in loss.buffers()})
     return Program(
         module, loss, len(args), arguments, fakes, fakes_of_buffers, inputs, labels, {**tied, **tied_buffers},
         known, device, dtype, mode,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def environment(train: bool) -> Iterator[None]:
+    """What a forward runs in, wherever the caller stands."""
+    with torch.inference_mode(False), torch.set_grad_enabled(train), composite_ops():
+        yield
 
 
 def finish(
@@ -129,7 +165,7 @@ def finish(
     values: Mapping[Node, Any],
     train: bool,
 ) -> GraphModule:
-    """The module of a traced graph: dead nodes gone, `val` set from `values` as tensors free of autograd, ports in its meta."""
+    """The module of a traced graph: dead nodes gone, ports in its meta, `val` from `values` but free of autograd."""
     end = graph.output(tuple(node for _, node in outputs))
     end.meta = {"module": "", "stack_trace": "", "phase": "backward" if train else "forward"}
     for node in reversed(graph.nodes):
@@ -154,6 +190,13 @@ def finish(
     return gm
 
 
+def placeholder(graph: Graph, label: str) -> Node:
+    """A placeholder that is called `label` where it can be: no keyword, no second of that name."""
+    node = graph.placeholder(label)
+    node.target = node.name
+    return node
+
+
 def _snapshot(value: Any, mode: FakeTensorMode) -> Any:
     if isinstance(value, Tensor):
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -161,8 +204,17 @@ def _snapshot(value: Any, mode: FakeTensorMode) -> Any:
     return tuple(_snapshot(item, mode) for item in value) if isinstance(value, (tuple, list)) else None
 
 
+def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where the parameters and buffers are held: qualified name, table, key."""
+    for path, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            for key, value in table.items():
+                if value is not None:
+                    yield f"{path}.{key}" if path else key, table, key
+
+
 @contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def _unchanged(module: nn.Module) -> Iterator[None]:
     """Put the attributes of all submodules back afterwards: a forward may cache fake tensors or count its calls."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [(part, dict(vars(part)), [dict(vars(part)[table]) for table in tables]) for part in module.modules()]
@@ -173,9 +225,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
             vars(part).clear()
             vars(part).update(attributes)
             for table, items in zip(tables, entries):
-                if vars(part)[table] != items:
-                    vars(part)[table].clear()
-                    vars(part)[table].update(items)
+                vars(part)[table].clear()
+                vars(part)[table].update(items)
+
+
+def _device(tensors: Iterable[Tensor]) -> torch.device:
+    """Where the program runs: the device of the tensors, cpu where they are meta or that device is not there."""
+    cpu = torch.device("cpu")
+    found = next((value.device for value in tensors if value.device.type not in ("meta", "cpu")), cpu)
+    return found if found.type == "cpu" or torch.get_device_module(found).is_available() else cpu
 
 
 def _fake(value: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
@@ -199,7 +257,7 @@ def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[Named, dict[str, 
 
 def _check_plain(name: str, value: Tensor) -> None:
     kinds = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
-    if isinstance(value, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(value):
         raise CaptureError(f"{name!r} has no shape yet\n  Run the model once, so that its lazy layers are made.")
     if type(value) not in kinds or value.layout != torch.strided:
         kind = type(value).__name__ if value.layout == torch.strided else f"tensor of layout {value.layout}"
@@ -212,13 +270,14 @@ def _check_memory(parameters: Named, named: Named) -> None:
     """Two parameters over the same memory are one in eager mode, and would be trained apart here."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, value in named.items():
-        start = value.storage_offset() * value.itemsize
-        extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) + 1
+        start = int(value.storage_offset()) * value.itemsize
+        extent = sum((int(size) - 1) * int(stride) for size, stride in zip(value.shape, value.stride())) + 1
         end = start + (extent * value.itemsize if value.numel() else 0)
         for low, high, other in spans.setdefault(value.untyped_storage()._cdata, []):
             trained = any(n in parameters and parameters[n].requires_grad for n in (name, other))
             if start < high and low < end and trained:
-                raise CaptureError(f"{name!r} shares memory with {other!r}\n  Tie them as one parameter: a.weight = b.weight.")
+                what = f"{name!r} shares memory with {other!r}"
+                raise CaptureError(f"{what}\n  Tie them as one parameter: a.weight = b.weight.")
         spans[value.untyped_storage()._cdata].append((start, end, name))
 
 

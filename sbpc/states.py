@@ -101,7 +101,8 @@ def shards(tensor: Tensor, state: State, ranks: int, generator: torch.Generator 
         return [part.contiguous() for part in tensor.split(chunk_sizes(tensor.shape[state.dim], ranks), state.dim)]
     if isinstance(state, Broadcast):
         return [tensor.clone() for _ in range(ranks)]
-    noise = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor) for _ in range(ranks - 1)]
+    count = ranks - 1 if state.op == "sum" else ranks
+    noise = [torch.randint(-4, 5, tensor.shape, generator=generator).to(tensor) for _ in range(count)]
     if state.op == "sum":
         rest = tensor.clone()
         for part in noise:
@@ -110,7 +111,6 @@ def shards(tensor: Tensor, state: State, ranks: int, generator: torch.Generator 
     sign = -1 if state.op == "max" else 1
     parts = [tensor + sign * part.abs() for part in noise]  # none passes the true value; one rank, a random one, has it
     owner = torch.randint(0, ranks, tensor.shape, generator=generator).to(tensor.device)
-    parts.append(tensor.clone())
     return [torch.where(owner == rank, tensor, part) for rank, part in enumerate(parts)]
 
 

@@ -1,9 +1,10 @@
-"""A target on the command line: `file.py:function`, a function that returns `(model, args)` or `(model, args, kwargs)`."""
+"""A target of the command line: `file.py:function`, which returns `(model, args)` or `(model, args, kwargs)`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from torch import nn
 from sbpc.errors import SbpcError
 from sbpc.pins import closest
 
+log = logging.getLogger("sbpc")
 USAGE = "A target is file.py:function; the function returns (model, args) or (model, args, kwargs)."
+TRACE = "Mend the target; the whole traceback is shown with --verbose."
 CASTS = {"float32": torch.float32, "float64": torch.float64}
 AUTOCASTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES = (*CASTS, *AUTOCASTS)
@@ -49,8 +52,8 @@ def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
     path, name = split_target(text)
     function = getattr(import_file(path), name, None)
     if not callable(function):
-        found = [key for key, value in vars(sys.modules[module_name(path)[1]]).items() if callable(value) and not key.startswith("_")]
-        near = closest(name, found)
+        module = vars(sys.modules[module_name(path)[1]])
+        near = closest(name, [key for key, value in module.items() if callable(value) and not key.startswith("_")])
         raise TargetError(f"{path} has no function {name!r}\n  " + (f"It has {', '.join(near)}." if near else USAGE))
     torch.manual_seed(seed)
     model, args, kwargs = unpack(run(function, path, f"{name}() failed"), text)
@@ -115,28 +118,31 @@ def run(function: Callable[[], Any], path: Path, what: str) -> Any:
     except SbpcError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path]
-        line = f'\n  File "{path}", line {frames[-1].lineno}, in {frames[-1].name}\n    {frames[-1].line}' if frames else ""
+        log.info("the error of the target", exc_info=error)
+        line = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename).resolve() == path:
+                line = f'\n  File "{path}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
         if isinstance(error, SyntaxError) and error.filename and error.lineno:
             line = f'\n  File "{error.filename}", line {error.lineno}\n    {(error.text or "").strip()}'
-        raise TargetError(f"{path.name}: {what}: {type(error).__name__}: {error}{line}\n  {USAGE}") from error
+        raise TargetError(f"{path.name}: {what}: {type(error).__name__}: {error}{line}\n  {TRACE}") from error
 
 
 def unpack(found: Any, text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The model, its arguments and its keyword arguments."""
     items = list(found) if isinstance(found, (tuple, list)) else [found]
-    if not 2 <= len(items) <= 3 or not isinstance(items[0], nn.Module) or not isinstance(items[-1] if items[2:] else {}, dict):
+    kwargs = items[2] if items[2:] else {}
+    if not 2 <= len(items) <= 3 or not isinstance(items[0], nn.Module) or not isinstance(kwargs, dict):
         what = ", ".join(type(item).__name__ for item in items)
         raise TargetError(f"{text} returns ({what})\n  {USAGE}")
     args = tuple(items[1]) if isinstance(items[1], (tuple, list)) else (items[1],)
-    return items[0], args, items[2] if items[2:] else {}
+    return items[0], args, kwargs
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Nested arguments with floating-point tensors of another type."""
     if isinstance(value, torch.Tensor):
-        cast_one = value.detach().to(dtype) if value.is_floating_point() else value
-        return cast_one.requires_grad_(value.requires_grad) if value.is_floating_point() else cast_one
+        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: cast(item, dtype) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):

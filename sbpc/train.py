@@ -54,4 +54,6 @@ def loss_of(result: Any) -> Tensor:
     for found in (named, first):
         if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
             return found.reshape(())
-    raise SbpcError("the model returns no loss to train with\n  Return a scalar, or a dict, dataclass or tuple with one called `loss`, or first.")
+    raise SbpcError(
+        "the model returns no loss to train with\n  Return a scalar: alone, as the field `loss`, or first of several."
+    )

@@ -44,8 +44,12 @@ def ops() -> list[Any]:
 def sample(op: Any, *shapes: tuple[int, ...]) -> Case | None:
     """A call of `op` with tensors of these shapes (the last one repeated), or None if it takes none of the domains."""
     for make in DOMAINS:
-        args = [_argument(argument, make, at, shapes) for at, argument in enumerate(op._schema.arguments) if not argument.kwarg_only]
-        one = Case(op, tuple(args), {k: 0 for k in ("value",) if False}, tolerance=CLOSE)
+        args = [
+            _argument(argument, make, at, shapes)
+            for at, argument in enumerate(op._schema.arguments)
+            if not argument.kwarg_only
+        ]
+        one = Case(op, tuple(args), tolerance=CLOSE)
         try:
             outputs = one.run()
         except (RuntimeError, NotImplementedError):
@@ -88,16 +92,21 @@ def by_hand() -> list[Case]:
         (aten.clamp.default, (x, -2), {}),
         (aten.clone.default, (x,), {"memory_format": torch.contiguous_format}),
         (aten.div.Tensor, (x, column), {}),
+        (aten.div.Scalar_mode, (x, 2), {"rounding_mode": "trunc"}),
         (aten.div.Tensor_mode, (x, column), {"rounding_mode": "floor"}),
+        (aten.fill.Tensor, (x, scalar), {}),
         (aten.gelu.default, (x,), {"approximate": "tanh"}),
         (aten.gelu_backward.default, (x, row), {"approximate": "tanh"}),
+        (aten.hardtanh_backward.default, (x, row, -1, 40), {}),
         (aten.masked_fill.Scalar, (x, mask, 0), {}),
         (aten.masked_fill.Scalar, (x, mask[0], 2.0), {}),
+        (aten.masked_fill.Tensor, (x, mask, scalar), {}),
         (aten.mul.Tensor, (x, 2), {}),
         (aten.mul.Tensor, (row, column), {}),
         (aten.mul.Tensor, (mask, x), {}),
         (aten.mul.Tensor, (x, torch.tensor(2.0, dtype=torch.float64)), {}),
         (aten.native_dropout_backward.default, (x, mask, 2.0), {}),
+        (aten.round.decimals, (x / 7,), {"decimals": 1}),
         (aten.sub.Tensor, (scalar, column), {}),
         (aten.threshold_backward.default, (x, -x, 0), {}),
         (aten.where.ScalarOther, (mask, x, 0), {}),
@@ -109,7 +118,7 @@ def by_hand() -> list[Case]:
 
 
 def cases() -> list[Case]:
-    """By hand, and for every op one call with equal shapes; one more with broadcast operands where there are several."""
+    """By hand, and for every op one call with equal shapes; one more with broadcasts where it has several tensors."""
     found = by_hand()
     for op in ops():
         same = sample(op, (3, 4))

@@ -1,41 +1,15 @@
-"""Sample calls of every op that has a rule: integer-valued float64 data, distinct sizes, masks that tell right from wrong."""
+"""Sample calls of every op that has a rule, of distinct sizes; those of layers and losses are in layer_cases."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests import layer_cases
 from tests.proofs import Case, case
+from tests.samples import close, f, x, y
 
 aten = torch.ops.aten
-CLOSE = 1e-10
-
-
-def whole_numbers(*shape: int, low: int = -3, high: int = 4, seed: int = 0) -> Tensor:
-    """Integers from `low` to `high` - 1 as float64, none of them zero."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    found = torch.randint(low, high, shape, generator=generator).double()
-    return torch.where(found == 0, torch.tensor(high, dtype=torch.float64), found)
-
-
-def indices(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Indices below `high`."""
-    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed + high))
-
-
-def close(op: Any, *args: Any, **kwargs: Any) -> Case:
-    """A case of an op with rounding."""
-    return Case(op, args, kwargs, tolerance=CLOSE)
-
-
-def smooth(*shape: int, seed: int = 0) -> Tensor:
-    """Real numbers, for ops that are not linear."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-x, y, f = whole_numbers, indices, smooth
 
 
 def matmul() -> list[Case]:
@@ -67,15 +41,25 @@ def reductions() -> list[Case]:
         found += [case(aten.sum.dim_IntList, *args), close(aten.mean.dim, *args)]
         found += [case(op, f(3, 4, 5), *args[1:]) for op in (aten.amax.default, aten.amin.default) if dim is not None]
         kept = {"keepdim": keep}
-        found += [close(op, f(3, 4, 5), dim, **kept) for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction)]
+        found += [
+            close(op, f(3, 4, 5), dim, **kept)
+            for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction)
+        ]
         found.append(close(aten.linalg_vector_norm.default, f(3, 4, 5), 2, dim, keep))
         found += [case(op, x(3, 4, 5) > 2, dim, keep) for op in (aten.any.dims, aten.all.dims)]
         if dim:
             found.append(close(aten.logsumexp.default, f(3, 4, 5), dim, keep))
-    found += [case(op, f(3, 4, 5)) for op in (aten.max.default, aten.min.default, aten.argmax.default, aten.argmin.default)]
-    found += [case(op, f(3, 4, 5), 1, True) for op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)]
+    found += [
+        case(op, f(3, 4, 5)) for op in (aten.max.default, aten.min.default, aten.argmax.default, aten.argmin.default)
+    ]
+    found += [
+        case(op, f(3, 4, 5), 1, True) for op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+    ]
     found += [case(aten.sum.default, x(3, 4)), case(aten.sum.default, y(9, 3, 4)), close(aten.mean.default, x(5, 4))]
-    found += [close(aten.mean.dim, x(3, 4, 5).float(), [1], True, dtype=torch.float64), case(aten.sum.default, x(3, 4) > 0)]
+    found += [
+        close(aten.mean.dim, x(3, 4, 5).float(), [1], True, dtype=torch.float64),
+        case(aten.sum.default, x(3, 4) > 0),
+    ]
     found += [case(aten.prod.default, x(2, 3)), case(aten.prod.dim_int, x(2, 3), 1)]
     found += [case(op, x(3, 4) > 0) for op in (aten.any.default, aten.all.default)]
     found += [case(op, x(3, 4) > 0, 1, True) for op in (aten.any.dim, aten.all.dim)]
@@ -85,157 +69,167 @@ def reductions() -> list[Case]:
 def views() -> list[Case]:
     v = aten.view.default
     found = [
-        case(v, x(12, 6, 5), [72, 5]), case(v, x(72, 5), [12, 6, -1]), case(v, x(12, 60), [12, 12, 5]), case(v, x(12, 12, 5), [144, 5]),
-        case(v, x(12, 4), [8, 6]), case(v, x(1, 12, 4), [48]), case(v, x(24, 5), [2, 12, 1, 5]), case(v, x(2, 3, 4), [24]),
-        case(v, x(1), []), case(v, x(12, 6), [12, 2, 3]), case(aten._unsafe_view.default, x(12, 2, 3), [12, 6]),
-        case(aten.reshape.default, x(5, 12).t(), [12, 5, 1]), case(aten.reshape.default, x(5, 12).t(), [60]),
-        case(aten.permute.default, x(2, 3, 4), [2, 0, -2]), case(aten.t.default, x(3, 4)), case(aten.t.default, x(3)),
-        case(aten.transpose.int, x(2, 3, 4), -1, 1), case(aten.unsqueeze.default, x(3, 4), 1), case(aten.unsqueeze.default, x(3, 4), -1),
-        case(aten.squeeze.dim, x(3, 1, 4), 1), case(aten.squeeze.dim, x(3, 2, 4), 1), case(aten.squeeze.dims, x(3, 1, 4), [0, 1]),
-        case(aten.squeeze.default, x(3, 1, 4)), case(aten.expand.default, x(3, 1, 4), [5, -1, 6, 4]), case(aten.expand.default, x(1), [3]),
-        case(aten.expand.default, x(), [3, 2]), case(aten.diagonal.default, x(3, 4, 5), 0, 0, 2),
-        case(aten.slice.Tensor, x(5, 6), 1, 1, 4), case(aten.slice.Tensor, x(5, 6), -2, 0, 2**63 - 1), case(aten.slice.Tensor, x(5, 6), 0, 0, 5, 2),
-        case(aten.slice_backward.default, x(5, 3), [5, 6], 1, 1, 4, 1), case(aten.slice_backward.default, x(5, 6), [5, 6], 0, 0, 5, 1),
-        case(aten.select.int, x(4, 5, 6), -2, 3), case(aten.select_backward.default, x(4, 6), [4, 5, 6], 1, -1),
-        case(aten.split.Tensor, x(4, 7), 3, 1), case(aten.split_with_sizes.default, x(4, 7, 3), [1, 2, 4], -2), case(aten.unbind.int, x(4, 2, 3), 1),
-        case(aten.cat.default, [x(4, 3), x(4, 5)], 1), case(aten.cat.default, [x(2, 3, 4), x(2, 5, 4), x(2, 1, 4)], -2),
-        case(aten.stack.default, [x(4, 3), x(4, 3, seed=1)], 1), case(aten.repeat.default, x(3, 4), [2, 1, 3]), case(aten.repeat.default, x(3, 4), [2, 1]),
-        case(aten.flip.default, x(3, 4, 5), [0, -1]), case(aten.roll.default, x(3, 4), [1], [1]), case(aten.roll.default, x(3, 4), [2]),
-        case(aten.constant_pad_nd.default, x(3, 4, 5), [0, 0, 1, 2]), case(aten.constant_pad_nd.default, x(3, 4), [1, -1], 7.0),
-        case(aten.tril.default, x(2, 3, 4)), case(aten.triu.default, x(2, 3, 4), 1),
-        case(aten.slice_scatter.default, x(4, 6), x(4, 2, seed=1), 1, 2, 4), case(aten.select_scatter.default, x(4, 6), x(4, seed=1), 1, 2),
-    ]  # fmt: skip
-    return found
-
-
-def attention() -> list[Case]:
-    flash, back = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    found = []
-    masks = [None, f(5, 7), f(2, 1, 5, 7), f(2, 3, 5, 7)]
-    for causal, mask in [(True, None), *((False, mask) for mask in masks)]:
-        t = 5 if causal else 7
-        q, k, v, g = f(2, 3, 5, 4), f(2, 3, t, 4, seed=1), f(2, 3, t, 4, seed=2), f(2, 3, 5, 4, seed=3)
-        kwargs = {} if mask is None else {"attn_mask": mask}
-        found.append(close(flash, q, k, v, 0.0, causal, **kwargs))
-        out, lse = flash(q, k, v, 0.0, causal, **kwargs)
-        found.append(close(back, g, q, k, v, out, lse, 0.0, causal, **kwargs))
-    for dim in (1, -1):
-        s = torch.softmax(f(3, 4, 5), dim)
-        found += [close(aten._softmax.default, f(3, 4, 5), dim, False), close(aten._log_softmax.default, f(3, 4, 5), dim, False)]
-        found += [close(aten._safe_softmax.default, f(3, 4, 5), dim)]
-        found += [close(aten._softmax_backward_data.default, x(3, 4, 5), s, dim, torch.float64)]
-        found += [close(aten._log_softmax_backward_data.default, x(3, 4, 5), s.log(), dim, torch.float64)]
-    return found
-
-
-def norm() -> list[Case]:
-    found = []
-    ln, back = aten.native_layer_norm.default, aten.native_layer_norm_backward.default
-    for shape, d in (((4, 3, 5), 1), ((4, 3, 5), 2), ((4, 6), 1)):
-        dims, w, b = list(shape[-d:]), f(*shape[-d:]), f(*shape[-d:], seed=1)
-        out, mean, rstd = ln(f(*shape), dims, w, b, 1e-5)
-        found += [close(ln, f(*shape), dims, w, b, 1e-5), close(ln, f(*shape), dims, None, None, 1e-5)]
-        grad = x(*shape)
-        found.append(close(back, grad, f(*shape), dims, mean, rstd, w, b, [True, True, True]))
-        found.append(close(back, grad, f(*shape), dims, mean, rstd, w, None, [True, True, False]))
-        found.append(close(back, grad, f(*shape), dims, mean, rstd, None, None, [True, False, False]))
-    z, w, b = f(4, 12, 3, 5), f(12), f(12, seed=1)
-    _, mean, rstd = aten.native_group_norm.default(z, w, b, 4, 12, 15, 4, 1e-5)
-    found += [close(aten.native_group_norm.default, z, w, b, 4, 12, 15, 4, 1e-5), close(aten.native_group_norm.default, f(4, 24, 7), None, None, 4, 24, 7, 12, 1e-5)]
-    found.append(close(aten.native_group_norm_backward.default, x(4, 12, 3, 5), z, mean, rstd, w, 4, 12, 15, 4, [True, True, True]))
-    z12 = f(4, 24, 3, 5)
-    _, mean, rstd = aten.native_group_norm.default(z12, f(24), None, 4, 24, 15, 12, 1e-5)
-    found.append(close(aten.native_group_norm_backward.default, x(4, 24, 3, 5), z12, mean, rstd, f(24), 4, 24, 15, 12, [True, True, True]))
-    z, w, b, mean, var = f(4, 6, 3, 5), f(6), f(6, seed=1), f(6, seed=2), f(6, seed=3).abs() + 1
-    grad, ones = x(4, 6, 3, 5), [True, True, True]
-    _, saved, inverse = aten._native_batch_norm_legit.no_stats(z, w, b, True, 0.1, 1e-5)
-    found.append(close(aten._native_batch_norm_legit.no_stats, z, w, b, True, 0.1, 1e-5))
-    found.append(close(aten._native_batch_norm_legit_functional.default, z, w, b, mean, var, True, 0.1, 1e-5))
-    found.append(Case(aten._native_batch_norm_legit_no_training.default, (z, w, b, mean, var, 0.1, 1e-5), tolerance=CLOSE, zero=(1, 2)))
-    found.append(close(aten.native_batch_norm_backward.default, grad, z, w, mean, var, saved, inverse, True, 1e-5, ones))
-    none = torch.empty(0, dtype=torch.float64)
-    found.append(close(aten.native_batch_norm_backward.default, grad, z, w, mean, var, none, none, False, 1e-5, ones))
-    found.append(close(aten.native_batch_norm_backward.default, f(4, 6), f(4, 6, seed=1), w, mean, var, none, none, False, 1e-5, ones))
-    return found
-
-
-def embedding() -> list[Case]:
-    found = [case(aten.embedding.default, x(7, 5), y(7, 3, 4)), case(aten.embedding.default, x(9, 5), y(9, 6), 2), case(aten.embedding.default, x(3, 2), y(3, 4))]
-    for padding in (-1, 0, 4, 8):
-        found.append(case(aten.embedding_dense_backward.default, x(3, 6, 5), y(9, 3, 6), 9, padding, False))
-    return [*found, case(aten.embedding_dense_backward.default, x(6, 5), y(3, 6), 3, 1, False)]
-
-
-def loss() -> list[Case]:
-    found = []
-    for rest in ((), (7,), (2, 3, 5)):
-        logits = x(*rest[:1], 5, *rest[1:])
-        spatial = len(rest) == 3
-        ahead = aten.nll_loss2d_forward.default if spatial else aten.nll_loss_forward.default
-        back = aten.nll_loss2d_backward.default if spatial else aten.nll_loss_backward.default
-        for weight, ignored, reduction in ((None, -100, 2), (x(5, low=1), 1, 2), (None, 3, 2), (None, 2, 0), (x(5, low=1), -100, 0), (None, 1, 1), (None, -100, 1)):
-            zero = (1,) if reduction == 0 and rest else ()
-            target = y(5, *rest) if rest else torch.tensor(3)
-            if ignored == -100 and rest:
-                target = torch.where(torch.arange(target.numel()).reshape(target.shape) % 3 == 0, -100, target)
-            found.append(Case(ahead, (logits, target, weight, reduction, ignored), tolerance=CLOSE if reduction == 1 else 0.0, zero=zero))
-            grad = x(*rest) if reduction == 0 else torch.tensor(3.0, dtype=torch.float64)
-            total = ahead(logits, target, weight, reduction, ignored)[1] + 1
-            found.append(Case(back, (grad, logits, target, weight, reduction, ignored, total), tolerance=CLOSE if reduction == 1 else 0.0))
-    for reduction in (0, 1, 2):
-        pair, unit = (x(3, 4), x(3, 4, seed=5)), (torch.sigmoid(f(3, 4)), torch.sigmoid(f(3, 4, seed=1)))
-        grad = x(3, 4, seed=2) if reduction == 0 else torch.tensor(2.0, dtype=torch.float64)
-        found += [close(aten.mse_loss.default, *pair, reduction), close(aten.mse_loss_backward.default, grad, *pair, reduction)]
-        found += [close(aten.smooth_l1_loss.default, *pair, reduction, 2.0), close(aten.smooth_l1_loss_backward.default, grad, *pair, reduction, 2.0)]
-        found += [close(aten.huber_loss.default, *pair, reduction, 2.0), close(aten.huber_loss_backward.default, grad, *pair, reduction, 2.0)]
-        found += [close(aten.binary_cross_entropy.default, *unit, f(4).abs(), reduction), close(aten.binary_cross_entropy_backward.default, grad, *unit, None, reduction)]
-        found += [close(aten.binary_cross_entropy_with_logits.default, f(3, 4), unit[1], None, f(4).abs(), reduction)]
-    return found
-
-
-def conv() -> list[Case]:
-    found = []
-    plain = ([1, 1], [1, 1], [1, 1], False, [0, 0])
-    for shape, weight, groups, more in (
-        ((3, 4, 5, 6), (7, 4, 3, 3), 1, plain),
-        ((2, 4, 7, 6), (5, 4, 1, 2), 1, ([2, 1], [0, 1], [1, 1], False, [0, 0])),
-        ((2, 12, 3, 4), (12, 1, 3, 3), 12, plain),
-        ((2, 24, 3, 4), (12, 2, 3, 3), 12, plain),
-        ((2, 12, 4), (24, 1, 3), 12, ([1], [1], [1], False, [0])),
-        ((3, 4, 3, 4), (4, 7, 2, 3), 1, ([2, 1], [0, 0], [1, 1], True, [1, 0])),
-        ((2, 24, 3, 4), (24, 3, 2, 2), 12, ([1, 1], [0, 0], [1, 1], True, [0, 0])),
-    ):
-        outs = weight[1] * groups if more[3] else weight[0]
-        for bias in (None, x(outs)):
-            found.append(case(aten.convolution.default, x(*shape), x(*weight), bias, *more, groups))
-        grad = x(*aten.convolution.default(x(*shape), x(*weight), None, *more, groups).shape, seed=4)
-        for sizes, mask in (([outs], [True] * 3), ([0], [True, True, False]), ([outs], [False, True, True]), (None, [True, False, False])):
-            found.append(case(aten.convolution_backward.default, grad, x(*shape), x(*weight), sizes, *more, groups, mask))
-    for shape in ((3, 4, 6, 8), (4, 6, 8)):
-        z = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0)).double().reshape(shape)
-        pool = ([2, 3], [2, 2], [1, 1], [1, 1], False)
-        out, where = aten.max_pool2d_with_indices.default(z, *pool)
-        found += [case(aten.max_pool2d_with_indices.default, z, *pool), case(aten.max_pool2d_with_indices_backward.default, x(*out.shape), z, *pool, where)]
-        average = ([2, 2], [2, 2], [1, 1], False, True, None)
-        out = aten.avg_pool2d.default(z, *average)
-        found += [close(aten.avg_pool2d.default, z, *average), close(aten.avg_pool2d_backward.default, x(*out.shape), z, *average)]
-        out = aten._adaptive_avg_pool2d.default(z, [3, 5])
-        found += [close(aten._adaptive_avg_pool2d.default, z, [3, 5]), close(aten._adaptive_avg_pool2d_backward.default, x(*out.shape), z)]
-    image, grown = x(2, 3, 4, 5), x(2, 3, 8, 10)
-    found += [close(aten.upsample_nearest2d.default, image, [8, 10]), close(aten.upsample_nearest2d_backward.default, grown, [8, 10], [2, 3, 4, 5])]
-    found += [close(aten.upsample_bilinear2d.default, image, [8, 10], False), close(aten.upsample_bilinear2d_backward.default, grown, [8, 10], [2, 3, 4, 5], False)]
+        case(v, x(12, 6, 5), [72, 5]),
+        case(v, x(72, 5), [12, 6, -1]),
+        case(v, x(12, 60), [12, 12, 5]),
+        case(v, x(12, 12, 5), [144, 5]),
+        case(v, x(12, 4), [8, 6]),
+        case(v, x(1, 12, 4), [48]),
+        case(v, x(24, 5), [2, 12, 1, 5]),
+        case(v, x(2, 3, 4), [24]),
+        case(v, x(1), []),
+        case(v, x(12, 6), [12, 2, 3]),
+        case(aten._unsafe_view.default, x(12, 2, 3), [12, 6]),
+        case(aten.reshape.default, x(5, 12).t(), [12, 5, 1]),
+        case(aten.reshape.default, x(5, 12).t(), [60]),
+        case(aten.permute.default, x(2, 3, 4), [2, 0, -2]),
+        case(aten.t.default, x(3, 4)),
+        case(aten.t.default, x(3)),
+        case(aten.transpose.int, x(2, 3, 4), -1, 1),
+        case(aten.unsqueeze.default, x(3, 4), 1),
+        case(aten.unsqueeze.default, x(3, 4), -1),
+        case(aten.squeeze.dim, x(3, 1, 4), 1),
+        case(aten.squeeze.dim, x(3, 2, 4), 1),
+        case(aten.squeeze.dims, x(3, 1, 4), [0, 1]),
+        case(aten.squeeze.default, x(3, 1, 4)),
+        case(aten.expand.default, x(3, 1, 4), [5, -1, 6, 4]),
+        case(aten.expand.default, x(1), [3]),
+        case(aten.expand.default, x(), [3, 2]),
+        case(aten.diagonal.default, x(3, 4, 5), 0, 0, 2),
+        case(aten.slice.Tensor, x(5, 6), 1, 1, 4),
+        case(aten.slice.Tensor, x(5, 6), -2, 0, 2**63 - 1),
+        case(aten.slice.Tensor, x(5, 6), 0, 0, 5, 2),
+        case(aten.slice_backward.default, x(5, 3), [5, 6], 1, 1, 4, 1),
+        case(aten.slice_backward.default, x(5, 6), [5, 6], 0, 0, 5, 1),
+        case(aten.select.int, x(4, 5, 6), -2, 3),
+        case(aten.select_backward.default, x(4, 6), [4, 5, 6], 1, -1),
+        case(aten.split.Tensor, x(4, 7), 3, 1),
+        case(aten.split_with_sizes.default, x(4, 7, 3), [1, 2, 4], -2),
+        case(aten.unbind.int, x(4, 2, 3), 1),
+        case(aten.cat.default, [x(4, 3), x(4, 5)], 1),
+        case(aten.cat.default, [x(2, 3, 4), x(2, 5, 4), x(2, 1, 4)], -2),
+        case(aten.stack.default, [x(4, 3), x(4, 3, seed=1)], 1),
+        case(aten.repeat.default, x(3, 4), [2, 1, 3]),
+        case(aten.repeat.default, x(3, 4), [2, 1]),
+        case(aten.flip.default, x(3, 4, 5), [0, -1]),
+        case(aten.roll.default, x(3, 4), [1], [1]),
+        case(aten.roll.default, x(3, 4), [2]),
+        case(aten.constant_pad_nd.default, x(3, 4, 5), [0, 0, 1, 2]),
+        case(aten.constant_pad_nd.default, x(3, 4), [1, -1], 7.0),
+        case(aten.tril.default, x(2, 3, 4)),
+        case(aten.triu.default, x(2, 3, 4), 1),
+        case(aten.slice_scatter.default, x(4, 6), x(4, 2, seed=1), 1, 2, 4),
+        case(aten.select_scatter.default, x(4, 6), x(4, seed=1), 1, 2),
+    ]
     return found
 
 
 def factories() -> list[Case]:
-    found = [case(aten.arange.default, 7), case(aten.arange.default, 7, dtype=torch.float64), case(aten.arange.start, 3, 10, dtype=torch.float64)]
-    found += [case(aten.arange.start, 2, 9), case(aten.arange.start_step, 2, 20, 3), close(aten.arange.start_step, 0.5, 4, 0.25, dtype=torch.float64)]
-    found += [case(aten.full.default, [3, 4], 7.0), case(aten.ones.default, [3, 4]), case(aten.scalar_tensor.default, 3.0)]
-    found += [case(aten.full_like.default, x(3, 4), 7.0), case(aten.ones_like.default, x(3, 4)), case(aten.ones_like.default, x())]
-    found += [case(aten.new_full.default, x(3, 4), [5, 2], 7.0), case(aten.new_ones.default, x(3, 4), [5, 2]), case(aten.new_ones.default, x(), [5])]
-    found += [Case(aten.zeros.default, ([3, 4],), zero=(0,)), Case(aten.zeros_like.default, (x(3, 4),), zero=(0,)), Case(aten.new_zeros.default, (x(3), [5, 2]), zero=(0,))]
-    found += [Case(op, args, values=False) for op, args in ((aten.empty.memory_format, ([3, 4],)), (aten.empty_like.default, (x(3, 4),)), (aten.new_empty.default, (x(3), [5, 2])))]
+    found = [
+        case(aten.arange.default, 7),
+        case(aten.arange.default, 7, dtype=torch.float64),
+        case(aten.arange.start, 3, 10, dtype=torch.float64),
+    ]
+    found += [
+        case(aten.arange.start, 2, 9),
+        case(aten.arange.start_step, 2, 20, 3),
+        close(aten.arange.start_step, 0.5, 4, 0.25, dtype=torch.float64),
+    ]
+    found += [
+        case(aten.full.default, [3, 4], 7.0),
+        case(aten.ones.default, [3, 4]),
+        case(aten.scalar_tensor.default, 3.0),
+    ]
+    found += [
+        case(aten.full_like.default, x(3, 4), 7.0),
+        case(aten.ones_like.default, x(3, 4)),
+        case(aten.ones_like.default, x()),
+    ]
+    found += [
+        case(aten.new_full.default, x(3, 4), [5, 2], 7.0),
+        case(aten.new_ones.default, x(3, 4), [5, 2]),
+        case(aten.new_ones.default, x(), [5]),
+    ]
+    found += [
+        Case(aten.zeros.default, ([3, 4],), zero=(0,)),
+        Case(aten.zeros_like.default, (x(3, 4),), zero=(0,)),
+        Case(aten.new_zeros.default, (x(3), [5, 2]), zero=(0,)),
+    ]
+    found += [
+        Case(op, args, values=False)
+        for op, args in (
+            (aten.empty.memory_format, ([3, 4],)),
+            (aten.empty_permuted.default, ([3, 4], [1, 0])),
+            (aten.empty_like.default, (x(3, 4),)),
+            (aten.new_empty.default, (x(3), [5, 2])),
+        )
+    ]
     return found
 
 
-FAMILIES = {made.__name__: made for made in (matmul, reductions, views, attention, norm, embedding, loss, conv, factories)}
+def index() -> list[Case]:
+    pick, wide = y(7, 4, 3), y(7, 2, 5)
+    found = [
+        case(aten.gather.default, x(4, 7), 1, pick),
+        case(aten.gather.default, x(4, 7), 1, wide),
+        case(aten.gather.default, x(7, 4), 0, y(7, 9, 4)),
+    ]
+    found += [
+        case(aten.scatter_add.default, x(4, 7), 1, pick, x(4, 3)),
+        case(aten.scatter_add.default, x(4, 7), 1, wide, x(2, 5)),
+    ]
+    once = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(s))[:3] for s in range(4)])
+    found += [
+        case(aten.scatter.src, x(4, 7), 1, once, x(4, 3)),
+        case(aten.scatter.value, x(4, 7), 1, once, 0),
+        case(aten.scatter.value, x(4, 7), 1, once, 5.0),
+    ]
+    i, j = y(5, 2, 3), torch.where(y(5, 2, 3, seed=2) > 2, -1, y(5, 2, 3))
+    calls: list[tuple[Tensor, list[Tensor | None]]] = [
+        (x(5, 4, 6), [j]),
+        (x(4, 5, 6), [None, i]),
+        (x(5, 5, 4), [i, i]),
+        (x(5, 4, 5), [i, None, i]),
+        (x(5, 5, 4), [y(5, 7, 1), y(5, 3)]),
+        (x(5, 4), [torch.tensor(3)]),
+    ]
+    for source, where in calls:
+        out = aten.index.Tensor(source, where)
+        found.append(case(aten.index.Tensor, source, where))
+        found.append(case(aten.index_put.default, source, where, x(*out.shape, seed=3), True))
+    found += [
+        case(aten._unsafe_index.Tensor, x(5, 4), [i]),
+        case(aten._unsafe_index_put.default, x(5, 4), [i], x(2, 3, 4), True),
+    ]
+    found += [
+        case(aten.index_put.default, x(7, 4), [once[0]], x(3, 4)),
+        case(aten.index_put.default, x(7, 4), [y(7, 3)], x(4), True),
+        case(aten.index_put.default, x(7, 4), [y(7, 3)], x(3, 1), True),
+    ]
+    found += [
+        case(aten.index_select.default, x(4, 7, 3), 1, y(7, 5)),
+        case(aten.index_add.default, x(4, 7, 3), 1, y(7, 5), x(4, 5, 3), alpha=2),
+    ]
+    for op in (
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.cumprod.default,
+        aten.cumsum.default,
+        aten.logcumsumexp.default,
+    ):
+        found.append(close(op, f(3, 4, 5) if op == aten.logcumsumexp.default else x(3, 4, 5), 1))
+    found += [case(op, f(3, 4, 5), 1) for op in (aten.sort.default, aten.median.dim, aten.mode.default)]
+    found += [
+        case(aten.sort.stable, x(3, 4, 5), stable=True, dim=-1),
+        case(aten.topk.default, f(3, 7, 4), 3, 1),
+        case(aten.kthvalue.default, f(3, 4, 5), 2, 1, True),
+    ]
+    found += [close(aten.glu.default, f(3, 8, 5), 1), close(aten.glu_backward.default, x(3, 4, 5), f(3, 8, 5), 1)]
+    return [
+        *found,
+        case(aten.bucketize.Tensor, f(3, 4), torch.tensor([-1.0, 0.0, 1.0])),
+        case(aten.histc.default, f(3, 4), 5, -2.0, 2.0),
+    ]
+
+
+FAMILIES = {made.__name__: made for made in (matmul, reductions, views, factories, index)} | layer_cases.FAMILIES

@@ -1,8 +1,8 @@
 """The proof of rules: every signature of a call is run on shards and compared with the op on whole tensors.
 
-`shards` and `whole` of `sbpc.states` are the definition of S, B and P; a rule is right if running `Match.localize` on the
-shards of the inputs gives the shards of the outputs. A check that cannot fail proves nothing, so `mutants` flips each
-output state and asks that the check then fails.
+`shards` and `whole` of `sbpc.states` are the definition of S, B and P; a rule is right if running `Match.localize` on
+the shards of the inputs gives the shards of the outputs. A check that cannot fail proves nothing, so `mutations` flips
+each output state and asks that the check then fails.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Case:
         return found
 
     def __str__(self) -> str:
-        return f"{self.op}({', '.join(map(_text, self.args))}{''.join(f', {k}={_text(v)}' for k, v in self.kwargs.items())})"
+        named = [f"{name}={_text(value)}" for name, value in self.kwargs.items()]
+        return f"{self.op}({', '.join([*map(_text, self.args), *named])})"
 
 
 class Inapplicable(Exception):
@@ -77,8 +78,15 @@ def operands(one: Case) -> list[Tensor]:
     return [found for value in named_arguments(one.op, one.args, one.kwargs).values() for found in tensors(value)]
 
 
-def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int] = (), mutant: Sequence[tuple[State, ...]] = ()) -> None:
-    """Run `one` under one signature per axis on a mesh of `ranks`; raises AssertionError or LayoutError if the result is wrong.
+def check(
+    one: Case,
+    m: Match,
+    chosen: Sequence[Signature],
+    ranks: Sequence[int],
+    order: Sequence[int] = (),
+    mutant: Sequence[tuple[State, ...]] = (),
+) -> None:
+    """Run `one` under one signature per axis on a mesh of `ranks`; AssertionError or LayoutError if it is wrong.
 
     order: the order in which the axes cut a dim that several of them cut. mutant: output states to claim instead.
     """
@@ -113,7 +121,7 @@ def compare(layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Se
     if not one.tolerance:
         assert torch.equal(layout.whole(list(parts), ranks), expected), "other values"
         return
-    # With rounding, replicas agree closely and not bit by bit: each choice of replicas is joined and compared on its own.
+    # With rounding, replicas agree closely and not bit by bit: each choice of replicas is joined on its own.
     replicated = [axis for axis, state in enumerate(layout.states) if state == B]
     alone = [1 if axis in replicated else size for axis, size in enumerate(ranks)]
     for chosen in dict.fromkeys(tuple(at[axis] for axis in replicated) for at in places):
@@ -122,7 +130,9 @@ def compare(layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Se
         assert torch.allclose(joined, expected, rtol=one.tolerance, atol=one.tolerance, equal_nan=True), "other values"
 
 
-def locate(m: Match, chosen: Sequence[Signature], ranks: Sequence[int], at: Sequence[int], order: Sequence[int]) -> tuple[dict[str, int], dict[str, Tensor]]:
+def locate(
+    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], at: Sequence[int], order: Sequence[int]
+) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The local factor sizes, and offsets of the factors of `shifts`, of the rank at coordinates `at`."""
     local, start = dict(m.sizes), dict.fromkeys(m.sizes, 0)
     for axis in order:
@@ -172,10 +182,20 @@ class Count:
     pairs: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(self.signatures + other.signatures, self.runs + other.runs, self.mutants + other.mutants, self.pairs + other.pairs)
+        return Count(
+            self.signatures + other.signatures,
+            self.runs + other.runs,
+            self.mutants + other.mutants,
+            self.pairs + other.pairs,
+        )
 
 
-def prove(one: Case, ranks: Sequence[int] = (2, 3, 4), pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True) -> Count:
+def prove(
+    one: Case,
+    ranks: Sequence[int] = (2, 3, 4),
+    pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)),
+    mutants: bool = True,
+) -> Count:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair."""
     m, count = one.match(), Count()
     for signature in m.signatures:
@@ -190,7 +210,9 @@ def prove(one: Case, ranks: Sequence[int] = (2, 3, 4), pairs: Sequence[tuple[int
             proved += 1
             if mutants and proved == 1:
                 for at, other in mutations(m, signature, one):
-                    assert refused(one, m, signature, number, at, other), f"{one}\n  {m.rule}\n  {signature}: output {at} passes as {other}"
+                    assert refused(one, m, signature, number, at, other), (
+                        f"{one}\n  {m.rule}\n  {signature}: output {at} passes as {other}"
+                    )
                     count.mutants += 1
         assert proved, f"{one}\n  {m.rule}\n  {signature} is never applicable"
         count.signatures += 1
@@ -211,7 +233,9 @@ def prove_pair(one: Case, m: Match, first: Signature, second: Signature, meshes:
         except Inapplicable:
             continue
         except (AssertionError, LayoutError, RuntimeError, IndexError) as error:
-            raise AssertionError(f"{one}\n  {m.rule}\n  {first} and {second} on {ranks}, order {order}: {error}") from error
+            raise AssertionError(
+                f"{one}\n  {m.rule}\n  {first} and {second} on {ranks}, order {order}: {error}"
+            ) from error
     return proved
 
 
@@ -223,7 +247,11 @@ def _swap(value: Any, parts: Iterator[Tensor]) -> Any:
 
 def _ordered(one: Case) -> list[tuple[str, Any]]:
     """Keyword arguments in schema order."""
-    return [(argument.name, one.kwargs[argument.name]) for argument in one.op._schema.arguments if argument.name in one.kwargs]
+    return [
+        (argument.name, one.kwargs[argument.name])
+        for argument in one.op._schema.arguments
+        if argument.name in one.kwargs
+    ]
 
 
 def _flat(value: Any) -> list[Any]:

@@ -80,6 +80,8 @@ def problems(draw, variables: int, labels: int, axes: int) -> Problem:
             seconds[rng.random(seconds.shape) < holes] = INF
             later = range(producer + 1, count)
             takers = rng.choice(later, int(rng.integers(0, fan + 1))).tolist() if later else []
+            if rng.random() < 0.2:  # a gradient lands in the home of a parameter, which came first
+                takers.append(int(rng.integers(0, count)))
             consumers = [(at, rng.integers(0, layouts, len(nodes[at].costs))) for at in takers]
             if consumers and rng.random() < 0.3:  # the same variable takes it twice, in the same or in another way
                 at, wants = consumers[0]

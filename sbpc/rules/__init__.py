@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sbpc.rules import attention, conv, embedding, factories, loss, matmul, norm, pointwise, reductions, views
+from sbpc.rules import attention, conv, embedding, factories, index, loss, matmul, norm, pointwise, reductions, views
 from sbpc.rules.binding import Signature
 from sbpc.rules.registry import Match, match, rule
 
 __all__ = [
-    "Match", "Signature", "attention", "conv", "embedding", "factories", "loss", "match", "matmul", "norm", "pointwise",
-    "reductions", "rule", "views",
+    "Match", "Signature", "attention", "conv", "embedding", "factories", "index", "loss", "match", "matmul", "norm",
+    "pointwise", "reductions", "rule", "views",
 ]  # fmt: skip

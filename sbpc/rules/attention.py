@@ -27,7 +27,8 @@ def flash(given: Arguments, outputs: Any) -> str:
 def flash_backward(given: Arguments, outputs: Any) -> str:
     """Linear in grad_out, and jointly in value and out: dS = P (grad_out value^T - rowsum(grad_out out))."""
     causal = "fix d t s" if given["is_causal"] else "fix d t ; +s"
-    return f"{Q}, {Q}, {K}, {K}, {Q}, b h s{_mask(given)} -> {Q}, {K}, {K} ; {causal} ; lin(0) ; lin(3,4 -> 0,1) ; when(dropout_p == 0)"
+    sign = f"{Q}, {Q}, {K}, {K}, {Q}, b h s{_mask(given)} -> {Q}, {K}, {K}"
+    return f"{sign} ; {causal} ; lin(0) ; lin(3,4 -> 0,1) ; when(dropout_p == 0)"
 
 
 def along(operands: int, *clauses: str) -> Write:
@@ -45,7 +46,12 @@ def along(operands: int, *clauses: str) -> Write:
 rule(aten._log_softmax.default, along(1))
 rule(aten._log_softmax_backward_data.default, along(2, "lin(0)"))
 rule(aten._safe_softmax.default, along(1))
-rule(aten._scaled_dot_product_flash_attention_for_cpu.default, flash, flops="4 b h s t d")
-rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, flash_backward, flops="10 b h s t d")
+rule(aten._scaled_dot_product_flash_attention_for_cpu.default, flash, flops="4 b h s t d", nonempty="h s")
+rule(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    flash_backward,
+    flops="10 b h s t d",
+    nonempty="h",
+)
 rule(aten._softmax.default, along(1))
 rule(aten._softmax_backward_data.default, along(2, "lin(0)"))

@@ -1,8 +1,9 @@
 """A rule bound to the shapes of one call: the sizes of its factors, and the signatures that follow from them.
 
-Derivation: for each factor f that is not fixed, an input with f is S(dim) if f leads exactly one of its dims (else f gives no
-signature); an input without f is P if f is summed and the input is additive, else B; an output with f is S(dim), one without
-it P, P(max) or P(min) if f is reduced, else B. Each lin(I -> O) adds: I are P, other inputs B, O are P, other outputs B.
+Derivation: for each factor f that is not fixed, an input with f is S(dim) if f leads exactly one of its dims (else f
+gives no signature); an input without f is P if f is summed and the input is additive, else B; an output with f is
+S(dim), one without it P, P(max) or P(min) if f is reduced, else B. Each lin(I -> O) adds: I are P, other inputs B, O
+are P, other outputs B.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Dims = tuple[BoundDim, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a call as the rule sees it: `operand` its number in the string, `dims` None for what `_` stands for."""
+    """One value of a call: `operand` is its number in the string, `dims` is None for what `_` stands for."""
 
     operand: int
     dims: Dims | None
@@ -72,7 +73,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Bound:
-    """A rule at the sizes of one call; `inputs` are the tensors there are, `outputs` one per output (absent: dims None)."""
+    """A rule at the sizes of one call; `inputs` are the tensors, `outputs` one per output (absent: dims None)."""
 
     rule: Rule
     sizes: dict[str, int]
@@ -96,25 +97,50 @@ def bind(rule: Rule, schema: Any, named: Mapping[str, Any], outputs: Any, known:
     if len(flat) != len(rule.outputs) and not (not flat and rule.outputs[0].kind == "none"):
         raise _misfit(rule, f"the op has {len(flat)} outputs, the rule {len(rule.outputs)}")
     results = list(zip(range(len(flat)), rule.outputs, flat))
-    shaped = [(operand, tuple(value.shape), True) for _, operand, value in pairs if operand.kind == "tensor" and isinstance(value, Tensor)]
-    shaped += [(operand, _sizes(value), False) for _, operand, value in pairs if operand.kind == "sizes" and value is not None]
-    shaped += [(operand, tuple(value.shape), False) for _, operand, value in results if operand.kind == "tensor" and isinstance(value, Tensor)]
+    shaped = [
+        (operand, tuple(value.shape), True)
+        for _, operand, value in pairs
+        if operand.kind == "tensor" and isinstance(value, Tensor)
+    ]
+    shaped += [
+        (operand, _sizes(value), False) for _, operand, value in pairs if operand.kind == "sizes" and value is not None
+    ]
+    shaped += [
+        (operand, tuple(value.shape), False)
+        for _, operand, value in results
+        if operand.kind == "tensor" and isinstance(value, Tensor)
+    ]
     lengths = _stars(rule, shaped)
     opened = [(_open(operand, lengths), shape, loose) for operand, shape, loose in shaped]
     sizes = _solve(rule, opened, known)
     inputs = [
-        Value(number, _close(rule, operand, lengths, sizes, tuple(value.shape)) if operand.kind == "tensor" else None, value.dtype)
+        Value(
+            number,
+            _close(rule, operand, lengths, sizes, tuple(value.shape)) if operand.kind == "tensor" else None,
+            value.dtype,
+        )
         for number, operand, value in pairs
         if isinstance(value, Tensor)
     ]
     made = [
-        Value(at, _close(rule, operand, lengths, sizes, None) if operand.kind == "tensor" and isinstance(value, Tensor) else None, getattr(value, "dtype", None))
+        Value(
+            at,
+            _close(rule, operand, lengths, sizes, None)
+            if operand.kind == "tensor" and isinstance(value, Tensor)
+            else None,
+            getattr(value, "dtype", None),
+        )
         for at, operand, value in results
     ]
     places = {argument.name: at for at, argument in enumerate(schema.arguments)}
     names = _names(rule, schema, named)
     fills = tuple(
-        Fill(places[names[number]], names[number], _close(rule, operand, lengths, sizes, None), not isinstance(value, (list, tuple)))
+        Fill(
+            places[names[number]],
+            names[number],
+            _close(rule, operand, lengths, sizes, None),
+            not isinstance(value, (list, tuple)),
+        )
         for number, operand, value in pairs
         if operand.kind == "sizes" and value is not None
     )
@@ -187,7 +213,7 @@ def _place(dims: Dims | None, factor: str, sizes: Mapping[str, int]) -> int | No
 
 
 def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State]) -> bool:
-    """Whether linear in the mathematical sense is linear in these dtypes: all floating, or one integer type throughout."""
+    """Whether what is linear in numbers is so in these dtypes: all floating, or one integer type throughout."""
     types = [value.dtype for value, state in zip((*bound.inputs, *bound.outputs), (*inputs, *outputs)) if state == P]
     smooth = all(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in types)
     return smooth or len(set(types)) == 1 or not any(state == P for state in outputs)
@@ -204,7 +230,7 @@ def _allowed(bound: Bound, signature: Signature) -> bool:
 
 # --- binding ----------------------------------------------------------------------------------------------------------
 def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[tuple[int, Operand, Any]]:
-    """(number, operand, value) in schema order; tensor lists take one operand per element. Absent tensors: value None."""
+    """(number, operand, value) in schema order, value None if absent; tensor lists take one operand per element."""
     names = _names(rule, schema, named)
     numbers: dict[str, list[int]] = {}
     for number, name in enumerate(names):
@@ -269,12 +295,16 @@ def _open(operand: Operand, lengths: Mapping[str, int]) -> list[Dim]:
     """The dims with the stars written out: `*a` of length 2 is a.0 a.1."""
     found: list[Dim] = []
     for dim in operand.dims:
-        found += [Dim((f"{dim.factors[0]}.{at}",)) for at in range(lengths.get(dim.factors[0], 0))] if dim.star else [dim]
+        found += (
+            [Dim((f"{dim.factors[0]}.{at}",)) for at in range(lengths.get(dim.factors[0], 0))] if dim.star else [dim]
+        )
     return found
 
 
-def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], tuple[int, ...], bool]], known: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of all factors, in the order of the text: first those that are a dim alone, then the rest of each group."""
+def _solve(
+    rule: Rule, opened: Sequence[tuple[list[Dim], tuple[int, ...], bool]], known: Mapping[str, int]
+) -> dict[str, int]:
+    """The sizes of all factors in the order of the text; those that are a dim alone tell the rest of each group."""
     order = [factor for dims, _, _ in opened for dim in dims for factor in dim.factors]
     sizes = dict(known)
     for dims, shape, _loose in opened:
@@ -283,8 +313,17 @@ def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], tuple[int, ...], bool]]
         for dim, size in zip(dims, shape):
             if len(dim.factors) == 1 and size != -1:
                 factor = dim.factors[0]
-                sizes[factor] = max(sizes[factor], size) if factor in sizes and 1 in (size, sizes[factor]) else sizes.get(factor, size)
-    groups = [(dim, size) for dims, shape, _ in opened for dim, size in zip(dims, shape) if len(dim.factors) > 1 and size != -1]
+                sizes[factor] = (
+                    max(sizes[factor], size)
+                    if factor in sizes and 1 in (size, sizes[factor])
+                    else sizes.get(factor, size)
+                )
+    groups = [
+        (dim, size)
+        for dims, shape, _ in opened
+        for dim, size in zip(dims, shape)
+        if len(dim.factors) > 1 and size != -1
+    ]
     for _ in range(len(order)):
         for dim, size in groups:
             unknown = [factor for factor in dim.factors if factor not in sizes]
@@ -302,7 +341,9 @@ def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], tuple[int, ...], bool]]
     return {factor: sizes[factor] for factor in dict.fromkeys(order)}
 
 
-def _close(rule: Rule, operand: Operand, lengths: Mapping[str, int], sizes: Mapping[str, int], shape: tuple[int, ...] | None) -> Dims:
+def _close(
+    rule: Rule, operand: Operand, lengths: Mapping[str, int], sizes: Mapping[str, int], shape: tuple[int, ...] | None
+) -> Dims:
     """The dims with stars written out; a dim of size 1 that is broadcast to a larger factor loses the factor."""
     dims = []
     for at, dim in enumerate(_open(operand, lengths)):
@@ -316,4 +357,6 @@ def _base(factor: str) -> str:
 
 
 def _misfit(rule: Rule, why: str) -> RuleError:
-    return RuleError(f"the rule does not fit the call: {why}\n  {rule.text}\n  Write one operand per argument, one name per dim.")
+    return RuleError(
+        f"the rule does not fit the call: {why}\n  {rule.text}\n  Write one operand per argument, one name per dim."
+    )

@@ -26,7 +26,8 @@ def convolution_backward(given: Arguments, outputs: Any) -> str:
     """The weight gradient is bilinear in grad_output and input, the input gradient in grad_output and weight."""
     x, weight, y = _dims(given)
     bias = "[(g co)]" if any(given["bias_sizes"] or ()) else "_"
-    return f"{y}, {x}, {weight}, {bias}, groups=[g] -> {x}, {weight}, (g co) ; +n co ; same(ci -> 2) ; fix h k o ; lin(0) ; lin(1 -> 1) ; lin(2 -> 0)"
+    sign = f"{y}, {x}, {weight}, {bias}, groups=[g] -> {x}, {weight}, (g co)"
+    return f"{sign} ; +n co ; same(ci -> 2) ; fix h k o ; lin(0) ; lin(1 -> 1) ; lin(2 -> 0)"
 
 
 def convolution_flops(m: Match) -> str:
@@ -40,13 +41,28 @@ def convolution_backward_flops(m: Match) -> str:
 
 
 FIXED = "fix h w ho wo"
-rule(aten._adaptive_avg_pool2d.default, f"*n c h w -> *n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
-rule(aten._adaptive_avg_pool2d_backward.default, f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )", nonempty="c", flops="1 *n c h w")
+rule(aten._adaptive_avg_pool2d.default, f"*n c h w -> *n c ho wo ; {FIXED} ; lin(0)", flops="1 *n c h w")
+rule(
+    aten._adaptive_avg_pool2d_backward.default,
+    f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
+    nonempty="c",
+    flops="1 *n c h w",
+)
 rule(aten.avg_pool2d.default, f"*n c h w -> *n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
-rule(aten.avg_pool2d_backward.default, f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )", nonempty="c", flops="1 *n c h w")
+rule(
+    aten.avg_pool2d_backward.default,
+    f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
+    nonempty="c",
+    flops="1 *n c h w",
+)
 rule(aten.convolution.default, convolution, flops=convolution_flops, nonempty="g ci co")
 rule(aten.convolution_backward.default, convolution_backward, flops=convolution_backward_flops, nonempty="g ci co")
-rule(aten.max_pool2d_with_indices.default, f"*n c h w -> *n c ho wo, *n c ho wo ; {FIXED}", nonempty="c", flops="1 *n c h w")
+rule(
+    aten.max_pool2d_with_indices.default,
+    f"*n c h w -> *n c ho wo, *n c ho wo ; {FIXED}",
+    nonempty="c",
+    flops="1 *n c h w",
+)
 rule(
     aten.max_pool2d_with_indices_backward.default,
     f"*n c ho wo, *n c h w, indices=*n c ho wo -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
@@ -54,6 +70,14 @@ rule(
     flops="1 *n c h w",
 )
 rule(aten.upsample_bilinear2d.default, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
-rule(aten.upsample_bilinear2d_backward.default, f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
+rule(
+    aten.upsample_bilinear2d_backward.default,
+    f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)",
+    flops="1 n c ho wo",
+)
 rule(aten.upsample_nearest2d.default, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
-rule(aten.upsample_nearest2d_backward.default, f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
+rule(
+    aten.upsample_nearest2d_backward.default,
+    f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)",
+    flops="1 n c ho wo",
+)

@@ -13,13 +13,20 @@ aten = torch.ops.aten
 
 
 def local_index(call: Call, index: Any, offset: Any, size: int) -> tuple[Any, Any, Any]:
-    """Global indices on the rank that holds `size` (> 0) elements from `offset` on: shifted, clamped, which lie outside."""
+    """Indices on the rank that holds `size` (> 0) elements from `offset` on: shifted, clamped, which lie outside."""
     shifted = call(aten.sub.Tensor, index, offset)
     nearest = call(aten.clamp.default, shifted, 0, size - 1)
     return shifted, nearest, call(aten.ne.Tensor, nearest, shifted)
 
 
-def embedding(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def embedding(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     if "v" not in offsets:
         return m.plain(call, args, kwargs, local)
     weight, indices = args[:2]
@@ -30,7 +37,14 @@ def embedding(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, An
     return call(aten.masked_fill.Scalar, found, call(aten.unsqueeze.default, outside, -1), 0)
 
 
-def embedding_backward(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def embedding_backward(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     """Rows of other ranks, and the padding row, get index -1, which the op is told to be the padding."""
     if "v" not in offsets:
         return m.plain(call, args, kwargs, local)

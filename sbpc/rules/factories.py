@@ -12,7 +12,14 @@ from sbpc.rules.registry import FREE, Call, Match, named_arguments, rule
 aten = torch.ops.aten
 
 
-def arange(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def arange(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     """start + step * (offset + 0, 1, 2, ...)"""
     if "a" not in offsets:
         return m.plain(call, args, kwargs, local)
@@ -30,7 +37,13 @@ def arange(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
     rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
-for op in (aten.empty.memory_format, aten.full.default, aten.ones.default, aten.zeros.default):
+for op in (
+    aten.empty.memory_format,
+    aten.empty_permuted.default,
+    aten.full.default,
+    aten.ones.default,
+    aten.zeros.default,
+):
     rule(op, "[*a] -> *a", flops=FREE)
 for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):
     rule(op, "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read

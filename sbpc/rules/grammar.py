@@ -9,24 +9,26 @@ Left of the arrow stand the arguments of the op in schema order, right of it its
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from sbpc.errors import RuleError
+from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
-CLAUSES = "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f = NAME, halo f : g (...), rng, mut(ins), when(...)"
-PREDICATE = (ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.boolop, ast.Not, ast.USub, ast.cmpop, ast.Load)
+CLAUSES = (
+    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f = NAME, halo f : g (...), "
+    "rng, mut(ins), when(...)"
+)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim: the row-major product of its factors; without factors, of the size `literal`; `star`: any number of dims."""
+    """A dim: the row-major product of its factors; without any, of size `literal`; `star`: any number of dims."""
 
     factors: tuple[str, ...] = ()
     literal: int = 1
@@ -77,7 +79,7 @@ class Rule:
         return self.text
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(text: str) -> Rule:
     """The rule that `text` writes.
 
@@ -111,7 +113,10 @@ class _Parser:
         if found is None:
             self.skip()
             if self.at < len(self.text):
-                self.fail(f"unexpected character {self.text[self.at]!r}", "A rule holds names, numbers and -> , ; ( ) [ ] + * @ = :.")
+                self.fail(
+                    f"unexpected character {self.text[self.at]!r}",
+                    "A rule holds names, numbers and -> , ; ( ) [ ] + * @ = :.",
+                )
             return ""
         return found[0].strip()
 
@@ -134,9 +139,15 @@ class _Parser:
 
     def expect(self, token: str, where: str) -> None:
         if not self.accept(token):
-            self.fail(f"expected {token!r} {where}, found {self.peek()!r}" if self.peek() else f"expected {token!r} {where}, found the end")
+            self.fail(
+                f"expected {token!r} {where}, found {self.peek()!r}"
+                if self.peek()
+                else f"expected {token!r} {where}, found the end"
+            )
 
-    def fail(self, what: str, todo: str = "See the grammar in sbpc/rules/grammar.py.", at: int | None = None) -> NoReturn:
+    def fail(
+        self, what: str, todo: str = "See the grammar in sbpc/rules/grammar.py.", at: int | None = None
+    ) -> NoReturn:
         refuse(self.text, self.skip() if at is None else at, what, todo)
 
     # --- the signature ------------------------------------------------------------------------------------------------
@@ -149,7 +160,10 @@ class _Parser:
             self.clause()
         if self.peek():
             self.fail(f"expected ';' or the end, found {self.peek()!r}", "Clauses are separated by ';'.")
-        rule = Rule(self.text, self.inputs, self.outputs, **{k: v[0] if k in ("rng", "when") else tuple(v) for k, v in self.clauses.items()})
+        whole: dict[str, Any] = {
+            key: found[0] if key in ("rng", "when") else tuple(found) for key, found in self.clauses.items()
+        }
+        rule = Rule(self.text, self.inputs, self.outputs, **whole)
         self.check_outputs(rule)
         return rule
 
@@ -176,7 +190,10 @@ class _Parser:
             return Operand("tensor", (), name, at)
         dims = self.dims()
         if not dims:
-            self.fail("expected an operand, found " + (repr(self.peek()) if self.peek() else "the end"), "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'.")
+            self.fail(
+                "expected an operand, found " + (repr(self.peek()) if self.peek() else "the end"),
+                "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'.",
+            )
         return Operand("tensor", dims, name, at)
 
     def dims(self) -> tuple[Dim, ...]:
@@ -206,14 +223,18 @@ class _Parser:
             for dim in operand.dims:
                 for factor in dim.factors:
                     if stars.setdefault(factor, dim.star) != dim.star:
-                        self.fail(f"factor {factor!r} is one dim here and any number of dims there", f"Write {factor} or *{factor} everywhere.", operand.at)
+                        self.fail(
+                            f"factor {factor!r} is one dim here and any number of dims there",
+                            f"Write {factor} or *{factor} everywhere.",
+                            operand.at,
+                        )
 
     # --- the clauses --------------------------------------------------------------------------------------------------
     def clause(self) -> None:
         at, word = self.skip(), self.take()
         plain: dict[str, Callable[[], object]] = {
-            "same": lambda: self.same(), "lin": lambda: self.lin(), "idx": lambda: self.index(), "via": lambda: self.named_factor(),
-            "halo": lambda: self.neighbours(), "rng": lambda: True, "when": lambda: self.predicate(),
+            "same": self.same, "lin": self.lin, "idx": self.index, "via": self.named_factor,
+            "halo": self.neighbours, "rng": lambda: True, "when": self.predicate,
         }  # fmt: skip
         lists = {"+": "summed", "max": "maxed", "min": "minned", "fix": "fixed"}
         if word in lists:
@@ -224,14 +245,21 @@ class _Parser:
         elif word in plain:
             self.clauses.setdefault({"lin": "linear"}.get(word, word), []).append(plain[word]())
         else:
-            self.fail(f"unknown clause {word!r}" if word else "expected a clause, found the end", f"A clause is one of {CLAUSES}.", at)
+            self.fail(
+                f"unknown clause {word!r}" if word else "expected a clause, found the end",
+                f"A clause is one of {CLAUSES}.",
+                at,
+            )
 
     def names(self, what: str) -> tuple[str, ...]:
         found = []
         while self.peek().isidentifier() and self.peek() != "_":
             found.append(self.take())
         if not found:
-            self.fail(f"expected a {what}, found " + (repr(self.peek()) if self.peek() else "the end"), "A factor is a name such as b or d1.")
+            self.fail(
+                f"expected a {what}, found " + (repr(self.peek()) if self.peek() else "the end"),
+                "A factor is a name such as b or d1.",
+            )
         return tuple(found)
 
     def factor(self) -> str:
@@ -269,11 +297,16 @@ class _Parser:
 
     def number(self, operands: tuple[Operand, ...]) -> int:
         if not self.peek().isdigit():
-            self.fail("expected the number of an operand, found " + (repr(self.peek()) if self.peek() else "the end"), "Operands count from 0.")
+            self.fail(
+                "expected the number of an operand, found " + (repr(self.peek()) if self.peek() else "the end"),
+                "Operands count from 0.",
+            )
         at, number = self.skip(), int(self.take())
         side = "input" if operands is self.inputs else "output"
         if number >= len(operands) or operands[number].kind != "tensor":
-            self.fail(f"{side} {number} is no tensor of this rule", "Operands count from 0, '_' and '[..]' included.", at)
+            self.fail(
+                f"{side} {number} is no tensor of this rule", "Operands count from 0, '_' and '[..]' included.", at
+            )
         return number
 
     def same(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -325,14 +358,9 @@ class _Parser:
         if depth:
             self.fail("expected ')' at the end of the clause, found the end")
         text = self.text[start : self.at - 1].strip()
-        try:
-            tree = ast.parse(text, mode="eval")
-        except SyntaxError as error:
-            self.fail(f"{text!r} is no predicate: {error.msg}", "Compare arguments and sizes, as in when(not is_causal and s > 1).", start + (error.offset or 1) - 1)
-        for node in ast.walk(tree):
-            if not isinstance(node, PREDICATE):
-                at = start + getattr(node, "col_offset", 0)
-                self.fail(f"a predicate cannot hold {type(node).__name__}", "Compare arguments and sizes, as in when(not is_causal and s > 1).", at)
+        fault = predicate_fault(text)
+        if fault is not None:
+            self.fail(fault[0], "Compare arguments and sizes, as in when(not is_causal and s > 1).", start + fault[1])
         return text
 
     # --- what the signature and the clauses say together --------------------------------------------------------------
@@ -348,13 +376,8 @@ class _Parser:
                 for factor in source.factors if source.kind == "tensor" else ():
                     unsaid = factor not in (*operand.factors, *held, *reduced) and operand.kind == "tensor"
                     if unsaid and not any(factor in factors and at in outs for factors, outs in rule.same):
-                        self.fail(f"output {at} lacks the factor {factor!r} of the inputs", f"Say +{factor}, max {factor}, min {factor}, fix {factor} or same({factor} -> {at}).", operand.at)
-
-
-def holds(predicate: str, names: dict[str, object]) -> bool:
-    """Whether a `when` predicate is true of these arguments and sizes.
-
-    >>> holds("not is_causal and s > 1", {"is_causal": False, "s": 4})
-    True
-    """
-    return bool(eval(compile(ast.parse(predicate, mode="eval"), "when", "eval"), {"__builtins__": {}}, names))
+                        self.fail(
+                            f"output {at} lacks the factor {factor!r} of the inputs",
+                            f"Say +{factor}, max {factor}, min {factor}, fix {factor} or same({factor} -> {at}).",
+                            operand.at,
+                        )

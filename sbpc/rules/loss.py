@@ -24,7 +24,7 @@ def _nll_dims(given: Arguments) -> tuple[str, str, list[str]]:
 
 
 def nll(given: Arguments, outputs: Any) -> str:
-    """none: total_weight is 0 (but that of a lone sample). mean: the weights of local targets differ, so nothing is split. sum: all P."""
+    """none: total_weight is 0 (but that of a lone sample). mean: local targets weigh unequally, so nothing is split."""
     x, target, rest = _nll_dims(given)
     names = " ".join([*rest, "c"])
     if given["reduction"] == NONE and rest:
@@ -40,13 +40,22 @@ def nll_backward(given: Arguments, outputs: Any) -> str:
     return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
 
 
-def nll_local(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def nll_local(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
     if "c" not in offsets:
         return m.plain(call, args, kwargs, local)
     given = named_arguments(m.op, args, kwargs)
     if local["c"] == 0:
-        zeros = [call(aten.new_zeros.default, given["self"], m.output_shape(at, local)) for at in range(len(m.bound.outputs))]
+        zeros = [
+            call(aten.new_zeros.default, given["self"], m.output_shape(at, local)) for at in range(len(m.bound.outputs))
+        ]
         return zeros[0] if len(zeros) == 1 else tuple(zeros)
     shifted, _, skipped = local_index(call, given["target"], offsets["c"], local["c"])
     if given["ignore_index"] >= 0:
@@ -77,7 +86,14 @@ def pointwise_loss_backward(given: Arguments, outputs: Any) -> str | None:
     return f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
 
 
-def mean_local(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def mean_local(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     """A mean, forward or backward, over a split dim: the sum over the global count."""
     given = named_arguments(m.op, args, kwargs)
     if given["reduction"] != MEAN or all(local[factor] == size for factor, size in m.sizes.items()):
@@ -86,9 +102,20 @@ def mean_local(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, A
     return call(aten.div.Scalar, call(m.op, *given.values()), math.prod(m.sizes.values()))
 
 
-for op in (aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default):
+for op in (
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.huber_loss.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+):
     rule(op, pointwise_loss, local=mean_local)
-for op in (aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default):
+for op in (
+    aten.binary_cross_entropy_backward.default,
+    aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+):
     rule(op, pointwise_loss_backward, local=mean_local)
 for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
     rule(op, nll, local=nll_local)

@@ -27,6 +27,13 @@ def layer_norm_backward(given: Arguments, outputs: Any) -> str:
     return f"*b {d}, *b {d}, [{d}], *b {ones}, *b {ones}, {d}, {d} -> *b {d}, {d}, {d} ; +b ; fix {d} ; lin(0)"
 
 
+def batch_norm(given: Arguments, outputs: Any) -> str | None:
+    """Training with running statistics updates them in place: that is no function, so it has no rule."""
+    if not given["training"]:
+        return "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)"
+    return None if given["running_mean"] is not None else "n c *h, c, c -> n c *h, c, c ; fix n h"
+
+
 def batch_norm_backward(given: Arguments, outputs: Any) -> str:
     """In evaluation the statistics are constants: then samples are independent and the saved ones are empty."""
     if given["train"]:
@@ -35,9 +42,14 @@ def batch_norm_backward(given: Arguments, outputs: Any) -> str:
 
 
 rule(aten._native_batch_norm_legit.no_stats, "n c *h, c, c -> n c *h, c, c ; fix n h", nonempty="c")
-rule(aten._native_batch_norm_legit_functional.default, "n c *h, c, c, c, c -> n c *h, c, c, c, c ; fix n h ; when(training)", nonempty="c")
+rule(
+    aten._native_batch_norm_legit_functional.default,
+    "n c *h, c, c, c, c -> n c *h, c, c, c, c ; fix n h ; when(training)",
+    nonempty="c",
+)
 rule(aten._native_batch_norm_legit_no_training.default, "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)")
-rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="c")
+rule(aten.native_batch_norm.default, batch_norm, nonempty="c")
+rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="n c h")
 rule(aten.native_group_norm.default, "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; fix c s")
 rule(
     aten.native_group_norm_backward.default,

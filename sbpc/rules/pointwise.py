@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from sbpc._compat import OpOverload
 
+from sbpc._compat import OpOverload
 from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry
 
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
 UNTAGGED = (
-    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default, aten.complex.default, aten.copy.default,
+    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default,
+    aten.complex.default, aten.copy.default,
     aten.detach.default, aten.elu_backward.default, aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default,
-    aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
+    aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default,
+    aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
     aten.masked_fill.Tensor, aten.mish_backward.default, aten.rsub.Tensor, aten.softplus_backward.default,
     aten.softshrink_backward.default, aten.where.ScalarOther, aten.where.ScalarSelf,
@@ -72,7 +74,11 @@ LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "where.self": (("self", "other"),),
 }
 # Linear if this scalar argument is zero.
-LINEAR_AT_ZERO = {"masked_fill.Scalar": ("self", "value"), "where.ScalarOther": ("self", "other"), "where.ScalarSelf": ("other", "self")}
+LINEAR_AT_ZERO = {
+    "masked_fill.Scalar": ("self", "value"),
+    "where.ScalarOther": ("self", "other"),
+    "where.ScalarSelf": ("other", "self"),
+}
 # The values of these arguments do not matter, only their shape.
 IGNORED = {"copy.default": "self", "fill.Scalar": "self", "fill.Tensor": "self"}
 
@@ -115,7 +121,7 @@ def aligned(value: Any, shape: torch.Size) -> str:
     return " ".join(dims) or "()"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def pointwise(op: OpOverload) -> Entry | None:
     """The generated row of a functional pointwise op, None for any other op."""
     tagged = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and op not in UNLIKE

@@ -14,11 +14,12 @@ aten = torch.ops.aten
 
 
 def reduction(*clauses: str, empty: bool = True) -> Write:
-    """The rule of a reduction over `dim` (absent: all; empty: all or, not `empty`, none): kept dims are k0.., reduced r0.."""
+    """The rule of a reduction over `dim` (absent: all; empty: all, or none if not `empty`): kept k0.., reduced r0.."""
 
     def write(given: Arguments, outputs: Any) -> str:
         if given.get("dim") == [] and not empty:
-            names, reduced = [f"k{at}" for at in range(given["self"].dim())], []
+            names = [f"k{at}" for at in range(given["self"].dim())]
+            reduced: list[str] = []
         else:
             names, reduced = _dims(given["self"].dim(), given.get("dim"))
         outs = [name if name[0] == "k" else "1" for name in names if name[0] == "k" or given.get("keepdim")]
@@ -38,7 +39,14 @@ def _dims(rank: int, given: Any) -> tuple[list[str], list[str]]:
     return names, [name for name in names if name[0] == "r"]
 
 
-def mean(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def mean(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     """Where a reduced dim is split: the local sum, divided by the global count. A mean of local means is wrong."""
     reduced = [name for name in m.sizes if name[0] == "r"]
     if all(local[name] == m.sizes[name] for name in reduced):

@@ -9,15 +9,18 @@ from functools import cached_property
 from typing import Any, Union
 
 from torch import Tensor
-from sbpc._compat import OpOverload
 
+from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
 from sbpc.rules.binding import Bound, Signature, bind, divides, signatures
-from sbpc.rules.grammar import Rule, holds, parse
+from sbpc.rules.grammar import Rule, parse
+from sbpc.rules.predicate import holds
 
 Call = Callable[..., Any]
 Arguments = Mapping[str, Any]
-Text = Union[str, "tuple[str, dict[str, int]]", None]  # a rule string, if need be with sizes that the shapes do not tell
+Text = Union[
+    str, "tuple[str, dict[str, int]]", None
+]  # a rule string, if need be with sizes that the shapes do not tell
 Write = Callable[[Arguments, Any], Text]
 FREE = "0"  # flops of views and factories
 WRITTEN = "written"  # one flop per element of the outputs
@@ -39,9 +42,9 @@ class Entry:
 class Match:
     """A rule bound to one call at global sizes.
 
-    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one must
-    divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an input.
-    shifts: factors of which `localize` wants the offset where they are split.
+    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one
+    must divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an
+    input. shifts: factors of which `localize` wants the offset where they are split.
     """
 
     op: OpOverload
@@ -56,10 +59,12 @@ class Match:
 
     @cached_property
     def shifts(self) -> frozenset[str]:
-        return frozenset(factor for factor in self.sizes if any(factor.split(".")[0] == name for name, _ in self.rule.idx))
+        return frozenset(
+            factor for factor in self.sizes if any(factor.split(".")[0] == name for name, _ in self.rule.idx)
+        )
 
     def flops(self, local: Mapping[str, Any]) -> Any:
-        """The flops of the op at these factor sizes (numbers, arrays or sympy): by default one per point of its space."""
+        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default one per point of its space."""
         text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
         if text is None:
             return math.prod((local[factor] for factor in self.points), start=1)
@@ -67,13 +72,20 @@ class Match:
             outputs = [value.dims for value in self.bound.outputs if value.dims is not None]
             return sum(math.prod((dim.size(local) for dim in dims), start=1) for dims in outputs)
         number, *names = text.split()
-        chosen = [f for name in names for f in self.sizes if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")]
+        chosen = [
+            f
+            for name in names
+            for f in self.sizes
+            if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")
+        ]
         return math.prod((local[factor] for factor in chosen), start=int(number))
 
     @cached_property
     def points(self) -> tuple[str, ...]:
         """The factors that some tensor of the call has."""
-        held = {f for value in (*self.bound.inputs, *self.bound.outputs) for dim in value.dims or () for f in dim.factors}
+        held = {
+            f for value in (*self.bound.inputs, *self.bound.outputs) for dim in value.dims or () for f in dim.factors
+        }
         return tuple(factor for factor in self.sizes if factor in held)
 
     def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
@@ -82,11 +94,18 @@ class Match:
         assert dims is not None
         return [dim.size(local) for dim in dims]
 
-    def localize(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
-        """Run (or emit) the op on shards: `call(op, *args, **kwargs)` is made once or more; its value, or a tuple of values.
+    def localize(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        local: Mapping[str, int],
+        offsets: Mapping[str, Any],
+    ) -> Any:
+        """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
-        args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim int64
-        tensor, the global index of the first local element, for the factors of `shifts` that are split.
+        args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
+        int64 tensor, the global index of the first local element, for the factors of `shifts` that are split.
         """
         if self.entry.local is not None:
             return self.entry.local(self, call, args, kwargs, local, offsets)
@@ -108,8 +127,8 @@ class Match:
 Count = Callable[[Match], str]
 Kernel = Callable[[Match, Call, Sequence[Any], Mapping[str, Any], Mapping[str, int], Mapping[str, Any]], Any]
 TABLE: dict[OpOverload, Entry] = {}
-GENERATORS: list[Callable[[OpOverload], Union[Entry, None]]] = []
-MATCHES: dict[Any, Union[Match, None]] = {}
+GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
+MATCHES: dict[Any, Match | None] = {}
 
 
 def rule(
@@ -124,7 +143,8 @@ def rule(
 ) -> None:
     """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
 
-    flops: "2 m k n", FREE, WRITTEN, or a function of the match; by default one per point. local: what runs on shards where the op alone is not enough.
+    flops: "2 m k n", FREE, WRITTEN, or a function of the match; by default one per point. local:
+    what runs on shards where the op alone is not enough.
     nonempty: factors (without the digits that a function appends) that may leave no rank an empty shard.
 
     Raises RuleError for a malformed string, or for an op that has a rule already unless `replace` is set.
@@ -132,12 +152,22 @@ def rule(
     if isinstance(text, str):
         parse(text)
     if op in TABLE and not replace:
-        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place.")
+        raise RuleError(
+            f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place."
+        )
     TABLE[op] = entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view)
     MATCHES.clear()
 
 
-def entry(op: OpOverload, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None, nonempty: str = "", view: bool = False) -> Entry:
+def entry(
+    op: OpOverload,
+    text: str | Write,
+    *,
+    flops: str | Count | None = None,
+    local: Kernel | None = None,
+    nonempty: str = "",
+    view: bool = False,
+) -> Entry:
     """A row for the table."""
     return Entry(op, text, flops, local, tuple(nonempty.split()), view)
 
@@ -215,4 +245,17 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-__all__ = ["FREE", "GENERATORS", "TABLE", "WRITTEN", "Call", "Match", "Signature", "entry", "match", "named_arguments", "row", "rule"]
+__all__ = [
+    "FREE",
+    "GENERATORS",
+    "TABLE",
+    "WRITTEN",
+    "Call",
+    "Match",
+    "Signature",
+    "entry",
+    "match",
+    "named_arguments",
+    "row",
+    "rule",
+]

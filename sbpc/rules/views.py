@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import FREE, WRITTEN, Arguments, Call, Match, Write, rule
+from sbpc.rules.registry import FREE, WRITTEN, Arguments, Call, Match, Text, Write, rule
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ def _refine(
     before: Sequence[int], after: Sequence[int], ins: list[int], outs: list[int],
     left: list[str], right: list[str], sizes: dict[str, int], fixed: list[str],
 ) -> None:  # fmt: skip
-    """Name the factors of one block; where the borders of both sides interleave only a common leading factor is free."""
+    """Name the factors of one block; where the borders of both sides interleave, only a common leading one is free."""
 
     def new(size: int) -> str:
         sizes[f"f{len(sizes)}"] = size
@@ -66,8 +67,8 @@ def _refine(
                 fixed.append(side[dim])
         return
     cuts = sorted({*borders(before, ins), *borders(after, outs)}, reverse=True)
-    if all(a % b == 0 for a, b in zip(cuts, cuts[1:])):
-        names = {(a, b): new(a // b) for a, b in zip(cuts, cuts[1:])}
+    if all(a % b == 0 for a, b in itertools.pairwise(cuts)):
+        names = {(a, b): new(a // b) for a, b in itertools.pairwise(cuts)}
         for shape, dims, side in ((before, ins, left), (after, outs, right)):
             edges = borders(shape, dims)
             for dim, major, minor in zip(dims, edges, edges[1:]):
@@ -84,8 +85,15 @@ def _refine(
             fixed.append(rest)
 
 
-def reshaped(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
-    """A reshape, which copies where strides forbid a view: what a collective returns has other strides than one device had."""
+def reshaped(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
+    """A reshape, which copies where strides forbid a view: what a collective returns has strides of its own."""
     return call(aten.reshape.default, args[0], m.output_shape(0, local))
 
 
@@ -128,10 +136,20 @@ def _squeezed(given: Arguments) -> list[int]:
 
 def squeeze(given: Arguments, outputs: Any) -> str:
     names, gone = _names(given["self"]), _squeezed(given)
-    return _text(["1" if at in gone else name for at, name in enumerate(names)], [n for at, n in enumerate(names) if at not in gone])
+    return _text(
+        ["1" if at in gone else name for at, name in enumerate(names)],
+        [n for at, n in enumerate(names) if at not in gone],
+    )
 
 
-def squeeze_dims(m: Match, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]) -> Any:
+def squeeze_dims(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
     dims = m.bound.inputs[0].dims or ()
     return call(aten.squeeze.dims, args[0], [at for at, dim in enumerate(dims) if not dim.factors])
 
@@ -212,7 +230,8 @@ def cat(given: Arguments, outputs: Any) -> str | None:
         return None
     at = given["dim"] % rank
     marks = [f"x{number}_" for number in range(len(tensors))]
-    return f"{', '.join(_side(rank, [at], mark) for mark in marks)} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
+    parts = ", ".join(_side(rank, [at], mark) for mark in marks)
+    return f"{parts} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
 
 
 def stack(given: Arguments, outputs: Any) -> str:
@@ -243,7 +262,12 @@ def embed(given: Arguments, outputs: Any) -> str:
     """slice_scatter and select_scatter: src written into self, jointly linear."""
     rank = outputs.dim()
     at = given["dim"] % rank
-    part = " ".join(f"y{dim}" if dim == at else f"d{dim}" for dim in range(rank) if dim != at or given["src"].dim() == rank) or "()"
+    part = (
+        " ".join(
+            f"y{dim}" if dim == at else f"d{dim}" for dim in range(rank) if dim != at or given["src"].dim() == rank
+        )
+        or "()"
+    )
     fixed = "x y" if given["src"].dim() == rank else "x"
     whole = _side(rank, [at], "x")
     return f"{whole}, {part} -> {whole} ; lin(0,1){_fixes([at], *fixed.split())}"
@@ -255,7 +279,7 @@ def triangle(given: Arguments, outputs: Any) -> str:
     return f"{_side(rank, cut, 'x')} -> {_side(rank, cut, 'x')} ; lin(0){_fixes(cut, 'x')}"
 
 
-def roll(given: Arguments, outputs: Any) -> str:
+def roll(given: Arguments, outputs: Any) -> Text:
     """Without dims, roll works on the flattened tensor."""
     return cutting("dims")({**given, "dims": given["dims"] or list(range(given["self"].dim()))}, outputs)
 

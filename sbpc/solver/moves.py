@@ -1,4 +1,4 @@
-"""Local search on the true objective: one variable at a time, and one axis at all variables at once."""
+"""Steps to better labels: one variable at a time, and spaces in which to look: one axis at all variables, known plans."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbpc.solver.problem import SLACK, Problem, Value, star, targets, total
-from sbpc.solver.trws import Messages, Port, Space, port, slots
+from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, targets
+from sbpc.solver.trws import Port, Space, aliased, port, slots
 
 
 @dataclass(eq=False)
@@ -33,8 +33,9 @@ class Neighbours:
             for at, wants in slots(value):
                 takers.setdefault(at, []).append(port(0, wants))
             for at, ports in takers.items():
-                self.uses[at].append(Use(value, False, ports))
-            around = [value.producer, *takers]
+                if at != value.producer:
+                    self.uses[at].append(Use(value, False, ports))
+            around = list(dict.fromkeys([value.producer, *takers]))
             for at in around:
                 self.near[at] += [other for other in around if other != at]
 
@@ -67,7 +68,10 @@ class Neighbours:
 
 def made(use: Use, labels: Sequence[int]) -> np.ndarray:
     """Seconds of the star by label of its producer."""
-    closure, (out,) = use.value.closure, use.ports
+    closure, (out,), at = use.value.closure, use.ports, use.value.producer
+    if any(consumer == at for consumer, _ in use.value.consumers):
+        moved = [[*labels[:at], label, *labels[at + 1 :]] for label in range(len(out.at))]
+        return np.array([star_seconds(use.value, found) for found in moved])
     rest = np.zeros(len(closure))
     for target in targets(use.value, labels):
         rest += closure[:, target]
@@ -105,26 +109,15 @@ def one_axis(problem: Problem, labels: Sequence[int], axis: int) -> Space:
     return Space(kept, [nearby(value, kept, labels) for value in problem.values])
 
 
-def nearby(value: Value, kept: list[np.ndarray], labels: Sequence[int]) -> np.ndarray | None:
-    """The layouts that the ports of `value` have under the `kept` labels, and its alias now; None if it has none."""
-    ports = slots(value)
-    if len(ports) < 2:
+def nearby(value: Value, kept: list[np.ndarray], *plans: Sequence[int]) -> np.ndarray | None:
+    """The layouts of the ports of `value` under the `kept` labels, and its aliases in `plans`; None if it needs none."""
+    if not aliased(value):
         return None
-    layouts = [value.out[kept[value.producer]], *(wants[kept[at]] for at, wants in ports), [star(value, labels)[0]]]
-    return np.unique(np.concatenate(layouts))
+    layouts = [value.out[kept[value.producer]], *(wants[kept[at]] for at, wants in slots(value))]
+    return np.unique(np.concatenate([*layouts, [star(value, labels)[0] for labels in plans]]))
 
 
-def axis_moves(problem: Problem, near: Neighbours, labels: list[int], cap: float, sweeps: int = 4) -> list[int]:
-    """Free one axis at all variables, solve that, keep what is cheaper; over all axes until none helps."""
-    axes = problem.variables[0].digits.shape[1]
-    seconds, idle, axis = total(problem, labels), 0, 0
-    while idle < axes:
-        messages = Messages(problem, one_axis(problem, labels, axis), cap, share=False)
-        for _ in range(sweeps):
-            messages.sweep()
-        found = near.descend(messages.decode())
-        idle += 1
-        if (cost := total(problem, found)) < seconds * (1 - SLACK):
-            labels, seconds, idle = found, cost, 0 if axes > 1 else 1
-        axis = (axis + 1) % axes
-    return labels
+def union(problem: Problem, plans: Sequence[Sequence[int]]) -> Space:
+    """The labels that some plan has, and aliases among the layouts of those and the aliases of the plans."""
+    kept = [np.unique(labels) for labels in zip(*plans)]
+    return Space(kept, [nearby(value, kept, *plans) for value in problem.values])

@@ -125,4 +125,3 @@ def check(problem: Problem) -> None:
         for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
             assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
             assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"
-        assert all(consumer != value.producer for consumer, _ in value.consumers), f"{at} is consumed by its producer"

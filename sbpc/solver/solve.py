@@ -1,4 +1,4 @@
-"""Solve a layout problem: messages for a bound and first labels, moves to better them, a program to finish exactly."""
+"""Solve a layout problem: messages for a bound and for plans, plans crossed and moved, the rest finished exactly."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.exact import cheapest
-from sbpc.solver.moves import Neighbours, axis_moves
+from sbpc.solver.moves import Neighbours, one_axis, union
 from sbpc.solver.problem import Problem, Solution, check, total
-from sbpc.solver.trws import Messages, Space, slots
+from sbpc.solver.trws import Messages, Space, aliased, slots
 
-SMALL = 3_000  # labels and alias layouts: as many go to the program at once
+TIE = 1e-9  # relative: what is not cheaper by more is not looked for
+SMALL = 1_500  # labels and alias layouts left: a program of that size is solved to the end
+ENOUGH = 1e-4  # relative gap with which a problem that is not small is left
+TILT = 1e-4  # what the costs are tilted by, as a part of the whole, to tell equal axes apart
 
 
 def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solution:
-    """The cheapest labels that were found, and a bound; `starts` are labels to begin from. Deterministic."""
+    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run."""
     check(problem)
     if not problem.variables:
         return Solution([], 0.0, 0.0, True)
@@ -24,70 +27,114 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solution:
 
 
 class Search:
-    """The best labels, the bound and the space still free, while a problem is being solved."""
+    """The best plan so far, and other good ones, while a problem is being solved."""
 
-    def __init__(self, problem: Problem, starts: Sequence[Sequence[int]]):
+    def __init__(self, problem: Problem, starts: Sequence[Sequence[int]] = ()):
         self.problem = problem
         self.near = Neighbours(problem)
-        self.space = whole(problem)
         self.cap = ceiling(problem)
         self.labels = [int(v.costs.argmin()) for v in problem.variables]
         self.seconds = total(problem, self.labels)
-        self.bound = -math.inf
+        self.pool: list[list[int]] = []
         for labels in starts:
             self.offer(labels)
 
     def offer(self, labels: Sequence[int]) -> None:
-        """Better `labels` one variable at a time, and keep them if they are the best so far."""
+        """Better a plan one variable at a time, and keep it."""
         found = self.near.descend(labels)
+        self.pool.append(found)
         if (seconds := total(self.problem, found)) < self.seconds:
             self.labels, self.seconds = found, seconds
 
-    def done(self) -> bool:
-        """Whether the bound leaves nothing to gain."""
-        return self.bound >= self.seconds * (1 - 1e-9)
-
     def run(self) -> Solution:
-        """Message passing, moves, pruning, program."""
-        messages = Messages(self.problem, self.space, self.cap)
-        for _ in range(3):
-            for _ in range(5):
+        """Message passing and pruning; then, while the gap is not small: tilted messages, crossings, axis moves."""
+        messages = self.converge(Messages(self.problem, whole(self.problem), self.cap), rounds=8)
+        for attempt in range(3):
+            if messages is None or messages.space.size <= SMALL or self.gap(messages) < ENOUGH:
+                break
+            self.tilt(messages, attempt)
+            self.finish(union(self.problem, self.pool))
+            self.move()
+            messages = self.prune(messages)
+        if messages is None:
+            return Solution(self.labels, self.seconds, self.seconds, True)
+        bound, exact = messages.bound, False
+        if messages.space.size <= SMALL:
+            bound, exact = self.finish(messages.space)
+        return Solution(self.labels, self.seconds, self.seconds if exact else min(bound, self.seconds), exact)
+
+    def gap(self, messages: Messages) -> float:
+        """How far the best plan may be from the optimum."""
+        return 1 - messages.bound / self.seconds if self.seconds > 0 else 0.0
+
+    def converge(self, messages: Messages, rounds: int, sweeps: int = 4) -> Messages | None:
+        """Rounds of sweeps, a plan read off, labels pruned; None if nothing is cheaper than the best known plan."""
+        for _ in range(rounds):
+            before = messages.bound
+            for _ in range(sweeps):
                 messages.sweep()
             self.offer(messages.decode())
-            self.bound = max(self.bound, messages.bound)
-            messages = self.prune(messages)
-            if self.done() or self.space.size < 300:
+            pruned = self.prune(messages)
+            if pruned is None:
+                return None
+            messages = pruned
+            if messages.space.size <= SMALL // 4 or messages.bound - before < 1e-5 * abs(messages.bound):
                 break
-        if not self.done() and math.isfinite(self.seconds):
-            self.offer(axis_moves(self.problem, self.near, self.labels, self.cap))
-            messages = self.prune(messages)
-        exact = self.done()
-        if not exact and self.space.size <= SMALL:
-            answer = cheapest(self.problem, self.space, self.seconds if math.isfinite(self.seconds) else self.cap)
-            if answer.labels is not None:
-                self.offer(answer.labels)
-            self.bound = max(self.bound, min(answer.bound, self.seconds))
-            exact = answer.proved
-        if exact:
-            return Solution(self.labels, self.seconds, self.seconds, True)
-        return Solution(self.labels, self.seconds, min(self.bound, self.seconds), False)
+        return messages
 
-    def prune(self, messages: Messages) -> Messages:
-        """Drop the labels and alias layouts with which no plan is cheaper than the best known one."""
-        most = min(self.seconds, self.cap / 2) * (1 + 1e-9)
-        kept = [np.flatnonzero(bound <= most) for bound in messages.bounds()]
-        self.bound = max(self.bound, messages.bound)
-        labels, aliases = list(self.space.labels), list(self.space.aliases)
-        for (kind, at), found in zip(messages.names, kept):
-            if not len(found):  # nothing is cheaper than the best known plan
-                self.bound = max(self.bound, self.seconds)
-                return messages
+    def prune(self, messages: Messages) -> Messages | None:
+        """Drop the labels and alias layouts with which no plan is cheaper than the best known; None: nothing is left."""
+        most = min(self.seconds * (1 - TIE), self.cap / 2)
+        labels, aliases = list(messages.space.labels), list(messages.space.aliases)
+        for (kind, at), bounds in zip(messages.names, messages.bounds()):
+            kept = np.flatnonzero(bounds <= most)
+            if not len(kept):
+                return None
             if kind == 0:
-                labels[at] = labels[at][found]
+                labels[at] = labels[at][kept]
             else:
-                aliases[at] = aliases[at][found]  # type: ignore[index]
-        self.space = Space(labels, aliases)
-        return messages.restrict(self.space)
+                aliases[at] = messages.free((kind, at))[kept]
+        return messages.restrict(Space(labels, aliases))
+
+    def finish(self, space: Space) -> tuple[float, bool]:
+        """Look for the cheapest plan on `space`; its bound, and whether it is known that nothing there is cheaper."""
+        messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
+        if messages is None:
+            return self.seconds, True
+        scale = self.seconds if math.isfinite(self.seconds) else self.cap
+        answer = cheapest(self.problem, messages.space, scale)
+        if answer.labels is not None:
+            self.offer(answer.labels)
+        return max(messages.bound, answer.bound), answer.proved
+
+    def tilt(self, messages: Messages, seed: int) -> None:
+        """Plans read off messages at slightly other costs, so that equal axes do not decode into mixtures."""
+        amount = TILT * abs(messages.bound) / len(self.problem.variables)
+        tilted = messages.restrict(messages.space)
+        tilted.price([v.costs + amount * tilts(v.digits, seed, at) for at, v in enumerate(self.problem.variables)])
+        for sweep in range(12):
+            tilted.sweep()
+            if sweep % 3 == 2:
+                self.offer(tilted.decode())
+
+    def move(self) -> None:
+        """Free one axis at all variables, the others as they are, and finish that; over all axes until none helps."""
+        axes = self.problem.variables[0].digits.shape[1]
+        idle = axis = 0
+        while idle < axes:
+            before = self.seconds
+            self.finish(one_axis(self.problem, self.labels, axis))
+            idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
+            axis = (axis + 1) % axes
+
+
+def tilts(digits: np.ndarray, seed: int, at: int) -> np.ndarray:
+    """Numbers by label that tell the axes apart: for seed 0 later axes cost more, else drawn by digit and axis."""
+    axes = digits.shape[1]
+    weights = np.outer(np.arange(axes), np.arange(digits.max() + 1) > 0).astype(float)
+    if seed:
+        weights = np.random.default_rng([seed, at]).random(weights.shape)
+    return weights[np.arange(axes), digits].sum(1)
 
 
 def whole(problem: Problem) -> Space:
@@ -102,13 +149,13 @@ def whole(problem: Problem) -> Space:
         by_cost = np.argsort(variable.costs, kind="stable")
         rows = np.stack(found, 1)[by_cost] if found else np.zeros((len(by_cost), 1))
         labels.append(np.sort(by_cost[np.unique(rows, axis=0, return_index=True)[1]]))
-    return Space(labels, [np.arange(len(v.closure)) if len(slots(v)) > 1 else None for v in problem.values])
+    return Space(labels, [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values])
 
 
 def ceiling(problem: Problem) -> float:
-    """What an impossible boxing costs in the messages: more than any plan without one."""
+    """What an impossible boxing costs in the messages: even the part that one consumer pays is more than any plan."""
     most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
     for value in problem.values:
         finite = value.closure[np.isfinite(value.closure)]
         most += float(finite.max()) * (1 + len(value.consumers))
-    return 4 * most + 1e-30
+    return 2 * most * max((len(v.consumers) for v in problem.values), default=1) + 1e-30

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value
+from sbpc.solver.share import Share, shares
+
+
+BALANCE = 1  # charges are balanced in every so many sweeps
 
 
 @dataclass(eq=False)
@@ -34,18 +38,10 @@ def slots(value: Value) -> list[tuple[int, np.ndarray]]:
     return list(found.values())
 
 
-def shares(wanted: Sequence[np.ndarray], layouts: int) -> np.ndarray:
-    """By layout: the part of the boxing from an alias that every consumer pays, such that the sum is a lower bound.
-
-    `wanted`: for every consumer, the layouts that it may want. With m consumers that pay 1/(m-1) each, a boxing a -> t
-    that k < m of them want costs k/(m-1) <= 1 times its price. If all m want t, the star costs closure[source, t] (any
-    other alias is a detour), which is what alias = t costs here. So the cheapest star of shares never costs more than
-    the true one. A layout that only k < m consumers can want at all needs no such argument: 1/k each.
-    """
-    count = np.zeros(layouts)
-    for found in wanted:
-        count[np.unique(found)] += 1
-    return 1 / np.maximum(np.where(count == len(wanted), count - 1, count), 1)
+def aliased(value: Value) -> bool:
+    """Whether the star of a value has a node of its own: not where one other variable consumes it."""
+    found = slots(value)
+    return len(found) > 1 or any(at == value.producer for at, _ in found)
 
 
 @dataclass(eq=False)
@@ -65,6 +61,8 @@ class Edge:
     first: Port
     last: Port
     seconds: np.ndarray
+    shared: bool = False  # charges, to be balanced when a backward sweep comes to the alias, the first node
+    sent: np.ndarray | None = None  # till then: what the last node sends, by layout
 
 
 @dataclass(eq=False)
@@ -106,7 +104,8 @@ class Messages:
 
     def __init__(self, problem: Problem, space: Space, cap: float, share: bool = True):
         self.problem, self.space, self.share, self.cap = problem, space, share, cap
-        self.matrices: dict[tuple[int, bytes, bytes, bytes], np.ndarray] = {}
+        self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+        self.shares: dict[int, tuple[Share, list[Edge]]] = {}
         self.names = order(problem, space)
         self.place = {name: place for place, name in enumerate(self.names)}
         self.edges = self.connect()
@@ -116,6 +115,7 @@ class Messages:
             by_node[edge.first.node][1].append(edge)
         self.nodes = [node(len(self.free(name)), *sides) for name, sides in zip(self.names, by_node)]
         self.price([v.costs for v in problem.variables])
+        self.sweeps = 0
         self.buffer = np.empty(max((e.seconds.size for e in self.edges), default=0))
 
     def free(self, name: tuple[int, int]) -> np.ndarray:
@@ -139,22 +139,21 @@ class Messages:
             wanted = [port(self.place[0, at], wants[self.space.labels[at]]) for at, wants in slots(value)]
             alias = self.space.aliases[number]
             if alias is None:
-                found += [self.edge(value, out, wants, None) for wants in wanted]
+                found += [self.edge(value, out, wants) for wants in wanted]
                 continue
-            weights = shares([wants.layouts for wants in wanted], len(value.closure)) if self.share else None
             middle = self.place[1, number]
-            found.append(self.edge(value, out, port(middle, alias), None))
-            found += [self.edge(value, port(middle, alias), wants, weights) for wants in wanted]
+            found.append(self.edge(value, out, port(middle, alias)))
+            branches = [self.edge(value, port(middle, alias), wants) for wants in wanted]
+            found += branches
+            if self.share and len(wanted) > 2:
+                self.shares[middle] = split(value, alias, wanted, branches, self.cap)
         return found
 
-    def edge(self, value: Value, tail: Port, head: Port, weights: np.ndarray | None) -> Edge:
+    def edge(self, value: Value, tail: Port, head: Port) -> Edge:
         """The edge over which `value` is boxed from the layouts of `tail` to those of `head`."""
-        part = None if weights is None else weights[head.layouts]
-        ends = tail.layouts.tobytes(), head.layouts.tobytes(), b"" if part is None else part.tobytes()
-        key = (id(value.closure), *ends)
+        key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
         if key not in self.matrices:
-            seconds = np.minimum(value.closure[np.ix_(tail.layouts, head.layouts)], self.cap)
-            self.matrices[key] = seconds if part is None else seconds * part
+            self.matrices[key] = np.minimum(value.closure[np.ix_(tail.layouts, head.layouts)], self.cap)
         seconds = self.matrices[key]
         return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
 
@@ -179,7 +178,11 @@ class Messages:
         over the edges (seconds - message to last + w D - message to first), of which the second message is the minimum.
         """
         bound = 0.0
-        for at in reversed(self.nodes):
+        self.sweeps += 1
+        for number in range(len(self.nodes) - 1, -1, -1):
+            at = self.nodes[number]
+            if number in self.shares:
+                bound += self.balance(*self.shares[number])
             belief = at.belief(at.inbox)
             least = float(belief.min())
             bound += least
@@ -191,11 +194,26 @@ class Messages:
             sent = at.earlier.project(belief) * at.weight
             sent -= at.inbox[: len(sent)]
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                if edge.shared:
+                    edge.sent = sent[start:stop]
+                    continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop], out=sums)
                 np.minimum.reduce(sums, axis=1, out=edge.first.inbox)
                 least = float(edge.first.inbox.min())
                 edge.first.inbox -= least
+                bound += least
+        return bound
+
+    def balance(self, share: Share, edges: list[Edge]) -> float:
+        """Send the messages to an alias, its charges balanced now and then; returns what they add to the bound."""
+        sent, bound = [edge.sent for edge in edges], 0.0
+        turn = self.sweeps % BALANCE == BALANCE - 1
+        messages = share.balance(sent, self.sweeps % (2 * BALANCE) < BALANCE) if turn else share.messages(sent)
+        for edge, message in zip(edges, messages):
+            if edge.shared:
+                least = float(message.min())
+                edge.first.inbox[:] = message - least
                 bound += least
         return bound
 
@@ -229,11 +247,17 @@ class Messages:
         return [int(labels[chosen[self.place[0, at]]]) for at, labels in enumerate(self.space.labels)]
 
     def restrict(self, space: Space) -> Messages:
-        """The same messages over a part of the space."""
+        """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
         found = Messages(self.problem, space, self.cap, self.share)
+        found.bound, found.sweeps = self.bound, self.sweeps
+        charged = {id(edge) for _, edges in found.shares.values() for edge in edges}
         for old, new in zip(self.edges, found.edges):
-            new.first.inbox[:] = old.first.inbox[np.searchsorted(old.first.layouts, new.first.layouts)]
-            new.last.inbox[:] = old.last.inbox[np.searchsorted(old.last.layouts, new.last.layouts)]
+            first = np.searchsorted(old.first.layouts, new.first.layouts)
+            last = np.searchsorted(old.last.layouts, new.last.layouts)
+            new.first.inbox[:] = old.first.inbox[first]
+            new.last.inbox[:] = old.last.inbox[last]
+            if id(new) in charged:
+                new.seconds[:] = old.seconds[np.ix_(first, last)]
         return found
 
 
@@ -242,6 +266,19 @@ def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
     names = [(at, 0, at) for at in range(len(problem.variables))]
     names += [(v.producer, 1, at) for at, v in enumerate(problem.values) if space.aliases[at] is not None]
     return [(kind, at) for _, kind, at in sorted(names)]
+
+
+def split(value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float) -> tuple[Share, list[Edge]]:
+    """Let the edges from an alias to its consumers have charges that begin as equal parts of the price."""
+    layouts = np.unique(np.concatenate([port.layouts for port in wanted]))
+    columns = [np.searchsorted(layouts, port.layouts) for port in wanted]
+    price = np.minimum(value.closure[np.ix_(alias, layouts)], cap)
+    parts = shares(columns, len(layouts))
+    charges = [price[:, found] * parts[found] for found in columns]
+    for edge, wants, charge in zip(edges, wanted, charges):
+        edge.shared = edge.last is wants
+        edge.seconds = charge if edge.shared else charge.T
+    return Share(price, columns, charges), edges
 
 
 def port(node: int, layouts: np.ndarray) -> Port:

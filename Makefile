@@ -1,0 +1,38 @@
+# Every target makes .venv if it is missing, or if pyproject.toml has changed; a rerun installs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: demo test prove lint types clean
+
+demo: $(READY)
+	$(BIN)/sbpc demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not prove"
+
+prove: $(READY)
+	$(BIN)/python -m pytest -m prove --timeout 1800
+
+lint: $(READY)
+	$(BIN)/ruff check
+
+types: $(READY)
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A system's python3 may lack ensurepip; its own pip then installs into .venv.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "sbpc needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.11"; exit 1; }
+	@if [ ! -x $(BIN)/python ]; then \
+	  $(PYTHON) -m venv .venv >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip .venv || \
+	  { echo "$(PYTHON) cannot make a virtual environment: it lacks the module venv. Install it (Debian: python3-venv)."; exit 1; }; fi
+	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
+	  $$pip --version >/dev/null || { echo "$(PYTHON) has no pip of version 22.3 or later. Install it (Debian: python3-pip)."; exit 1; }; \
+	  echo "installing sbpc and its development tools into .venv: this takes some minutes, once"; \
+	  $$pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(READY)

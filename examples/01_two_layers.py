@@ -1,0 +1,45 @@
+"""Two linear layers on a mesh of two axes: every stage from the model to the program of one rank.
+
+    python examples/01_two_layers.py
+
+The same file is a target for the command line, and draws the picture of the README:
+
+    sbpc show examples/01_two_layers.py:two_layers --mesh data=2,tensor=2 --svg examples/two_layers.svg
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc.graphtext import graph_text
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x))).square().sum()
+
+
+def two_layers() -> tuple[nn.Module, tuple[Tensor]]:
+    return TwoLayers(), (torch.randn(256, 16),)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model, args = two_layers()
+    mesh = sbpc.Mesh(data=2, tensor=2)
+    plan = sbpc.plan(model, args, mesh)
+    for title, graph in (("annotated", plan.graph), ("boxed", plan.boxed), ("local, rank 0", plan.local)):
+        print(f"--- {title}\n{graph_text(graph, mesh)}")
+    print(f"--- plan\n{plan}verified  {plan.verify()} edges")
+    loss, gradients = sbpc.simulate(plan, model, args)  # all four ranks in this process
+    expected = model(*args)
+    expected.backward()
+    print(f"\nloss       {loss.item():.5f} on 4 ranks, {expected.item():.5f} on one")
+    for name, parameter in model.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
+        print(f"gradient   {name}: largest relative difference {error.item():.0e}")

@@ -1,0 +1,37 @@
+"""The predicates of `when(...)`: comparisons of arguments and sizes, a small part of Python's expressions."""
+
+from __future__ import annotations
+
+import ast
+
+# Names and constants, compared and joined; no calls, no attributes, so evaluating a stranger's predicate runs nothing.
+ALLOWED = (
+    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.boolop, ast.Not, ast.USub,
+    ast.cmpop, ast.Load,
+)  # fmt: skip
+
+
+def predicate_fault(text: str) -> tuple[str, int] | None:
+    """What is wrong with a predicate and at which character, None if nothing is.
+
+    >>> predicate_fault("not causal and f(s)")
+    ('a predicate cannot hold Call', 15)
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        return f"{text!r} is no predicate", 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ALLOWED):
+            return f"a predicate cannot hold {type(node).__name__}", getattr(node, "col_offset", 0)
+    return None
+
+
+def holds(predicate: str, names: dict[str, object]) -> bool:
+    """Whether a predicate is true of these arguments and sizes.
+
+    >>> holds("not is_causal and s > 1", {"is_causal": False, "s": 4})
+    True
+    """
+    assert predicate_fault(predicate) is None, predicate
+    return bool(eval(compile(ast.parse(predicate, mode="eval"), "when", "eval"), {"__builtins__": {}}, names))

@@ -1,0 +1,92 @@
+"""Random meshes, shapes and layouts, and the programs that box one into another, run on all ranks in lockstep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+from torch.nn import Module
+
+from sbpc.boxing import Step, layouts
+from sbpc.layout import Layout
+from sbpc.lowering import lower
+from sbpc.mesh import Mesh
+from sbpc.runtime.lockstep import Run, lockstep
+from sbpc.states import Partial
+
+NAMES = ("a", "b", "c", "d")
+
+
+@st.composite
+def meshes(draw: st.DrawFn, most: int = 3, ranks: int = 16) -> Mesh:
+    """A mesh of up to `most` axes and `ranks` ranks, axes of size 1 among them."""
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(1, most))):
+        sizes.append(draw(st.sampled_from([size for size in (2, 3, 1, 4) if size * math.prod(sizes) <= ranks])))
+    return Mesh(**dict(zip(NAMES, sizes)))
+
+
+def shapes(least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """A shape of `least` to `most` dims, each of which may be empty, single, or divide by nothing."""
+    return st.lists(st.sampled_from([4, 6, 5, 12, 2, 3, 1, 7, 8, 0]), min_size=least, max_size=most).map(tuple)
+
+
+@st.composite
+def boxed_layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, extremes: bool = False) -> Layout:
+    """Any layout of a tensor of `shape`; with `extremes` also with P(max) and P(min)."""
+    layout = draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    if not extremes or not layout.partial or draw(st.booleans()):
+        return layout
+    states = [
+        Partial(draw(st.sampled_from(["max", "min", "sum"]))) if isinstance(s, Partial) else s for s in layout.states
+    ]
+    return Layout(mesh.axes, tuple(states), layout.order)
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Small integers, exact in every dtype."""
+    return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def runs(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Every run of neighbouring axes."""
+    count = len(mesh.axes)
+    return [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+
+
+def program(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int) -> GraphModule:
+    """What `rank` runs to take some steps: x, then its position on every axis -> the boxed x."""
+    graph = Graph()
+    x: Any = graph.placeholder("x")
+    position = [graph.placeholder(f"position_{name}") for name in mesh.axes]
+    for step in steps:
+        x = lower(
+            step,
+            x,
+            lambda op, *args: graph.call_function(op, args),
+            shape,
+            mesh.sizes,
+            mesh.coordinates(rank),
+            position,
+            mesh.key,
+        )
+    graph.output(x)
+    graph.lint()
+    return GraphModule(Module(), graph)
+
+
+def positions(mesh: Mesh, rank: int) -> list[Tensor]:
+    """The position tensors of a rank."""
+    return [torch.tensor([at]) for at in mesh.coordinates(rank)]
+
+
+def run_boxing(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, parts: Sequence[Tensor]) -> Run:
+    """Take some steps on all ranks, which hold `parts`."""
+    programs = [program(steps, shape, mesh, rank) for rank in range(mesh.ranks)]
+    inputs = [[part, *positions(mesh, rank)] for rank, part in enumerate(parts)]
+    return lockstep(programs, inputs, {mesh.key(axes): mesh.groups(axes) for axes in runs(mesh)})

@@ -1,0 +1,57 @@
+"""Real gloo processes for tests: a function run on every rank, its results by rank."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
+    """What `function(*args)` returns on each of `ranks` new processes, an Exception's text where it raises.
+
+    A rank that ends without a result has None. After `seconds` all that still run are killed and the test fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
+        for process in workers:
+            process.start()
+        limit = time.monotonic() + seconds
+        for process in workers:
+            process.join(max(0.0, limit - time.monotonic()))
+        late = [rank for rank, process in enumerate(workers) if process.is_alive()]
+        for process in workers:
+            process.kill()
+            process.join()
+        assert not late, f"ranks {late} still ran after {seconds} s"
+        found = []
+        for rank in range(ranks):
+            path = Path(folder, f"result{rank}")
+            found.append(torch.load(path, weights_only=False) if path.exists() else None)
+        return found
+
+
+def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    try:
+        result = function(*args)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+        if not isinstance(error, (RuntimeError, AssertionError)) or isinstance(error, AssertionError):
+            traceback.print_exc()
+    torch.save(result, os.path.join(folder, f"result{rank}.part"))
+    os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))

@@ -1,0 +1,361 @@
+"""Capture: the graph computes what the module computes, by both methods, and what cannot be captured is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sbpc.errors import CaptureError
+from sbpc.passes.capture import capture
+from sbpc.passes.normalize import normalize
+from sbpc.ports import MUTATION, TANGENT, Port
+from sbpc.structure import unflatten
+from tests.models import MODELS, batch_norm, dataclass_output, gpt2, kwargs_model, lora, mlp, unused_parameter
+from tests.programs import assert_equal, double, eager
+
+METHODS = ("light", "aot")
+
+
+class Model(nn.Module):
+    """A linear layer and a forward that the test gives."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(6, 6)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def check(module, args, kwargs=None, *, tolerance=0.0, method="light", **options):
+    """Capture in float64, and compare outputs, buffers and all gradients with the module's own."""
+    module, args = module.double(), double(args)
+    given, expected = eager(module, args, double(kwargs or {}), **options)
+    before = copy.deepcopy(module.state_dict())
+    gm = capture(module, args, double(kwargs or {}), method=method, **options)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    gm.graph.lint()
+    assert_equal(gm, given, expected, tolerance)
+    assert_equal(normalize(gm), given, expected, max(tolerance, 1e-14))
+    return gm
+
+
+def ops(gm):
+    return Counter(node.target for node in gm.graph.nodes if node.op == "call_function")
+
+
+def x(*shape):
+    return torch.randn(shape or (4, 6), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_computes_outputs_and_all_gradients(name, method):
+    module, args = MODELS[name]()
+    check(module, args, method=method)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_methods_find_the_same_ops(name):
+    module, args = MODELS[name]()
+    light, aot = (normalize(capture(module, args, method=method)) for method in METHODS)
+    assert ops(light) == ops(aot)
+    assert light.meta["ports"] == aot.meta["ports"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_training_there_are_no_tangents_and_no_gradients(method):
+    module, args = gpt2(layers=1)
+    gm = check(module, args, train=False, method=method)
+    assert {port.kind for port in gm.meta["ports"].inputs} == {"parameter", "input"}
+    assert [str(port.kind) for port in gm.meta["ports"].outputs] == ["output"]
+    assert {node.meta["phase"] for node in gm.graph.nodes} == {"forward"}
+
+
+def test_keyword_arguments_are_inputs_and_numbers_are_constants():
+    module, args, kwargs = kwargs_model()
+    gm = check(module, args, kwargs)
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    assert names == ["linear_weight", "linear_bias", "x", "mask", "pair_left", "pair_right", "tangent_0"]
+    assert unflatten(gm.meta["ports"].arguments, "abcd") == (
+        ("a",),
+        {"mask": "b", "scale": 0.5, "pair": {"left": "c", "right": "d"}},
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_takes_the_output_and_the_targets(method):
+    loss, labels = nn.CrossEntropyLoss(weight=torch.rand(6).double()), torch.tensor([1, 5, -100, 0])
+    gm = check(Model(lambda m, x: m.linear(x)), (x(),), loss=loss, targets=(labels,), method=method)
+    assert [node.name for node in gm.graph.nodes if node.op == "placeholder"][-3:] == ["input_0", "target", "tangent_0"]
+
+
+def test_results_keep_their_classes():
+    module, args = dataclass_output()
+    gm = capture(module, args)
+    found = unflatten(gm.meta["ports"].results, ["loss", "logits"])
+    assert type(found) is type(module(*args)) and (found.loss, found.logits, found.extra) == ("loss", "logits", None)
+
+
+def test_ports_tell_tied_frozen_and_unused_parameters():
+    assert capture(*gpt2(layers=1)).meta["ports"].tied == {"head.weight": "tokens.weight"}
+    assert capture(*lora()).meta["ports"].frozen == ("base.weight", "base.bias")
+    assert capture(*unused_parameter()).meta["ports"].unused == ("unused.weight", "unused.bias")
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_modules_without_values_give_the_same_graph(kind):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = capture(*gpt2(layers=1))
+    with torch.device("meta") if kind == "meta" else FakeTensorMode():
+        module, args = gpt2(layers=1)
+    gm = capture(module, args)
+    assert str(gm.graph) == str(real.graph)
+    assert {node.meta["val"].device.type for node in gm.graph.nodes if node.op == "placeholder"} == {"cpu"}
+
+
+def test_the_graph_is_the_same_in_every_run():
+    module, args = gpt2(layers=1)
+    assert str(capture(module, args).graph) == str(capture(module, args).graph)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_node_knows_its_module_line_and_phase(method):
+    gm = capture(*gpt2(layers=1), method=method)
+    found = {}
+    for node in gm.graph.nodes:
+        assert node.meta["phase"] in ("forward", "backward")
+        if node.op == "call_function":
+            assert re.fullmatch(r'(  File ".*", line \d+, in \S+\n    .*\n?)+', node.meta["stack_trace"]), node
+            found.setdefault((node.target, node.meta["phase"]), []).append(node)
+    aten = torch.ops.aten
+    assert [node.meta["module"] for node in found[aten.gelu.default, "forward"]] == ["blocks.0"]
+    assert [node.meta["module"] for node in found[aten.gelu_backward.default, "backward"]] == ["blocks.0"]
+    assert (
+        "return x + self.down(F.gelu(self.up(" in found[aten.gelu_backward.default, "backward"][0].meta["stack_trace"]
+    )
+    assert {"blocks.0.up", "blocks.0.down", "head"} <= {n.meta["module"] for n in found[aten.mm.default, "backward"]}
+    assert 'tests/models.py", line ' in found[aten.gelu.default, "forward"][0].meta["stack_trace"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_written_buffers_come_out_as_mutations(method):
+    gm = check(*batch_norm(), method=method)
+    found = [port.name for port in gm.meta["ports"].outputs if port.kind == MUTATION]
+    assert found == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    module, args = batch_norm()
+    assert not [
+        port for port in check(module.eval(), args, method=method).meta["ports"].outputs if port.kind == MUTATION
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replaced_buffers_come_out_as_mutations(method):
+    def forward(m, x):
+        m.average = 0.9 * m.average + m.linear(x).mean()
+        return m.linear(x) * m.average
+
+    module = Model(forward)
+    module.register_buffer("average", torch.ones(()))
+    gm = check(module, (x(),), method=method, tolerance=1e-15)
+    assert Port(MUTATION, "average") in gm.meta["ports"].outputs
+
+
+def masked(m, x):
+    y = m.linear(x)
+    y[:, 0] = 0
+    y[0].mul_(2)
+    return y
+
+
+def constants(m, x):
+    weights = torch.tensor([1.0, 2.0])
+    weights += 1
+    return m.linear(x) * weights.sum() * torch.tensor(3.0).item()
+
+
+def widened(m, x):
+    return m.linear(x) * torch.arange(6, dtype=torch.float32).mul_(2).add_(torch.ones(6, dtype=torch.float64))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        ctx.save_for_backward(value)
+        return value * value
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+FORWARDS = {
+    "aliases of the input": lambda m, x: (x, x.view(-1), m.linear(x)),
+    "a function with its own backward": lambda m, x: Square.apply(m.linear(x)),
+    "a mean over one dim and its neighbour": lambda m, x: m.linear(x).view(2, 2, 6).mean((0, 2), keepdim=True),
+    "a parameter as output": lambda m, x: (m.linear.weight, m.linear(x)),
+    "a write into a detached alias": lambda m, x: m.linear(x).mul(3).relu_().detach().mul_(2) + m.linear(x),
+    "constants": constants,
+    "dropout of nothing": lambda m, x: F.dropout(m.linear(x), 0.0),
+    "fresh writes": lambda m, x: F.relu_(m.linear(x)).mul(2).add_(1).clamp_(0, 1),
+    "outputs twice and as views": lambda m, x: (lambda y: (y, y.view(-1), y))(m.linear(x)),
+    "recomputation": lambda m, x: checkpoint(lambda z: m.linear(z).relu().exp(), x, use_reentrant=False).sum(),
+    "several results": lambda m, x: (m.linear(x).topk(2), x.sort(), m.linear(x).var(1)),
+    "writes into views": masked,
+    "writes that keep their dtype": widened,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards_full_of_traps_are_right(name, method):
+    check(Model(FORWARDS[name]), (x().requires_grad_(),), method=method, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "module", [nn.LSTM(6, 5), nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0)], ids=["lstm", "encoder"]
+)
+def test_fused_layers_come_apart(module, method):
+    check(copy.deepcopy(module), (x(2, 3, 6),), method=method, tolerance=1e-14)
+    gm = check(copy.deepcopy(module).eval(), (x(2, 3, 6),), method=method, tolerance=1e-14, train=False)
+    assert not [op for op in ops(gm) if "rnn" in str(op) or "encoder" in str(op)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_names_that_clash_stay_apart(method):
+    module = Model(lambda m, scale: m.linear(scale) * m.scale * getattr(m, "lambda"), scale=nn.Parameter(x(6)))
+    module.register_parameter("lambda", nn.Parameter(x(6)))
+    module.register_parameter("linear_weight", nn.Parameter(x(6)))
+    check(module, (x(),), method=method)
+    check(nn.Sequential(nn.Linear(6, 6)), (x(),), method=method)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_wraps_model_and_loss(dtype):
+    module, labels = Model(lambda m, x: m.linear(m.linear(x))), torch.tensor([1, 5, 2, 0])
+    given, expected = eager(module, (x(),), loss=F.cross_entropy, targets=(labels,), dtype=dtype)
+    gm = capture(module, (x(),), loss=F.cross_entropy, targets=(labels,), dtype=dtype)
+    assert_equal(gm, given, expected)
+    assert dtype in {node.meta["val"].dtype for node in gm.graph.nodes if node.target is torch.ops.aten.addmm.default}
+
+
+def test_capture_works_wherever_the_caller_stands():
+    module, args = mlp()
+    expected = str(capture(module, args).graph)
+    with torch.no_grad():
+        assert str(capture(module, args).graph) == expected
+    with torch.inference_mode():
+        assert str(capture(module, args).graph) == expected
+
+
+def test_tangents_are_contiguous_whatever_the_strides_of_the_output():
+    gm = check(Model(lambda m, x: m.linear(x).t()), (x(),))
+    tangent = next(n for n, p in zip(gm.graph.nodes, gm.meta["ports"].inputs) if p.kind == TANGENT)
+    assert tangent.meta["val"].is_contiguous()
+
+
+def test_the_module_is_left_unchanged():
+    def forward(m, x):
+        m.cache, m.calls = m.linear(x), m.calls + 1
+        m.linear.extra = x
+        return m.cache
+
+    module = Model(forward, calls=0)
+    attributes, linear = dict(vars(module)), dict(vars(module.linear))
+    weight = module.linear.weight
+    for method in METHODS:
+        capture(module, (x(),), method=method)
+    assert vars(module) == attributes and vars(module.linear) == linear
+    assert module.linear.weight is weight and weight.grad is None and module.training
+    with pytest.raises(CaptureError):
+        capture(Model(lambda m, x: m.linear(x).sum().item()), (x(),))
+    module(x())
+
+
+def assign_data(m, x):
+    y = m.linear(x)
+    y.data = y.data * 2
+    return y + 0
+
+
+def write_weight(m, x):
+    with torch.no_grad():
+        m.linear.weight.mul_(0.9)
+    return m.linear(x)
+
+
+REFUSED = {
+    "branch": (lambda m, x: m.linear(x) if x.sum() > 0 else x, "needs the values of a tensor"),
+    "item": (lambda m, x: m.linear(x) * x.sum().item(), "_local_scalar_dense.default needs the values of a tensor"),
+    "nonzero": (lambda m, x: m.linear(x)[x > 0], "needs the values of a tensor"),
+    "dropout": (lambda m, x: F.dropout(m.linear(x), 0.1), "native_dropout.default draws random numbers"),
+    "random": (lambda m, x: m.linear(x) + torch.randn(6), "Pass the random tensor as an argument"),
+    "noise in place": (lambda m, x: m.linear(x).mul(1).uniform_(), "uniform_.default draws random numbers"),
+    "attention dropout": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, m.linear(x), dropout_p=0.1),
+        "random numbers",
+    ),
+    "attribute": (lambda m, x: m.linear(x) * m.mask, "uses a tensor [6] that is no parameter, no buffer"),
+    "write into an argument": (lambda m, x: m.linear(x.add_(1)), "writes into 'input_0'"),
+    "write into a parameter": (write_weight, "writes into 'linear.weight'"),
+    "write through data": (lambda m, x: (m.linear.weight.data.mul_(2), m.linear(x))[1], "writes into 'linear.weight'"),
+    "assignment to data": (assign_data, "assigns to the .data of a tensor"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_graph_can_hold_is_refused_with_the_users_line(name, method):
+    function, message = REFUSED[name]
+    with pytest.raises(CaptureError) as caught:
+        capture(Model(function, mask=x(6)), (x(),), method=method)
+    assert message in str(caught.value)
+    assert re.search(r'\n  File "tests/test_capture.py", line \d+, in .*\n    ', str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "dynamo"}, "method is 'dynamo'"),
+        ({"dtype": torch.float32}, "dtype is torch.float32"),
+        ({"targets": (1,)}, "targets without a loss"),
+        ({"loss": nn.AdaptiveLogSoftmaxWithLoss(6, 4, [2])}, "the loss has parameters"),
+        ({"args": (object(),)}, "args[0] is a builtins.object"),
+        ({"args": (torch.ones(2, 2).to_sparse(),)}, "'input_0' is a tensor of layout torch.sparse_coo"),
+        ({"module": Model(lambda m, x: 3)}, "the model returns no tensor"),
+        ({"module": Model(lambda m, x: {x})}, "the result is a builtins.set"),
+        ({"module": nn.LazyLinear(6)}, "'weight' has no shape yet"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_a_program_is_refused(change, message):
+    change = {"module": Model(lambda m, x: m.linear(x)), "args": (x(),), **change}
+    with pytest.raises(CaptureError, match=re.escape(message)):
+        capture(change.pop("module"), change.pop("args"), **change)
+
+
+def test_two_parameters_over_the_same_memory_are_refused():
+    module = Model(lambda m, x: m.other(m.linear(x)), other=nn.Linear(6, 6))
+    module.other.weight = nn.Parameter(module.linear.weight.data)
+    with pytest.raises(CaptureError, match=r"'other.weight' shares memory with 'linear.weight'"):
+        capture(module, (x(),))
+    halves = torch.randn(12, 6)  # neighbours in one storage do not overlap
+    module.linear.weight, module.other.weight = nn.Parameter(halves[:6]), nn.Parameter(halves[6:])
+    check(module, (x(),))

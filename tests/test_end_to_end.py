@@ -1,0 +1,84 @@
+"""Whole models on whole meshes: the simulated plan, and random legal plans, equal eager torch on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import sbpc
+from sbpc import Mesh, Plan
+from tests import models
+from tests.compare import compare, eager
+from tests.random_plans import never_drawn, random_plan, share_split
+
+NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mlp": ("mlp", {}),
+    "gpt2": ("gpt2", {"tied": False}),
+    "gpt2 tied": ("gpt2", {"tied": True}),
+    "vgg": ("vgg", {}),
+    "resnet": ("resnet", {}),
+}
+MESHES = {"2": {"x": 2}, "4": {"x": 4}, "2x2": {"x": 2, "y": 2}, "3": {"x": 3}, "2x3": {"x": 2, "y": 3}, "2x2x2": {"x": 2, "y": 2, "z": 2}}
+TOLERANCE = 1e-10
+
+
+def planned(net: str, mesh: str) -> tuple[Plan, torch.nn.Module, Any]:
+    """The plan of a test model."""
+    function, options = NETS[net]
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = getattr(models, function)(**options)
+    return sbpc.plan(model, args, Mesh(**MESHES[mesh])), model, args
+
+
+def check_bytes(plan: Plan, model: torch.nn.Module, args: Any) -> None:
+    """What the cost model says is sent is what the simulator counts."""
+    sent = sbpc.simulate(plan, model, args).bytes_sent
+    for axis, expected in plan.cost.bytes_sent.items():
+        assert sent.get(axis, 0.0) == pytest.approx(expected, abs=1e-6), (axis, sent, plan.cost.bytes_sent)
+    assert sum(sent.values()) == pytest.approx(sum(plan.cost.bytes_sent.values()))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("net", NETS)
+def test_plan_equals_one_device(net: str, mesh: str) -> None:
+    plan, model, args = planned(net, mesh)
+    outputs, gradients = eager(model, args)
+    assert plan.verify() > 100
+    assert compare(plan, model, args, outputs, gradients) <= TOLERANCE
+    assert plan.cost.flops <= 1.05 / plan.mesh.ranks * plan.cost.flops_one_device
+    assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-9)
+    assert 0 <= plan.cost.lower_bound <= plan.cost.seconds
+    assert not plan.notes
+    check_bytes(plan, model, args)
+    for seed in range(2):
+        drawn = random_plan(plan, seed)
+        assert drawn.verify() > 100
+        assert compare(drawn, model, args, outputs, gradients) <= TOLERANCE, f"random plan {seed}"
+        check_bytes(drawn, model, args)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_fifty_random_plans_equal_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    largest, missing = 0.0, Counter[str]()
+    for net in NETS:
+        for mesh in MESHES:
+            plan, model, args = planned(net, mesh)
+            outputs, gradients = eager(model, args)
+            plans = [random_plan(plan, seed) for seed in range(50)]
+            worst = 0.0
+            for drawn in plans:
+                worst = max(worst, compare(drawn, model, args, outputs, gradients))
+                drawn.programs.clear()
+            never = never_drawn(plans)
+            missing += never
+            largest = max(largest, worst)
+            with capsys.disabled():
+                print(f"{net:10} {mesh:6} error {worst:.1e}, {share_split(plans):.0%} of values not B, never drawn: {dict(never) or 'none'}", flush=True)
+            assert worst <= TOLERANCE
+    with capsys.disabled():
+        print(f"largest relative error of all random plans: {largest:.2e}; signatures never drawn, by op: {dict(missing)}")

@@ -1,0 +1,186 @@
+"""Lowering: every boxing, run on all ranks, gives the same tensor bit for bit and sends the bytes it states."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sbpc.boxing import Step, layouts, path, steps, wire
+from sbpc.layout import Layout
+from sbpc.mesh import Mesh
+from tests.boxings import boxed_layouts, meshes, numbers, positions, program, run_boxing, shapes
+
+DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)
+
+
+def strided(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The same parts, none of them contiguous if it has two dims or more."""
+    return [part.transpose(0, -1).contiguous().transpose(0, -1) if part.dim() > 1 else part for part in parts]
+
+
+def check(taken: Sequence[Step], x: Tensor, mesh: Mesh, transpose: bool = False) -> None:
+    """Run the steps on all ranks; compare what they hold with the definition, and what they send with `wire`."""
+    before, after = taken[0].before, taken[-1].after
+    parts = before.shards(x, mesh.sizes, torch.Generator().manual_seed(7))
+    run = run_boxing(taken, x.shape, mesh, strided(parts) if transpose else parts)
+    held = [outputs[0] for outputs in run.outputs]
+    for rank, part in enumerate(held):
+        assert tuple(part.shape) == after.local_shape(x.shape, mesh.sizes, mesh.coordinates(rank))
+        assert part.dtype == x.dtype
+    assert torch.equal(after.whole(held, mesh.sizes), x)
+    stated: Counter[str] = Counter()
+    for step in taken:
+        stated[mesh.key(step.axes)] += wire(step, x.shape, x.element_size(), mesh.sizes)[1]
+    assert {key: sent for key, sent in run.bytes_sent.items() if sent} == pytest.approx(
+        {k: v for k, v in stated.items() if v}
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(mesh=meshes(), shape=shapes(), dtype=st.sampled_from(DTYPES), transpose=st.booleans(), data=st.data())
+def test_every_path_gives_the_same_tensor_and_sends_the_bytes_stated(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, transpose: bool, data: st.DataObject
+) -> None:
+    before = data.draw(boxed_layouts(shape, mesh, extremes=True))
+    after = data.draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    taken = path(before, after, shape, dtype.itemsize, mesh)
+    if taken:
+        check(taken, numbers(shape, dtype), mesh, transpose)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(mesh=meshes(), shape=shapes(), transpose=st.booleans(), data=st.data())
+def test_every_step_gives_the_same_tensor_and_sends_the_bytes_stated(
+    mesh: Mesh, shape: tuple[int, ...], transpose: bool, data: st.DataObject
+) -> None:
+    start = data.draw(boxed_layouts(shape, mesh, extremes=True))
+    check([data.draw(st.sampled_from(list(steps(start, len(shape)))))], numbers(shape, torch.int64), mesh, transpose)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("sizes", "shape"), [((2, 3), (5, 7)), ((3, 2), (4, 3)), ((2, 2, 3), (10, 7)), ((2, 1, 3), (1, 4, 2))]
+)
+def test_all_steps_of_a_mesh(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mesh = Mesh(**dict(zip("abc", sizes)))
+    for start in layouts(len(shape), mesh.axes):
+        for step in steps(start, len(shape)):
+            check([step], numbers(shape, torch.int64), mesh)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (1, 2)], ids=str)
+def test_every_layout_reaches_every_layout(shape: tuple[int, ...]) -> None:
+    mesh = Mesh(a=2, b=3)
+    pairs = list(itertools.permutations(layouts(2, mesh.axes), 2))
+    for before, after in random.Random(0).sample(pairs, 100):
+        check(path(before, after, shape, 4, mesh), numbers(shape, torch.float32), mesh)
+
+
+def test_booleans_are_boxed_too() -> None:
+    mesh = Mesh(a=2, b=2)
+    pairs = itertools.permutations(layouts(2, mesh.axes, partial=False), 2)
+    for before, after in pairs:
+        check(path(before, after, (5, 3), 1, mesh), numbers((5, 3), torch.int64) > 0, mesh)
+
+
+def test_a_boxed_value_is_contiguous() -> None:
+    mesh, shape = Mesh(a=2, b=2), (6, 4, 5)
+    for start in layouts(3, mesh.axes)[::3]:
+        for step in steps(start, 3):
+            parts = start.shards(numbers(shape, torch.float32), mesh.sizes)
+            if step.collective != "keep":
+                assert all(out[0].is_contiguous() for out in run_boxing([step], shape, mesh, parts).outputs), step
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(mesh=meshes(), shape=shapes(least=1), data=st.data())
+def test_ranks_with_equal_shapes_share_one_program(mesh: Mesh, shape: tuple[int, ...], data: st.DataObject) -> None:
+    before = data.draw(boxed_layouts(shape, mesh, extremes=True))
+    after = data.draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    taken = path(before, after, shape, 4, mesh)
+    texts: dict[tuple[tuple[int, ...], ...], str] = {}
+    for rank in range(mesh.ranks):
+        held = [before, *(step.after for step in taken)]
+        local = tuple(layout.local_shape(shape, mesh.sizes, mesh.coordinates(rank)) for layout in held)
+        code = program(taken, shape, mesh, rank).code
+        assert texts.setdefault(local, code) == code
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(mesh=meshes(), shape=shapes(), data=st.data())
+def test_programs_run_on_tensors_without_data(mesh: Mesh, shape: tuple[int, ...], data: st.DataObject) -> None:
+    before = data.draw(boxed_layouts(shape, mesh, extremes=True))
+    after = data.draw(st.sampled_from(layouts(len(shape), mesh.axes)))
+    taken = path(before, after, shape, 4, mesh)
+    for rank in range(mesh.ranks):
+        at = mesh.coordinates(rank)
+        x = torch.empty(before.local_shape(shape, mesh.sizes, at), device="meta")
+        found = program(taken, shape, mesh, rank)(x, *(position.to("meta") for position in positions(mesh, rank)))
+        assert tuple(found.shape) == after.local_shape(shape, mesh.sizes, at)
+
+
+def lines(before: str, after: str, shape: tuple[int, ...], mesh: Mesh, rank: int) -> str:
+    """The program of a rank as the graph prints it, without its placeholders."""
+    taken = path(Layout.parse(before, mesh.axes), Layout.parse(after, mesh.axes), shape, 4, mesh)
+    calls = [node for node in program(taken, shape, mesh, rank).graph.nodes if node.op == "call_function"]
+    return (
+        "\n".join(f"{node} = {node.target}{node.args}" for node in calls)
+        .replace("_default", "")
+        .replace(".default", "")
+    )
+
+
+def test_an_even_gather_of_dim_0_copies_nothing() -> None:
+    assert lines("[S(0), S(0)]", "[B, B]", (8, 3), Mesh(a=2, b=2), 3) == (
+        "contiguous = aten.contiguous(x,)\n"
+        "all_gather_into_tensor = _c10d_functional.all_gather_into_tensor(contiguous, 4, 'a+b')\n"
+        "wait_tensor = _c10d_functional.wait_tensor(all_gather_into_tensor,)"
+    )
+
+
+def test_an_uneven_chunk_travels_padded() -> None:
+    assert lines("[P]", "[S(1)]", (2, 7), Mesh(a=3), 2) == (
+        "constant_pad_nd = aten.constant_pad_nd(x, [0, 2])\n"
+        "view = aten.view(constant_pad_nd, [2, 3, 3])\n"
+        "permute = aten.permute(view, [1, 0, 2])\n"
+        "contiguous = aten.contiguous(permute,)\n"
+        "view_1 = aten.view(contiguous, [6, 3])\n"
+        "reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor(view_1, 'sum', 3, 'a')\n"
+        "wait_tensor = _c10d_functional.wait_tensor(reduce_scatter_tensor,)\n"
+        "slice_tensor = aten.slice.Tensor(wait_tensor, 1, 0, 1)\n"
+        "contiguous_1 = aten.contiguous(slice_tensor,)"
+    )
+
+
+def test_a_full_chunk_is_picked_by_position_and_a_short_one_is_the_last() -> None:
+    mesh = Mesh(a=3)
+    assert lines("[B]", "[S(0)]", (7, 2), mesh, 0) == lines("[B]", "[S(0)]", (7, 2), mesh, 1)
+    assert lines("[B]", "[S(0)]", (7, 2), mesh, 1) == (
+        "slice_tensor = aten.slice.Tensor(x, 0, 0, 6)\n"
+        "view = aten.view(slice_tensor, [2, 3, 2])\n"
+        "index_select = aten.index_select(view, 0, position_a)\n"
+        "view_1 = aten.view(index_select, [3, 2])"
+    )
+    assert lines("[B]", "[S(0)]", (7, 2), mesh, 2) == (
+        "slice_tensor = aten.slice.Tensor(x, 0, 6, 7)\ncontiguous = aten.contiguous(slice_tensor,)"
+    )
+
+
+def test_a_group_without_elements_runs_no_collective() -> None:
+    mesh = Mesh(a=3, b=2)
+    assert "c10d" in lines("[S(0), S(0)]", "[S(0), B]", (4, 2), mesh, 0)
+    assert lines("[S(0), S(0)]", "[S(0), B]", (4, 2), mesh, 4) == ""
+
+
+def test_axes_of_one_rank_need_no_program() -> None:
+    mesh = Mesh(a=1, b=1)
+    for before, after in itertools.permutations(layouts(1, mesh.axes), 2):
+        assert lines(str(before), str(after), (4,), mesh, 0) == ""

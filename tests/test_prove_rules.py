@@ -1,0 +1,21 @@
+"""The whole proof of all rules: every signature, mutant and ordered pair of signatures; prints what it counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import pointwise_cases, proof_cases
+from tests.proofs import Count, prove
+
+FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_signature_and_every_pair_is_proved(family, capsys):
+    cases = FAMILIES[family]()
+    count = sum((prove(one) for one in cases), Count())
+    found = f"{count.signatures} signatures proved, {count.mutants} mutants rejected, {count.pairs} pairs proved"
+    with capsys.disabled():
+        print(f"\n{family}: {len(cases)} cases, {found}")
+    assert count.signatures and count.mutants and count.pairs

@@ -1,0 +1,145 @@
+"""Real processes: plans trained over gloo by a stock optimizer, step by step equal to one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sbpc
+from sbpc import Mesh
+from tests import models
+from tests.processes import run_ranks
+
+NETS: dict[str, dict[str, Any]] = {
+    "mlp": {"batch": 12},
+    "gpt2": {"batch": 4, "tied": True},
+    "vgg": {"batch": 4},
+    "resnet": {"batch": 4},
+    "lora": {"batch": 12},
+}
+
+
+def losses_and_weights(model: nn.Module, args: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of some Adam steps, and the parameters after them, whole."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*args)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    return losses, {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def train(paths: dict[str, str], sizes: dict[str, int]) -> dict[str, Any]:
+    """Every net, planned by the parent, trained on this rank."""
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, path in paths.items():
+        torch.manual_seed(0)
+        model, args = getattr(models, name)(**NETS[name])
+        plan = sbpc.load(path)
+        assert plan.mesh == Mesh(**sizes)
+        parallel = sbpc.parallelize(model, plan)
+        assert isinstance(parallel, type(model))
+        assert [n for n, _ in parallel.named_parameters()] == [n for n, _ in model.named_parameters()]
+        shards = {n: tuple(p.to_local().shape) for n, p in parallel.named_parameters()}
+        found[name] = (*losses_and_weights(parallel, args), shards)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_three_adam_steps_on_gloo_ranks_equal_one_process(tmp_path: Path, sizes: dict[str, int]) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = Mesh(**sizes)
+    paths, expected, plans = {}, {}, {}
+    for name, options in NETS.items():
+        torch.manual_seed(0)
+        model, args = getattr(models, name)(**options)
+        plans[name] = sbpc.plan(model, args, mesh)
+        paths[name] = str(tmp_path / f"{name}.sbpc")
+        plans[name].save(paths[name])
+        expected[name] = losses_and_weights(model, args)
+    for rank, result in enumerate(run_ranks(train, mesh.ranks, paths, sizes)):
+        assert isinstance(result, dict), result
+        for name, (losses, weights) in expected.items():
+            assert result[name][0] == pytest.approx(losses, rel=1e-10), (name, rank)
+            for parameter, tensor in weights.items():
+                error = float((result[name][1][parameter] - tensor).abs().max())
+                assert error <= 1e-8 * float(tensor.abs().max()), (name, parameter, error)
+                layout = plans[name].layout(parameter)
+                assert result[name][2][parameter] == layout.local_shape(tensor.shape, mesh.sizes, mesh.coordinates(rank))
+
+
+def errors_of_parallelize(path: str) -> list[str]:
+    """The messages of what cannot be parallelized, on a rank of two."""
+    torch.manual_seed(0)
+    found = []
+    plan = sbpc.load(path)
+    good, args = models.mlp(batch=12)
+    wide, _ = models.mlp(batch=12, hidden=96)
+    parallel = sbpc.parallelize(good, plan)
+
+    def note(call: Any) -> None:
+        try:
+            call()
+        except sbpc.SbpcError as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("no error")
+
+    note(lambda: sbpc.parallelize(wide, plan))
+    note(lambda: sbpc.parallelize(models.gpt2()[0], plan))
+    note(lambda: parallel(*models.mlp(batch=24)[1]))
+    note(lambda: parallel.eval()(*args))
+    note(lambda: sbpc.parallelize(good, sbpc.plan(good, args, Mesh(data=2, tensor=2))))
+    return found
+
+
+def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    model, args = models.mlp(batch=12)
+    path = tmp_path / "plan.sbpc"
+    sbpc.plan(model, args, Mesh(tensor=2)).save(path)
+    for result in run_ranks(errors_of_parallelize, 2, str(path)):
+        assert result[0].startswith("PlanError: parameter ups.0.weight is torch.float32 (96, 24), the plan is for torch.float32 (48, 24)")
+        assert result[1].startswith("PlanError: the model is not the one that was planned: it lacks ['ups.0.weight'")
+        assert result[2].startswith("PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)")
+        assert result[3].startswith("PlanError: the module is in another mode (train or eval) than when it was planned")
+        assert result[4].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")
+
+
+def die_or_wait(path: str) -> float:
+    """Rank 1 kills itself before the second step; the others say after how long they were told."""
+    torch.manual_seed(0)
+    model, args = models.mlp(batch=12)
+    parallel = sbpc.parallelize(model, sbpc.load(path))
+    parallel(*args).backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        parallel(*args).backward()
+    except RuntimeError:
+        return time.monotonic() - start
+    return -1.0
+
+
+def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    model, args = models.mlp(batch=12)
+    path = tmp_path / "plan.sbpc"
+    sbpc.plan(model, args, Mesh(data=2), pin={"ups.0.weight": "S(0)"}).save(path)
+    waited, dead = run_ranks(die_or_wait, 2, str(path))
+    assert dead is None
+    assert 0 <= waited < 60

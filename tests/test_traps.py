@@ -1,0 +1,266 @@
+"""The named traps: what other systems get wrong in silence, each as a plan compared with eager torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import B, Mesh, P, S
+from sbpc.choices import operands
+from sbpc.layout import Layout
+from sbpc.states import Partial
+from tests import models
+from tests.compare import largest_error, relative_error
+from tests.random_plans import random_plan
+
+TOLERANCE = 1e-10
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def check(model: nn.Module, args: Any, mesh: Mesh, kwargs: Any = None, plans: int = 8, **options: Any) -> sbpc.Plan:
+    """The plan and some random ones equal eager torch."""
+    plan = sbpc.plan(model, args, mesh, kwargs=kwargs, **options)
+    plan.verify()
+    assert largest_error(plan, model, args, kwargs) <= TOLERANCE
+    for seed in range(plans):
+        drawn = random_plan(plan, seed)
+        drawn.verify()
+        assert largest_error(drawn, model, args, kwargs) <= TOLERANCE, f"random plan {seed}"
+    return plan
+
+
+def states_read(plan: sbpc.Plan, op: Any) -> set[tuple[Any, ...]]:
+    """The input states of all candidate signatures of all calls of an op."""
+    nodes = [node for node in plan.graph.graph.nodes if node.target == op]
+    assert nodes
+    return {signature.inputs for node in nodes for signature in node.meta["signatures"]}
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"x": 3}, {"x": 2, "y": 2}], ids=str)
+def test_partial_plus_scalar_and_partial_times_partial(sizes: dict[str, int]) -> None:
+    plan = check(*models.scalar_traps(), Mesh(**sizes))
+    assert (P,) not in states_read(plan, torch.ops.aten.add.Tensor)  # P + number
+    assert (P, P) not in states_read(plan, torch.ops.aten.mul.Tensor)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"x": 2, "y": 3}], ids=str)
+def test_bias_is_added_once_under_a_split_contraction(sizes: dict[str, int]) -> None:
+    model, args = models.mlp()
+    axes = tuple(sizes)
+    plan = check(model, args, Mesh(**sizes), pin={"downs.0.weight": f"S(1)@{axes[-1]}"})
+    for signature in states_read(plan, torch.ops.aten.addmm.default):
+        if signature[1:] == (S(1), S(0)):
+            assert signature[0] == P
+            break
+    else:
+        pytest.fail("addmm does not offer a split contraction")
+
+
+@pytest.mark.parametrize("batch", [48, 10, 5])
+@pytest.mark.parametrize("sizes", [{"x": 4}, {"x": 3}, {"x": 2, "y": 3}], ids=str)
+def test_mean_and_cross_entropy_with_ignore_index_over_an_uneven_batch(batch: int, sizes: dict[str, int]) -> None:
+    model, args = models.ignore_index_loss(batch=batch)
+    plan = sbpc.plan(model, args, Mesh(**sizes), inputs=None)
+    assert largest_error(plan, model, args) <= TOLERANCE
+    for seed in range(10):
+        assert largest_error(random_plan(plan, seed), model, args) <= TOLERANCE
+
+
+def test_dtensors_wrong_mean_is_right_here() -> None:
+    """DTensor's cross-entropy takes a mean of local means: 1.4841 instead of 1.5638 on such a batch."""
+    model, (x, labels) = models.ignore_index_loss(batch=8)
+    labels[:] = torch.tensor([-1, -1, -1, 3, 1, 2, 0, -1])
+    plan = sbpc.plan(model, (x, labels), Mesh(x=2))
+    split = [seed for seed in range(30) if on_a_batch_shard(random_plan(plan, seed))]
+    assert split
+    for seed in split:
+        assert largest_error(random_plan(plan, seed), model, (x, labels)) <= TOLERANCE
+
+
+def on_a_batch_shard(plan: sbpc.Plan) -> bool:
+    """Whether the loss is taken of a batch shard."""
+    node = next(n for n in plan.graph.graph.nodes if n.target == torch.ops.aten.nll_loss_forward.default)
+    return plan.assignment.choices[node.name].signatures[0].inputs[0] == S(0)
+
+
+@pytest.mark.parametrize("sizes", [{"x": 2}, {"x": 2, "y": 2}], ids=str)
+def test_tied_embeddings_are_one_parameter_with_one_gradient(sizes: dict[str, int]) -> None:
+    model, args = models.gpt2(tied=True, layers=1)
+    plan = check(model, args, Mesh(**sizes), plans=2)
+    run = sbpc.simulate(plan, model, args)
+    assert list(run.gradients) == [name for name, _ in model.named_parameters()]
+    tied = list(plan.ports.tied)
+    assert tied and all(plan.layout(name) == plan.layout(plan.ports.tied[name]) for name in tied)
+
+
+class Merge(nn.Module):
+    """A view that merges a dim with the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(x.shape[0] * x.shape[1], 12)).tanh().reshape(x.shape).transpose(0, 1).reshape(-1, 12).square().sum()
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 12), (6, 5, 12), (3, 2, 12)])
+def test_view_that_merges_a_split_dim(shape: tuple[int, ...]) -> None:
+    plan = check(Merge(), (torch.randn(shape),), Mesh(x=2, y=3), plans=12)
+    for node in plan.graph.graph.nodes:
+        if node.target == torch.ops.aten.view.default and node.args[1] == [shape[0] * shape[1], 12]:
+            read = {signature.inputs[0] for signature in node.meta["signatures"]}
+            assert S(0) in read and S(1) not in read
+
+
+def test_gather_of_the_outer_of_two_splits_does_not_interleave() -> None:
+    axes = ("x", "y")
+    tensor = torch.arange(16.0).reshape(8, 2)
+    before = Layout(axes, (S(0), S(0)))
+    after = Layout(axes, (B, S(0)))
+    mesh = Mesh(x=2, y=2)
+    steps = sbpc.boxing.path(before, after, (8, 2), 8, mesh)
+    assert [step.collective for step in steps] != ["all_gather"]
+    assert len(after.shards(tensor, mesh.sizes)) == 4  # and test_lowering.py runs every such pair
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 7])
+def test_batch_that_does_not_divide(batch: int) -> None:
+    check(*models.mlp(batch=batch), Mesh(data=4), plans=6)
+    check(*models.gpt2(batch=batch, layers=1), Mesh(data=2, tensor=2), plans=2)
+
+
+def test_mesh_axis_of_size_one() -> None:
+    plan = check(*models.mlp(), Mesh(data=1, tensor=2, rest=1), plans=4)
+    assert plan.cost.bytes_sent["data"] == plan.cost.bytes_sent["rest"] == 0
+    check(*models.mlp(), Mesh(data=1), plans=2)
+
+
+def test_unused_parameter_has_no_gradient() -> None:
+    model, args = models.unused_parameter()
+    plan = check(model, args, Mesh(x=2))
+    gradients = sbpc.simulate(plan, model, args).gradients
+    assert gradients["unused.weight"] is None and gradients["used.weight"] is not None
+
+
+def test_frozen_parameters_have_no_gradient_and_no_optimizer_state() -> None:
+    model, args = models.lora()
+    plan = check(model, args, Mesh(x=2, y=2))
+    assert "base.weight" not in sbpc.simulate(plan, model, args).gradients
+    full = sum(p.numel() for p in model.parameters()) * 8
+    assert plan.cost.memory["optimizer"] < 2 * full
+
+
+def test_eval_mode_and_forward_alone() -> None:
+    model, args = models.two_outputs()
+    model.eval()
+    plan = sbpc.plan(model, args, Mesh(x=2), train=False)
+    run = sbpc.simulate(plan, model, args)
+    assert run.gradients == {} and plan.cost.memory["gradients"] == plan.cost.memory["optimizer"] == 0
+    for found, expected in zip(run.outputs[:3], model(*args)):
+        assert relative_error(found, expected.detach()) <= TOLERANCE
+    assert not model.training
+
+
+def test_several_outputs_in_their_structure() -> None:
+    for name in ("two_outputs", "dict_output", "dataclass_output"):
+        model, args = getattr(models, name)()
+        plan = check(model, args, Mesh(x=2))
+        assert type(sbpc.simulate(plan, model, args).outputs) is type(model(*args))
+
+
+def test_keyword_none_and_non_tensor_arguments() -> None:
+    model, args, kwargs = models.kwargs_model()
+    plan = check(model, args, Mesh(x=2, y=2), kwargs)
+    with pytest.raises(sbpc.SbpcError, match="the arguments are not like those planned"):
+        sbpc.simulate(plan, model, args, kwargs | {"scale": 2.0})
+
+
+def test_input_that_requires_grad() -> None:
+    model, args = models.two_outputs()
+    x = args[0].detach().requires_grad_()
+    plan = sbpc.plan(model, (x,), Mesh(x=2, y=2))
+    run = sbpc.simulate(plan, model, (x,))
+    left, right, _, _ = model(x)
+    (expected,) = torch.autograd.grad((left, right), x, (torch.ones_like(left), torch.ones_like(right)))
+    assert relative_error(run.input_gradients[0], expected) <= TOLERANCE
+
+
+def test_two_plans_with_different_meshes_in_one_process() -> None:
+    model, args = models.mlp()
+    first, second = sbpc.plan(model, args, Mesh(x=2)), sbpc.plan(model, args, Mesh(x=3, y=2))
+    for plan in (first, second, first):
+        assert largest_error(plan, model, args) <= TOLERANCE
+
+
+def test_partial_maximum_is_read_by_a_boxing_only() -> None:
+    class Largest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).amax(dim=0)
+
+    model, args = Largest(), (torch.randn(24, 12),)
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2), train=False)
+    offered = {s.outputs for node in plan.graph.graph.nodes for s in node.meta.get("signatures", ())}
+    assert (Partial("max"),) in offered
+    for seed in range(10):
+        drawn = random_plan(plan, seed)
+        found = sbpc.simulate(drawn, model, args).outputs
+        assert relative_error(found, model(*args).detach()) <= TOLERANCE
+        for node in drawn.graph.graph.nodes:
+            if "signatures" in node.meta:
+                read = [drawn.assignment.choices[node.name].input(slot, ("x", "y")) for slot in range(len(operands(node)))]
+                assert not any(Partial("max") in layout.states for layout in read)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    labels: Tensor
+
+
+def test_arguments_in_a_dataclass() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 4)
+
+        def forward(self, batch: Batch) -> Tensor:
+            return F.cross_entropy(self.linear(batch.x), batch.labels)
+
+    check(Takes(), (Batch(torch.randn(24, 12), torch.randint(0, 4, (24,))),), Mesh(x=2))
+
+
+def test_loss_and_targets_given_apart() -> None:
+    model = nn.Linear(12, 4)
+    x, labels = torch.randn(24, 12), torch.randint(0, 4, (24,))
+    plan = sbpc.plan(model, (x,), Mesh(x=2), loss=F.cross_entropy, targets=(labels,))
+    run = sbpc.simulate(plan, model, (x, labels))
+    loss = F.cross_entropy(model(x), labels)
+    loss.backward()
+    assert relative_error(run.outputs, loss.detach()) <= TOLERANCE
+    assert relative_error(run.gradients["weight"], model.weight.grad) <= TOLERANCE
+
+
+def test_op_without_a_rule_is_replicated_and_the_plan_says_so() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.matrix_exp(self.linear(x)[:12]).sum()
+
+    model, args = Odd(), (torch.randn(24, 12) / 10,)
+    plan = sbpc.plan(model, args, Mesh(x=2))
+    assert largest_error(plan, model, args) <= TOLERANCE
+    assert "no rule for aten.linalg_matrix_exp.default" in str(plan)
