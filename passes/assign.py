@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,7 @@ def assign(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Map
 
     Raises PinError if a wish leaves a node nothing, LayoutError if no assignment has finite cost.
     """
-    space = Space(gm, mesh, wishes, outputs)
-    solution = solve(space.problem)
-    if not np.isfinite(solution.seconds):
-        raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
-    return space.assignment(solution.labels), solution.lower_bound
+    return Space(gm, mesh, wishes, outputs).solve()
 
 
 class Space:
@@ -64,7 +61,28 @@ class Space:
                 readers.setdefault(value_of(operand), []).append((self.number[node], self.ins[self.number[node]][slot]))
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
-        self.problem = Problem(self.variables, self.values)
+
+    def solve(self, held: Mapping[str, float] | None = None, price: float = 0.0) -> tuple[Assignment, float]:
+        """The cheapest assignment and its bound, where a byte that a rank keeps costs `price` seconds.
+
+        held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state); see `kept`.
+        """
+        variables = [
+            replace(variable, costs=variable.costs + price * held[variable.name] * self.bytes_of(at)) if held and variable.name in held else variable
+            for at, variable in enumerate(self.variables)
+        ]
+        solution = solve(Problem(variables, self.values))
+        if not np.isfinite(solution.seconds):
+            raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
+        return self.assignment(solution.labels), solution.lower_bound
+
+    def bytes_of(self, at: int) -> np.ndarray:
+        """Bytes of all outputs of node number `at` on the busiest rank, by label."""
+        total = np.zeros(len(self.choices[at]))
+        for index, column in enumerate(self.outs[at]):
+            shape, itemsize = shape_of(self.nodes[at], index)
+            total += [itemsize * float(np.prod(layout.local_shape(shape, self.mesh.sizes, (0,) * len(self.mesh.sizes)))) for layout in column]
+        return total
 
     def add_node(self, node: Node, wish: Wish | None) -> None:
         """One variable whose labels are the legal choices of the node."""
@@ -214,3 +232,23 @@ def refusal(node: Node, wish: Wish, table: Table, mesh: Mesh) -> str:
             return at_node(f"{wish.reason}: {what}: {why}", node, "Pin another dim, or pad it to a multiple of the axis.")
     more = ", ..." if len(offered) > 8 else ""
     return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")
+
+
+def kept(gm: GraphModule, copies: int) -> dict[str, float]:
+    """By node, how often its bytes are alive at the peak: parameters with `copies` tensors for each that is trained, and
+    values of the forward that the backward reads."""
+    ports = gm.meta["ports"]
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
+    found = {}
+    for port, node in zip(ports.inputs, placeholders):
+        if port.kind == PARAMETER:
+            found[node.name] = 1.0 + (copies if port.name in trained else 0)
+    for node in gm.graph.nodes:
+        if node.meta.get("phase") == "backward":
+            for operand in operands(node):
+                producer, _ = value_of(operand)
+                match = producer.meta.get("match")
+                if producer.op == "call_function" and producer.meta.get("phase") != "backward" and not (match and match.view):
+                    found[producer.name] = 1.0
+    return found

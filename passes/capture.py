@@ -54,7 +54,8 @@ def _light(source: Program, train: bool) -> GraphModule:
     for port, label, value in source.placeholders():
         light.placeholder(port, label, value)
     wanted = source.wanted(train)
-    with source.substituted(source.parameters, source.buffers) as replaced, light.module_paths():
+    values = [value for _, _, value in source.placeholders()]
+    with source.substituted(source.parameters, source.buffers) as replaced, light.watching(values):
         with _recording(source, light):
             outputs, results = source(source.inputs)
         written = replaced()

@@ -55,7 +55,8 @@ class Flat(nn.Module):
         source = self.source[0]
         parameters = dict(zip(source.parameters, self.parameters()))
         buffers = dict(zip(source.buffers, self.buffers()))
-        with source.substituted(parameters, buffers) as replaced, compiling(), self.watch, self.watch.module_paths():
+        values = [*parameters.values(), *buffers.values(), *inputs]
+        with source.substituted(parameters, buffers) as replaced, compiling(), self.watch, self.watch.watching(values):
             outputs, self.results = source(inputs)
             written = replaced()
             clones = [value.clone() for value in (*outputs, *(value.detach() for value in written.values()))]

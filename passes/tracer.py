@@ -7,7 +7,7 @@ silently left out. A write into fresh memory is made functional; for any other w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -76,8 +76,8 @@ class Watch(TorchDispatchMode):
             raise user_error(what, user_stack(), "Compute a new tensor instead.")
 
     @contextmanager
-    def module_paths(self) -> Iterator[None]:
-        """While this lasts, `path` follows the submodules that are being called."""
+    def watching(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """While this lasts, `path` follows the submodules that are called; `values` must keep their memory."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.path.append(self.modules.get(id(module), self.path[-1]))
@@ -85,6 +85,8 @@ class Watch(TorchDispatchMode):
         def leave(module: nn.Module, _: Any, __: Any) -> None:
             self.path.pop()
 
+        for value in values:
+            self.check_memory(value)
         before = nn.modules.module.register_module_forward_pre_hook(enter)
         after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
         try:
@@ -92,6 +94,8 @@ class Watch(TorchDispatchMode):
         finally:
             before.remove()
             after.remove()
+        for value in values:
+            self.check_memory(value)
 
 
 class Light(Watch):

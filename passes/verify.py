@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from sbpc._compat import FakeTensorMode
 from sbpc.boxing import steps
 from sbpc.choices import nodes_in, operands
 from sbpc.errors import VerifyError, at_node
@@ -112,12 +111,12 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
 
 
 def verify_local(gm: GraphModule, mesh: Mesh) -> int:
-    """Run the program on fake tensors: every value has the shape that its layout gives it on this rank."""
+    """Run the program on the meta device: every value has the shape that its layout gives it on this rank."""
     return ShapeCheck(gm).check()
 
 
 class ShapeCheck(Interpreter):
-    """Runs a local program on fake tensors and compares shapes."""
+    """Runs a local program on the meta device and compares shapes."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
@@ -125,14 +124,18 @@ class ShapeCheck(Interpreter):
 
     def check(self) -> int:
         """The number of edges checked."""
-        with FakeTensorMode():
-            for node in self.graph.nodes:
-                if node.op == "get_attr":
-                    constant = getattr(self.module, str(node.target))
-                    self.env[node] = torch.empty(constant.shape, dtype=constant.dtype)
-            values = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
-            self.run(*(torch.empty(value.shape, dtype=value.dtype) for value in values), initial_env=dict(self.env))
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                self.env[node] = torch.empty_like(getattr(self.module, str(node.target)), device="meta")
+        inputs = [torch.empty_like(node.meta["val"], device="meta") for node in self.graph.nodes if node.op == "placeholder"]
+        self.run(*inputs, initial_env=dict(self.env), enable_io_processing=False)
         return self.edges
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """One call; factories make tensors without data."""
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "meta"}
+        return target(*args, **kwargs)
 
     def run_node(self, n: Node) -> Any:
         """One node, its shape compared with the recorded one."""

@@ -145,10 +145,10 @@ def first_error(failed: dict[int, int], folder: Path) -> RankError:
     if text is not None:
         return RankError(f"rank {rank}: {text}", rank, code)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    written = tail(folder / f"{rank}.log")
-    return RankError(
-        f"rank {rank} {how}" + (f"\n{written}" if written else "\n  It said nothing; see its output above."), rank, code
+    written = tail(folder / f"{rank}.log") or "  It left no message." + " Was there memory enough?" * (
+        code == -signal.SIGKILL
     )
+    return RankError(f"rank {rank} {how}\n{written}", rank, code)
 
 
 def record(path: Path) -> dict[str, Any]:

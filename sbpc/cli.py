@@ -21,7 +21,7 @@ from rich.console import Console
 from sbpc.api import load, plan
 from sbpc.cluster import CLUSTERS, Cluster
 from sbpc.cost import OPTIMIZER_STATE
-from sbpc.errors import MeshError, SbpcError
+from sbpc.errors import MeshError, PinError, SbpcError
 from sbpc.graphtext import graph_text
 from sbpc.mesh import Mesh
 from sbpc.picture import graph_rows, graph_svg
@@ -179,20 +179,25 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
         raise MeshError(f"no axis can have one of the names {', '.join(options.mesh)}\n  Call it otherwise.") from None
 
 
-def plan_of(options: argparse.Namespace, target: Target) -> Plan:
-    """The plan that the options ask for."""
+def pins_of(options: argparse.Namespace) -> dict[str, str]:
+    """The pins by pattern."""
     pins: dict[str, str] = {}
     for text in options.pin:
         name, equals, layout = text.partition("=")
         if not equals:
-            raise SbpcError(f"--pin {text!r} names no layout\n  A pin is NAME=LAYOUT, as in '*.up.weight=S(0)@tensor'.")
+            raise PinError(f"--pin {text!r} names no layout\n  A pin is NAME=LAYOUT, as in '*.up.weight=S(0)@tensor'.")
         if pins.setdefault(name, layout) != layout:
-            raise SbpcError(
-                f"--pin {name!r} is given twice, as {pins[name]!r} and as {layout!r}\n  Remove one of them."
-            )
+            raise PinError(f"--pin {name!r} is given as {pins[name]!r} and as {layout!r}\n  Remove one of them.")
+    return pins
+
+
+def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
+    """The plan that the options ask for, and the target; what is wrong with options is said before that is built."""
+    mesh, pins = mesh_of(options), pins_of(options)
+    built = load_target(target, options.dtype)
     about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    about |= {"dtype": target.dtype, "pin": pins, "dump": options.dump}
-    return plan(target.model, target.args, mesh_of(options), kwargs=target.kwargs, **about)
+    about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
+    return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
 
 
 @contextlib.contextmanager
@@ -219,9 +224,7 @@ def finite(value: Any) -> Any:
 def plan_command(options: argparse.Namespace) -> int:
     """`sbpc plan`."""
     with quiet(options):
-        mesh_of(options)  # its errors come before the model is built
-        target = load_target(options.target, options.dtype)
-        found = plan_of(options, target)
+        found, _ = plan_of(options, options.target)
         edges = found.verify()
         if options.output:
             write(options.output, found.save)
@@ -251,8 +254,7 @@ def show_command(options: argparse.Namespace) -> int:
         if Path(options.target).is_file() and not options.target.endswith(".py"):
             found = load(options.target)
         else:
-            mesh_of(options)
-            found = plan_of(options, load_target(options.target, options.dtype))
+            found, _ = plan_of(options, options.target)
         gm = {
             "annotated": lambda: found.graph,
             "boxed": lambda: found.boxed,
@@ -283,7 +285,7 @@ def run_command(options: argparse.Namespace) -> int:
         with as_rank():
             return run_rank(options)
     with quiet(options):
-        found = load(options.plan) if options.plan else plan_of(options, load_target(options.target, options.dtype))
+        found = load(options.plan) if options.plan else plan_of(options, options.target)[0]
         if not options.json:
             print_plan(found, Console())
             sys.stdout.flush()
@@ -310,8 +312,10 @@ def run_command(options: argparse.Namespace) -> int:
 def run_rank(options: argparse.Namespace) -> int:
     """Train as one rank of those that torchrun or `launch` has started."""
     with quiet(options):
-        target = load_target(options.target, options.dtype)
-        found = load(options.plan) if options.plan else plan_of(options, target)
+        if options.plan:
+            found, target = load(options.plan), load_target(options.target, options.dtype)
+        else:
+            found, target = plan_of(options, options.target)
         if not found.options["train"]:
             raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
         model = parallelize(target.model, found)

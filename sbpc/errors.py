@@ -17,6 +17,10 @@ class LayoutError(SbpcError):
     """A layout is malformed, or a tensor cannot have it."""
 
 
+class MemoryLimitError(SbpcError):
+    """No plan was found that stays under the memory limit."""
+
+
 class MeshError(SbpcError):
     """A mesh or a cluster is malformed, or does not fit the ranks that there are."""
 

@@ -295,6 +295,12 @@ def assign_data(m, x):
     return y + 0
 
 
+def assign_weight(m, x):
+    y = m.linear(x)
+    m.linear.weight.data = m.linear.weight.data * 0.9
+    return y
+
+
 def write_weight(m, x):
     with torch.no_grad():
         m.linear.weight.mul_(0.9)
@@ -318,6 +324,12 @@ REFUSED = {
     "write through data": (lambda m, x: (m.linear.weight.data.mul_(2), m.linear(x))[1], "writes into 'linear.weight'"),
     "assignment to data": (assign_data, "assigns to the .data of a tensor"),
 }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_parameter_that_is_replaced_behind_the_last_op_is_refused(method):
+    with pytest.raises(CaptureError, match=r"assigns to the \.data of a tensor"):
+        capture(Model(assign_weight), (x(),), method=method)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,8 +14,9 @@ from sbpc.solver.trws import Messages, Space, aliased, slots
 
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved to the end
-ENOUGH = 1e-4  # relative gap with which a problem that is not small is left
-TILT = 1e-4  # what the costs are tilted by, as a part of the whole, to tell equal axes apart
+NODES = 1_000  # of its search tree
+ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
+TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
 
 def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solution:
@@ -33,9 +34,11 @@ class Search:
         self.problem = problem
         self.near = Neighbours(problem)
         self.cap = ceiling(problem)
+        self.floor = math.fsum(float(v.costs.min()) for v in problem.variables)
         self.labels = [int(v.costs.argmin()) for v in problem.variables]
         self.seconds = total(problem, self.labels)
         self.pool: list[list[int]] = []
+        self.settled: dict[int, list[int]] = {}  # by axis: the plan that a move on it left
         for labels in starts:
             self.offer(labels)
 
@@ -47,30 +50,33 @@ class Search:
             self.labels, self.seconds = found, seconds
 
     def run(self) -> Solution:
-        """Message passing and pruning; then, while the gap is not small: tilted messages, crossings, axis moves."""
+        """Message passing and pruning; then, while that pays: tilted messages, crossings, axis moves."""
         messages = self.converge(Messages(self.problem, whole(self.problem), self.cap), rounds=8)
-        for attempt in range(3):
-            if messages is None or messages.space.size <= SMALL or self.gap(messages) < ENOUGH:
+        idle = 0
+        for attempt in range(6):
+            if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 2:
                 break
+            before = self.seconds
             self.tilt(messages, attempt)
             self.finish(union(self.problem, self.pool))
             self.move()
-            messages = self.prune(messages)
+            idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
+            messages = self.converge(messages, rounds=2)
         if messages is None:
             return Solution(self.labels, self.seconds, self.seconds, True)
         bound, exact = messages.bound, False
         if messages.space.size <= SMALL:
-            bound, exact = self.finish(messages.space)
+            bound, exact = self.finish(messages.space, NODES)
         return Solution(self.labels, self.seconds, self.seconds if exact else min(bound, self.seconds), exact)
 
-    def gap(self, messages: Messages) -> float:
-        """How far the best plan may be from the optimum."""
-        return 1 - messages.bound / self.seconds if self.seconds > 0 else 0.0
+    def close(self, messages: Messages) -> bool:
+        """Whether little can be gained on the best plan."""
+        return self.seconds - messages.bound <= ENOUGH * (self.seconds - self.floor)
 
     def converge(self, messages: Messages, rounds: int, sweeps: int = 4) -> Messages | None:
         """Rounds of sweeps, a plan read off, labels pruned; None if nothing is cheaper than the best known plan."""
         for _ in range(rounds):
-            before = messages.bound
+            before, size = messages.bound, messages.space.size
             for _ in range(sweeps):
                 messages.sweep()
             self.offer(messages.decode())
@@ -78,7 +84,9 @@ class Search:
             if pruned is None:
                 return None
             messages = pruned
-            if messages.space.size <= SMALL // 4 or messages.bound - before < 1e-5 * abs(messages.bound):
+            if messages.space.size <= SMALL // 4:
+                break
+            if messages.space.size > 0.9 * size and messages.bound - before < 0.02 * (self.seconds - before):
                 break
         return messages
 
@@ -96,20 +104,21 @@ class Search:
                 aliases[at] = messages.free((kind, at))[kept]
         return messages.restrict(Space(labels, aliases))
 
-    def finish(self, space: Space) -> tuple[float, bool]:
+    def finish(self, space: Space, nodes: int = 50) -> tuple[float, bool]:
         """Look for the cheapest plan on `space`; its bound, and whether it is known that nothing there is cheaper."""
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
         scale = self.seconds if math.isfinite(self.seconds) else self.cap
-        answer = cheapest(self.problem, messages.space, scale)
+        answer = cheapest(self.problem, messages.space, scale, nodes)
         if answer.labels is not None:
             self.offer(answer.labels)
         return max(messages.bound, answer.bound), answer.proved
 
     def tilt(self, messages: Messages, seed: int) -> None:
         """Plans read off messages at slightly other costs, so that equal axes do not decode into mixtures."""
-        amount = TILT * abs(messages.bound) / len(self.problem.variables)
+        rest = (self.seconds if math.isfinite(self.seconds) else messages.bound) - self.floor
+        amount = TILT * rest / len(self.problem.variables)
         tilted = messages.restrict(messages.space)
         tilted.price([v.costs + amount * tilts(v.digits, seed, at) for at, v in enumerate(self.problem.variables)])
         for sweep in range(12):
@@ -122,9 +131,11 @@ class Search:
         axes = self.problem.variables[0].digits.shape[1]
         idle = axis = 0
         while idle < axes:
-            before = self.seconds
-            self.finish(one_axis(self.problem, self.labels, axis))
-            idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
+            before = self.labels
+            if self.settled.get(axis) != before:
+                self.finish(one_axis(self.problem, before, axis))
+            idle = idle + 1 if self.labels == before else 0
+            self.settled[axis] = self.labels
             axis = (axis + 1) % axes
 
 

@@ -16,7 +16,7 @@ from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Share, shares
 
 
-BALANCE = 1  # charges are balanced in every so many sweeps
+BALANCE = 3  # charges are balanced in every so many sweeps
 
 
 @dataclass(eq=False)

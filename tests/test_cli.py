@@ -1,0 +1,212 @@
+"""The command line: what each command prints, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sbpc.cli import main
+
+TARGET = """
+from pathlib import Path
+import torch
+from torch import nn
+import sibling
+
+HERE = Path(__file__).with_name("width.txt").read_text()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(int(HERE), 16), nn.Linear(16, int(HERE))
+    def forward(self, x, scale=1.0):
+        return (self.down(torch.relu(self.up(x))) * scale).square().sum()
+
+def model():
+    print("said by the target")
+    return Model(), (torch.randn(8, int(HERE)),)
+
+def with_kwargs():
+    return Model(), (torch.randn(8, int(HERE)),), {"scale": 2.0}
+
+def nothing():
+    return 3
+
+def fails():
+    raise ValueError("no data")
+
+if __name__ == "__main__":
+    raise SystemExit("a target is not run as a script")
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    (tmp_path / "width.txt").write_text("8")
+    (tmp_path / "sibling.py").write_text("x = 1\n")
+    path = tmp_path / f"target_of_{tmp_path.name}.py"  # a name of its own: modules are imported once
+    path.write_text(TARGET)
+    return str(path)
+
+
+def run(*arguments: str) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that ends with 2, and leaves standard output empty."""
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err
+
+
+def test_plan_prints_layouts_collectives_and_the_number_of_verified_edges(target, capsys):
+    assert run("plan", f"{target}:model", "--mesh", "data=2,tensor=2") == 0
+    out = capsys.readouterr().out
+    assert "Model on Mesh(data=2, tensor=2): 4 ranks" in out
+    assert "up.weight" in out and "home layout" in out and "collectives" in out
+    assert "verified" in out and "edges" in out
+
+
+def test_plan_as_json_is_json_though_the_target_prints(target, capsys):
+    assert run("plan", f"{target}:model", "--mesh", "data=2", "--json") == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert "said by the target" in err
+    assert found["mesh"] == {"data": 2} and found["verified_edges"] > 0 and found["flops"] < found["flops_one_device"]
+
+
+def test_pins_are_kept(target, capsys):
+    pins = "--pin", "up.weight=S(0)", "--pin", "down.weight=S(1)"
+    assert run("plan", f"{target}:model", "--mesh", "tensor=2", *pins, "--json") == 0
+    parameters = json.loads(capsys.readouterr().out)["parameters"]
+    assert (parameters["up.weight"], parameters["down.weight"]) == ("[S(0)]", "[S(1)]")
+
+
+def test_float64_doubles_the_bytes_of_parameters(target, capsys):
+    sizes = []
+    for dtype in ("float32", "float64"):
+        assert run("plan", f"{target}:model", "--mesh", "data=1", "--dtype", dtype, "--json") == 0
+        sizes.append(json.loads(capsys.readouterr().out)["memory"]["parameters"])
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_without_training_no_gradient_is_planned(target, capsys):
+    assert run("plan", f"{target}:model", "--mesh", "data=2", "--no-train", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["gradients"] == 0
+
+
+def test_a_cluster_may_be_a_file(target, capsys, tmp_path):
+    import sbpc
+
+    file = tmp_path / "cluster.json"
+    figures = sbpc.Mesh(data=2, cluster="h100").cluster
+    figures.save(file)
+    assert run("plan", f"{target}:model", "--mesh", "data=2", "--cluster", file, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cluster"] == "h100"
+
+
+def test_dump_writes_the_graph_after_every_pass(target, capsys, tmp_path):
+    assert run("plan", f"{target}:model", "--mesh", "data=2", "--dump", tmp_path / "dump") == 0
+    names = sorted(path.name.split("_", 1)[1] for path in (tmp_path / "dump").iterdir())
+    assert names == ["annotate.txt", "assign.txt", "box.txt", "capture.txt", "localize.txt", "normalize.txt"]
+
+
+def test_a_saved_plan_is_shown_as_its_target_is(target, capsys, tmp_path):
+    file = tmp_path / "plan.sbpc"
+    assert run("plan", f"{target}:model", "--mesh", "data=2", "-o", file) == 0
+    capsys.readouterr()
+    for stage in ("annotated", "boxed", "local"):
+        assert run("show", file, "--stage", stage) == 0
+        saved = capsys.readouterr().out
+        assert run("show", f"{target}:model", "--mesh", "data=2", "--stage", stage) == 0
+        assert capsys.readouterr().out.replace("said by the target\n", "") == saved
+        assert "up.weight" in saved
+
+
+def test_show_as_json_lists_every_value(target, capsys):
+    assert run("show", f"{target}:model", "--mesh", "data=2,tensor=2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["values"][0]
+    assert found["axes"] == ["data", "tensor"]
+    assert (first["name"], first["type"], first["section"]) == ("up.weight", "f32[16, 8]", "stored")
+    assert all(value["bytes_sent"] > 0 for value in found["values"] if value["kind"] == "boxing")
+
+
+def test_show_draws_a_picture_into_a_file(target, capsys, tmp_path):
+    assert run("show", f"{target}:model", "--mesh", "data=2", "--svg", tmp_path / "graph.svg") == 0
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+
+
+def test_keyword_arguments_of_a_target_are_planned(target, capsys):
+    assert run("plan", f"{target}:with_kwargs", "--mesh", "data=2") == 0
+
+
+def test_a_file_of_a_package_is_imported_as_part_of_it(capsys):
+    path = Path(__file__).with_name("models.py")
+    assert run("plan", f"{path}:mlp", "--mesh", "data=2") == 0
+    assert sys.modules["tests.models"].__file__ == str(path)
+
+
+def test_bad_targets_are_explained(target, capsys, tmp_path):
+    mesh = "--mesh", "data=2"
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    lacks = tmp_path / "lacks.py"
+    lacks.write_text("import no_such_module\n")
+    assert "is not a target, as in" in refused(capsys, "plan", target, *mesh)
+    assert "there is no file" in refused(capsys, "plan", "nowhere.py:model", *mesh)
+    assert "no function 'mode'\n  It has model" in refused(capsys, "plan", f"{target}:mode", *mesh)
+    assert "returns (int)" in refused(capsys, "plan", f"{target}:nothing", *mesh)
+    assert "SyntaxError" in refused(capsys, "plan", f"{broken}:f", *mesh)
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in refused(capsys, "plan", f"{lacks}:f", *mesh)
+    message = refused(capsys, "plan", f"{target}:fails", *mesh)
+    assert 'ValueError: no data\n  File "' in message and 'raise ValueError("no data")' in message
+
+
+def test_bad_options_are_explained(target, capsys, tmp_path):
+    name, mesh = f"{target}:model", ("--mesh", "data=2")
+    assert "there is no mesh" in refused(capsys, "plan", name)
+    assert "no cluster is called 'moon'" in refused(capsys, "plan", name, *mesh, "--cluster", "moon")
+    assert "no axis can have one of the names cluster" in refused(capsys, "plan", name, "--mesh", "cluster=2")
+    assert "names no layout" in refused(capsys, "plan", name, *mesh, "--pin", "up.weight")
+    assert "is given as 'S(0)' and as 'B'" in refused(capsys, "plan", name, *mesh, "--pin", "x=S(0)", "--pin", "x=B")
+    assert "cannot write" in refused(capsys, "plan", name, *mesh, "--json", "-o", tmp_path / "no" / "plan.sbpc")
+
+
+def test_a_file_that_is_no_plan_is_refused(capsys, tmp_path):
+    file = tmp_path / "text.sbpc"
+    file.write_text("hello")
+    assert "is no plan" in refused(capsys, "show", file)
+
+
+def test_wrong_arguments_end_with_2(capsys):
+    for arguments in (
+        (),
+        ("plan",),
+        ("fly",),
+        ("plan", "x.py:f", "--mesh", "data=2,data=2"),
+        ("plan", "x.py:f", "--memory", "much"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run(*arguments)
+        assert ended.value.code == 2
+
+
+def test_verbose_logs_what_is_done(target, capsys, caplog):
+    with caplog.at_level(logging.INFO, "sbpc"):
+        assert run("plan", f"{target}:model", "--mesh", "data=2", "--verbose") == 0
+    assert any(record.name == "sbpc" and "assign" in record.getMessage() for record in caplog.records)
+
+
+def test_the_module_is_the_command_and_a_closed_pipe_is_no_error(target):
+    command = f"{sys.executable} -m sbpc show '{target}:model' --mesh data=2 | head -1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.count("\n")) == (0, 1)
+    assert "Traceback" not in found.stderr and "Broken" not in found.stderr

@@ -1,0 +1,47 @@
+"""The examples run, and print what they promise."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from sbpc import demo
+from sbpc.errors import SbpcError
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_two_layers_prints_every_stage_and_equal_gradients(capsys):
+    runpy.run_path(str(EXAMPLES / "01_two_layers.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    stages = ["--- annotated", "--- boxed", "--- local, rank 0", "--- plan"]
+    assert [line for line in out.splitlines() if line.startswith("---")] == stages
+    errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("gradient")]
+    assert len(errors) == 2 and max(errors) < 1e-5
+
+
+def test_the_text_of_the_demo_is_the_same_in_every_run():
+    (first, _), *_ = demo.batches(1)
+    (again, _), *_ = demo.batches(1)
+    tokens, targets = first
+    assert all(torch.equal(one, other) for one, other in zip(first, again))
+    assert tokens.shape == (demo.BATCH, demo.SEQUENCE) and torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_the_model_of_the_demo_has_about_a_million_parameters():
+    count = sum(parameter.numel() for parameter in demo.model_of("float32").parameters())
+    assert 0.5e6 < count < 2e6
+
+
+def test_the_demo_refuses_a_replicated_plan():
+    import sbpc
+
+    args, _ = next(demo.batches(1))
+    plan = sbpc.plan(torch.nn.Linear(8, 8), (torch.randn(3, 8),), sbpc.Mesh(data=1, tensor=1))
+    object.__setattr__(plan.mesh, "sizes", (2, 2))  # one rank's work, said to be four ranks'
+    assert plan.mesh.ranks == 4 and args[0].dtype == torch.int64
+    with pytest.raises(SbpcError, match="the plan is replicated"):
+        demo.check(plan)

@@ -1,0 +1,147 @@
+"""Real processes: training through `sbpc run`, and ranks that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import sbpc
+from sbpc.runtime.launch import RankError, launch
+from sbpc.target import load_target
+from sbpc.train import loss_of, optimizer_of, train
+
+MLP = f"{Path(__file__).with_name('models.py')}:mlp"
+
+
+def children(mark: str) -> list[int]:
+    """The processes, other than this one, whose command line holds `mark`."""
+    found = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(None, 1) for line in found.splitlines()]
+    return [int(line[0]) for line in lines if len(line) == 2 and mark in line[1] and int(line[0]) != os.getpid()]
+
+
+MEET = """
+import torch.distributed as dist
+from sbpc.runtime.launch import as_rank
+with as_rank():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == 1:
+        {fault}
+    dist.barrier()
+    time.sleep(600)
+"""
+
+
+def script(folder: Path, body: str) -> list[str]:
+    """The arguments of a rank that notes its process number and then runs `body`."""
+    path = folder / "rank.py"
+    note = f"Path({str(folder)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
+    path.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body
+    )
+    return [str(path)]
+
+
+def gone(folder: Path, ranks: int) -> bool:
+    """Whether no rank of a script is left."""
+    for rank in range(ranks):
+        try:
+            os.kill(int((folder / f"pid{rank}").read_text()), 0)
+        except ProcessLookupError:
+            continue
+        return False
+    return True
+
+
+def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does():
+    command = [
+        sys.executable,
+        "-m",
+        "sbpc",
+        "run",
+        MLP,
+        "--mesh",
+        "data=2",
+        "--steps",
+        "3",
+        "--lr",
+        "0.01",
+        "--dtype",
+        "float64",
+    ]
+    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    target = load_target(MLP, "float64")
+    batches = [(target.args, target.kwargs)] * 3
+    expected = train(target.model, batches, optimizer_of("adamw", target.model, 0.01))
+    assert json.loads(ended.stdout)["losses"] == pytest.approx(expected, rel=1e-12)
+    assert expected[2] < expected[0]
+
+
+def test_when_a_rank_is_killed_the_others_are_ended_and_it_is_named(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL") as error:
+        launch(script(tmp_path, MEET.format(fault="os.kill(os.getpid(), signal.SIGKILL)")), 2)
+    assert (error.value.rank, error.value.code) == (1, -signal.SIGKILL)
+    assert time.monotonic() - begin < 60 and gone(tmp_path, 2)
+
+
+def test_the_message_of_the_rank_that_failed_first_is_shown(tmp_path):
+    with pytest.raises(RankError, match="rank one is unwell") as error:
+        launch(script(tmp_path, MEET.format(fault="raise ValueError('rank one is unwell')")), 2)
+    assert error.value.rank == 1 and gone(tmp_path, 2)
+
+
+def test_a_rank_that_ignores_being_told_to_end_is_killed_with_what_it_started(tmp_path):
+    mark = tmp_path / "grandchild"
+    body = f"""
+mark = Path({str(mark)!r})
+if rank == 0:
+    import subprocess
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {{mark}}"])
+    mark.touch()
+    time.sleep(600)
+while not mark.exists():
+    time.sleep(0.05)
+os._exit(3)
+"""
+    with pytest.raises(RankError, match="rank 1 ended with exit code 3"):
+        launch(script(tmp_path, body), 2)
+    assert gone(tmp_path, 2) and not children(str(mark))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(tmp_path, number):
+    sleep = "Path(__file__).with_name(f'asleep{rank}').touch(); time.sleep(600)\n"
+    follow = "from sbpc.runtime.launch import as_rank\nwith as_rank(): " + sleep
+    rank = script(tmp_path, follow if number == signal.SIGKILL else sleep)
+    code = f"from sbpc.runtime.launch import launch; launch({rank!r}, 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while not all((tmp_path / f"asleep{at}").exists() for at in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    assert launcher.wait(30) != 0
+    while not gone(tmp_path, 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gone(tmp_path, 2)
+
+
+def test_a_loss_is_found_in_whatever_a_model_returns():
+    import torch
+
+    loss = torch.ones((), requires_grad=True) * 2
+    logits = torch.ones(3, requires_grad=True) * 1
+    for result in (loss, loss.reshape(1), (loss, logits), [loss], {"logits": logits, "loss": loss}):
+        assert loss_of(result).item() == 2.0
+    with pytest.raises(sbpc.SbpcError, match="returns no loss"):
+        loss_of(logits)
