@@ -4,7 +4,8 @@
 
 The same file is a target for the command line, and draws the picture of the README:
 
-    sbpc show examples/01_two_layers.py:two_layers --mesh data=2,tensor=2 --svg examples/two_layers.svg
+    sbpc show examples/01_two_layers.py:two_layers --mesh data=2,tensor=2 \\
+        --pin "up.weight=[B, S(0)]" --pin "down.weight=[B, S(1)]" --svg examples/two_layers.svg
 """
 
 import torch
@@ -32,7 +33,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model, args = two_layers()
     mesh = sbpc.Mesh(data=2, tensor=2)
-    plan = sbpc.plan(model, args, mesh)
+    plan = sbpc.plan(model, args, mesh, pin={"up.weight": "[B, S(0)]", "down.weight": "[B, S(1)]"})
     for title, graph in (("annotated", plan.graph), ("boxed", plan.boxed), ("local, rank 0", plan.local)):
         print(f"--- {title}\n{graph_text(graph, mesh)}")
     print(f"--- plan\n{plan}verified  {plan.verify()} edges")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc._compat import rename
 from sbpc.choices import local_sizes, operands, value_of
 from sbpc.layout import Layout
 from sbpc.lowering import lower
@@ -71,6 +72,7 @@ class Localizer:
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
         local.meta = {key: node.meta[key] for key in ("phase", "stack_trace", "module", "sbp", "choice") if key in node.meta}
+        rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
             shape = layout.local_shape(value.shape, self.mesh.sizes, self.coordinates)

@@ -47,6 +47,7 @@ __all__ = [
     "enable_python_dispatcher",
     "next_sequence_number",
     "register_process_group",
+    "rename",
     "unregister_process_group",
 ]
 
@@ -87,9 +88,14 @@ def next_sequence_number() -> int:
 
 def register_process_group(name: str, group: object) -> None:
     """Bind a name that functional collectives use to a process group."""
-    torch._C._distributed_c10d._register_process_group(name, group)
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 def unregister_process_group(name: str) -> None:
     """Free a name bound by `register_process_group`."""
     torch._C._distributed_c10d._unregister_process_group(name)
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node another name, or one like it if that is taken."""
+    node._rename(name)

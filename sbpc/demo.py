@@ -130,7 +130,7 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
     args, kwargs = next(batches(1))
     count = sum(parameter.numel() for parameter in model.parameters())
     about = f"{count:,} parameters ({dtype}), batches of {BATCH} x {SEQUENCE} bytes of Python's standard library"
-    console.print(f"[bold]1. plan[/]  a GPT of {about}\n", highlight=False)
+    console.print(f"[bold]1. plan[/]  a GPT of {about}\n", highlight=False, soft_wrap=True)
     found = plan(model, args, Mesh(data=2, tensor=2), kwargs=kwargs)
     print_plan(found, console)
     planned = time.perf_counter() - began
@@ -140,12 +140,15 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
     console.print(
         f"\n[bold]2. verify[/]  {about}",
         highlight=False,
+        soft_wrap=True,
     )
     folder.mkdir(parents=True, exist_ok=True)
     found.save(folder / "plan.sbpc")
     (folder / "graph.svg").write_text(graph_svg(found.boxed, found.mesh, f"GPT on {found.mesh}"))
     console.print(
-        f"[bold]3. train[/]  {steps} steps of AdamW on {found.mesh.ranks} processes, then in one\n", highlight=False
+        f"[bold]3. train[/]  {steps} steps of AdamW on {found.mesh.ranks} processes, then in one\n",
+        highlight=False,
+        soft_wrap=True,
     )
     parallel, parallel_seconds = train_ranks(folder / "plan.sbpc", steps, dtype, found.mesh.ranks, console)
     with bar("one process", steps, console) as tell:
@@ -154,12 +157,14 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
         one_seconds = time.perf_counter() - start
     losses = {"one process": one, f"{found.mesh.ranks} ranks": parallel}
     difference = largest_difference([one, parallel])
-    console.print(f"\n[bold]4. compare[/]  losses of the same {steps} batches\n", highlight=False)
+    console.print(f"\n[bold]4. compare[/]  losses of the same {steps} batches\n", highlight=False, soft_wrap=True)
     console.print(loss_table(one, parallel))
     equal = difference <= TOLERANCE[dtype]
     verdict = "[bold green]equal[/]" if equal else "[bold red]NOT EQUAL[/]"
     console.print(
-        f"\nlargest relative difference {difference:.2e}, allowed {TOLERANCE[dtype]:.0e}: {verdict}", highlight=False
+        f"\nlargest relative difference {difference:.2e}, allowed {TOLERANCE[dtype]:.0e}: {verdict}",
+        highlight=False,
+        soft_wrap=True,
     )
     (folder / "losses.json").write_text(
         json.dumps({"dtype": dtype, **losses, "largest_relative_difference": difference}, indent=1) + "\n"
@@ -255,7 +260,9 @@ class bar:
         """Show a step."""
         self.progress.update(self.task, completed=step, loss=f"{loss:.4f}")
         if not self.console.is_terminal and (step % 10 == 0 or step in (1, self.steps)):
-            self.console.print(f"{self.name:12}step {step:3d} of {self.steps}  loss {loss:.4f}", highlight=False)
+            self.console.print(
+                f"{self.name:12}step {step:3d} of {self.steps}  loss {loss:.4f}", highlight=False, soft_wrap=True
+            )
 
 
 def loss_table(one: Sequence[float], parallel: Sequence[float], rows: int = 11, width: int = 24) -> Table:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from sbpc.plan import Plan
 
 
+IDEAL = (
+    "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine: load the figures of one "
+    "(Cluster.load; `sbpc profile`, which measures them, is to come)"
+)
+
+
 def plan_text(plan: Plan, width: int = 110) -> str:
     """The report of a plan as plain text."""
     out = StringIO()
@@ -32,12 +38,12 @@ def print_plan(plan: Plan, console: Console) -> None:
     share = cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating",
-        f"proof     no plan takes less than {cost.lower_bound:.3g} s: the gap is {100 * cost.gap:.2f} %",
+        f"proof     no plan{' with these pins' if plan.options.get('pin') else ''} takes less than {cost.lower_bound:.3g} s: the gap is {100 * cost.gap:.2f} %",
         f"flops     {si(cost.flops)} a rank, {100 * share:.1f} % of one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)",
         "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
     ]
     if mesh.cluster.name == "ideal":
-        lines.append("cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; measure one with `sbpc profile`.")
+        lines.append(IDEAL)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for note in plan.notes:

@@ -129,6 +129,8 @@ def first_type(node: Node) -> str:
 def split_call(text: str) -> tuple[str, str]:
     """The name of the op and its arguments; an overload's name is left out."""
     op, bracket, rest = text.partition("(")
+    if not bracket and text.endswith("]"):
+        return "part", f"({text})"  # one output of several
     return op.split(".")[0] if bracket else text, bracket + rest
 
 

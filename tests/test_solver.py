@@ -38,14 +38,24 @@ def brute_force(problem: Problem, fixed: dict[int, int] | None = None) -> float:
             return memo[key]
 
         tables.append((value.producer, value.out.tolist(), [(at, w.tolist()) for at, w in value.consumers], price))
+    complete = [max([producer, *(at for at, _ in consumers)]) for producer, _, consumers, _ in tables]
     best = INF
-    for labels in itertools.product(*free):
-        seconds = sum(c[label] for c, label in zip(costs, labels))
-        for producer, out, consumers, price in tables:
-            if seconds >= best:
-                break
-            seconds += price(out[labels[producer]], frozenset(w[labels[at]] for at, w in consumers))
-        best = min(best, seconds)
+
+    def search(labels: tuple[int, ...], seconds: float) -> None:
+        """All labels that begin like `labels`, whose values cost `seconds` already (no cost is negative)."""
+        nonlocal best
+        at = len(labels)
+        if seconds >= best or at == len(costs):
+            best = min(best, seconds)
+            return
+        for label in free[at]:
+            longer, more = (*labels, label), seconds + costs[at][label]
+            for (producer, out, consumers, price), last in zip(tables, complete):
+                if last == at and more < best:
+                    more += price(out[longer[producer]], frozenset(w[longer[to]] for to, w in consumers))
+            search(longer, more)
+
+    search((), 0.0)
     return best
 
 
@@ -99,19 +109,19 @@ def compare(problem: Problem) -> None:
     assert found.exact and found.lower_bound == found.seconds
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=1200, deadline=None)
 @given(problems(variables=6, labels=8, axes=1))
 def test_one_axis_equals_brute_force(problem):
     compare(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems(variables=4, labels=64, axes=2))
 def test_two_axes_equal_brute_force(problem):
     compare(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems(variables=5, labels=9, axes=2))
 def test_where_nothing_is_solved_exactly_the_bound_lies_below_and_the_plan_above_brute_force(problem):
     with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +132,7 @@ def test_where_nothing_is_solved_exactly_the_bound_lies_below_and_the_plan_above
     assert found.lower_bound == found.seconds or not found.exact
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems(variables=4, labels=6, axes=1), st.integers(1, 8))
 def test_messages_bound_every_label_from_below(problem, sweeps):
     """Also while the charges for shared boxings change from sweep to sweep."""
@@ -138,7 +148,8 @@ def test_messages_bound_every_label_from_below(problem, sweeps):
 
 def two_ways(closure: list[list[float]], wants: list[int]) -> Value:
     """A value made in layout 0, with consumers that want these layouts."""
-    return Value(0, np.array([0]), [(at + 1, np.array([want])) for at, want in enumerate(wants)], closed(np.array(closure)))
+    consumers = [(at + 1, np.array([want])) for at, want in enumerate(wants)]
+    return Value(0, np.array([0]), consumers, closed(np.array(closure)))
 
 
 def test_an_alias_is_boxed_once_and_equal_wants_are_paid_once():
@@ -174,15 +185,30 @@ def chain(length: int, labels: int, seed: int) -> Problem:
 
 
 def test_every_run_gives_the_same_labels():
-    code = "from tests.test_solver import chain, solve; print(solve(chain(24, 4, 1)))"
+    code = "from tests.test_solver import chain, solve; print(solve(chain(10, 3, 1)))"
     runs = []
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         runs.append(run.stdout)
-    assert runs[0] == runs[1] == f"{solve(chain(24, 4, 1))}\n"
+    assert runs[0] == runs[1] == f"{solve(chain(10, 3, 1))}\n"
 
 
-def test_a_longer_chain_is_solved_to_within_a_percent():
-    found = solve(chain(60, 5, 2))
-    assert found.gap < 0.01
+def by_programming(problem: Problem) -> float:
+    """The least objective of a chain by dynamic programming over the labels of two neighbours."""
+    variables, values = problem.variables, problem.values
+    best = variables[0].costs[:, None] + variables[1].costs
+    for at in range(len(values) - 2):
+        value, ((_, near), (_, far)) = values[at], values[at].consumers
+        hops = value.closure[:, near][:, :, None] + value.closure[:, far][:, None]
+        hops -= np.where(near[:, None] == far, value.closure[:, near][:, :, None], 0)
+        stars = (value.closure[value.out][:, :, None, None] + hops).min(1)
+        best = (best[:, :, None] + stars).min(0) + variables[at + 2].costs
+    value, ((_, near),) = values[-2], values[-2].consumers
+    return (best + value.closure[np.ix_(value.out, near)]).min()
+
+
+def test_the_bound_of_a_longer_chain_lies_below_its_optimum_and_the_plan_at_most_a_percent_above():
+    problem = chain(40, 4, 2)
+    found, best = solve(problem), by_programming(problem)
+    assert found.lower_bound * (1 - 1e-9) <= best <= found.seconds * (1 + 1e-9) <= 1.01 * best

@@ -88,12 +88,12 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         return
     middle = tap(program.choose(np.zeros(len(alias))), alias)
     flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
-    known = sorted({int(head.layouts[0]) for head in heads if len(head.layouts) == 1})
+    known = np.array(sorted({int(head.layouts[0]) for head in heads if len(head.layouts) == 1}), dtype=np.intp)
     program.dues.append((middle.columns, value.closure[np.ix_(alias, known)].sum(1)))
     free = [head for head in heads if len(head.layouts) > 1]
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in free]
     for head, price in zip(free, prices):
-        price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot be boxed there has infinite dues
+        price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot go there has infinite dues
     if len(free) < 2 or len(heads) == 2:  # two never share a boxing: where both want one layout, alias = that layout
         for head, price in zip(free, prices):
             flow(program, price, middle, head)

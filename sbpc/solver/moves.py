@@ -1,4 +1,4 @@
-"""Steps to better labels: one variable at a time, and spaces in which to look: one axis at all variables, known plans."""
+"""Steps to better labels, one variable at a time; spaces in which to look: one axis everywhere, what plans have."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def one_axis(problem: Problem, labels: Sequence[int], axis: int) -> Space:
 
 
 def nearby(value: Value, kept: list[np.ndarray], *plans: Sequence[int]) -> np.ndarray | None:
-    """The layouts of the ports of `value` under the `kept` labels, and its aliases in `plans`; None if it needs none."""
+    """The layouts at the ports of `value` under `kept` labels, and its aliases in `plans`; None if it has no alias."""
     if not aliased(value):
         return None
     layouts = [value.out[kept[value.producer]], *(wants[kept[at]] for at, wants in slots(value))]

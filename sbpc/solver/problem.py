@@ -17,7 +17,7 @@ SLACK = 1e-12  # relative: costs that differ by less are ties
 
 @dataclass(eq=False)
 class Variable:
-    """What chooses one of its labels: `costs` [labels] in seconds, finite; `digits` [labels, axes], the choice per axis."""
+    """What takes one of its labels: `costs` [labels], finite seconds; `digits` [labels, axes], the choice per axis."""
 
     name: str
     costs: np.ndarray
@@ -109,7 +109,7 @@ def star_seconds(value: Value, labels: Sequence[int]) -> float:
 
 
 def check(problem: Problem) -> None:
-    """Assert that arrays have the sizes and ranges that the dataclasses state (the triangle inequality is not tested)."""
+    """Assert that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
     count = [len(v.costs) for v in problem.variables]
     for variable in problem.variables:
         assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
@@ -121,7 +121,7 @@ def check(problem: Problem) -> None:
         if id(closure) not in checked:
             checked.add(id(closure))
             assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
-            assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure is negative or pays for staying"
+            assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure < 0, or not 0 on the diagonal"
         for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
             assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
             assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"

@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass(eq=False)
 class Share:
-    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts and its charges there."""
+    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts, and charges there."""
 
     price: np.ndarray
     columns: list[np.ndarray]
@@ -60,7 +60,7 @@ class Share:
 
 
 def shares(columns: Sequence[np.ndarray], layouts: int) -> np.ndarray:
-    """By layout: the part that each consumer may be charged if all are charged alike: 1/(m-1), or 1/k if only k < m can want it."""
+    """By layout: what part of the price all may be charged alike: 1/(m-1), or 1/k if only k < m can want it."""
     count = np.zeros(layouts)
     for found in columns:
         count[found] += 1

@@ -13,8 +13,8 @@ from sbpc.solver.problem import Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
 
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
-SMALL = 1_500  # labels and alias layouts left: a program of that size is solved to the end
-NODES = 1_000  # of its search tree
+SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
+NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
@@ -66,7 +66,7 @@ class Search:
             return Solution(self.labels, self.seconds, self.seconds, True)
         bound, exact = messages.bound, False
         if messages.space.size <= SMALL:
-            bound, exact = self.finish(messages.space, NODES)
+            bound, exact = self.finish(messages.space, NODES // max(1, messages.space.size))
         return Solution(self.labels, self.seconds, self.seconds if exact else min(bound, self.seconds), exact)
 
     def close(self, messages: Messages) -> bool:
@@ -91,7 +91,7 @@ class Search:
         return messages
 
     def prune(self, messages: Messages) -> Messages | None:
-        """Drop the labels and alias layouts with which no plan is cheaper than the best known; None: nothing is left."""
+        """Drop labels and alias layouts with which no plan is cheaper than the best known; None: nothing is left."""
         most = min(self.seconds * (1 - TIE), self.cap / 2)
         labels, aliases = list(messages.space.labels), list(messages.space.aliases)
         for (kind, at), bounds in zip(messages.names, messages.bounds()):

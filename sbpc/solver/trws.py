@@ -7,6 +7,7 @@ maps labels to layouts) and costs a boxing, so a message goes labels -> layouts 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ import numpy as np
 
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Share, shares
-
 
 BALANCE = 3  # charges are balanced in every so many sweeps
 
@@ -146,7 +146,7 @@ class Messages:
             branches = [self.edge(value, port(middle, alias), wants) for wants in wanted]
             found += branches
             if self.share and len(wanted) > 2:
-                self.shares[middle] = split(value, alias, wanted, branches, self.cap)
+                self.shares[middle] = charge(value, alias, wanted, branches, self.cap), branches
         return found
 
     def edge(self, value: Value, tail: Port, head: Port) -> Edge:
@@ -268,17 +268,17 @@ def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def split(value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float) -> tuple[Share, list[Edge]]:
-    """Let the edges from an alias to its consumers have charges that begin as equal parts of the price."""
+def charge(value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float) -> Share:
+    """Give the edges from an alias to its consumers charges, which begin as equal parts of the price."""
     layouts = np.unique(np.concatenate([port.layouts for port in wanted]))
     columns = [np.searchsorted(layouts, port.layouts) for port in wanted]
     price = np.minimum(value.closure[np.ix_(alias, layouts)], cap)
     parts = shares(columns, len(layouts))
     charges = [price[:, found] * parts[found] for found in columns]
-    for edge, wants, charge in zip(edges, wanted, charges):
+    for edge, wants, part in zip(edges, wanted, charges):
         edge.shared = edge.last is wants
-        edge.seconds = charge if edge.shared else charge.T
-    return Share(price, columns, charges), edges
+        edge.seconds = part if edge.shared else part.T
+    return Share(price, columns, charges)
 
 
 def port(node: int, layouts: np.ndarray) -> Port:
@@ -314,4 +314,4 @@ def side(edges: list[Edge], ports: list[Port]) -> Side:
     starts = [np.searchsorted(p.at[run], np.arange(len(p.layouts))) for p, run in zip(ports, runs)]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
     offset = [start + labels * number for number, start in enumerate(starts)]
-    return Side(edges, np.concatenate(runs), np.concatenate(offset), list(zip(ends, ends[1:])))
+    return Side(edges, np.concatenate(runs), np.concatenate(offset), list(itertools.pairwise(ends)))

@@ -37,7 +37,6 @@ class Graph:
         """One op on `ins`, [(value, factors)]; returns its values. lin: (inputs, outputs) that may be P together."""
         texts = [text for _, text in ins]
         factors = sorted({f for text in [*texts, *outs] for f in text.split()})
-        summed = [f for f in factors if not all(f in text.split() for text in outs)]
         found = [(("B",) * len(texts), ("B",) * len(outs), None)]
         for f in factors:
             if f not in fix.split() and self.sizes[f] > 1:
@@ -45,8 +44,11 @@ class Graph:
                 to = [text.split().index(f) if f in text.split() else "P" for text in outs]
                 found.append((tuple(at), tuple(to), f))
         for i, o in lin:
-            found.append((tuple("P" if n in i else "B" for n in range(len(texts))), tuple("P" if n in o else "B" for n in range(len(outs))), None))
-        del summed
+            states = [
+                tuple("P" if n in held else "B" for n in range(many))
+                for held, many in ((i, len(texts)), (o, len(outs)))
+            ]
+            found.append((*states, None))
         peak, _, _, launch, memory = KINDS[self.kind]
         names = list(itertools.product(range(len(found)), repeat=len(self.mesh)))
         costs = []
@@ -62,9 +64,9 @@ class Graph:
         at = len(self.variables)
         self.variables.append(Variable(f"op{at}", np.array(costs), np.array(names)))
         for number, (value, text) in enumerate(ins):
-            self.values[value[0]].consumers.append((at, self.port([found_[0][number] for found_ in found], names, value[1])))
-            assert sorted(self.shape(text)) == sorted(self.shape(value[1])), (text, value)
-        return [self.value(at, [found_[1][number] for found_ in found], names, text) for number, text in enumerate(outs)]
+            assert self.shape(text) == self.shape(value[1]), (text, value)
+            self.values[value[0]].consumers.append((at, self.port([s[0][number] for s in found], names, text)))
+        return [self.value(at, [s[1][number] for s in found], names, text) for number, text in enumerate(outs)]
 
     def parameter(self, text: str) -> tuple[int, str]:
         """A weight with a home layout, free to be anywhere."""
@@ -104,7 +106,8 @@ class Graph:
                 a, b = states[axis], to
                 if a == b:
                     continue
-                ring = {(0, 1): 1, (2, 0): 1, (2, 1): 2, (0, 0): 1 / p}.get((max(0, a - dims + 1), max(0, b - dims + 1)), 0)
+                kinds = max(0, a - dims + 1), max(0, b - dims + 1)  # 0: split, 1: broadcast, 2: partial
+                ring = {(0, 1): 1, (2, 0): 1, (2, 1): 2, (0, 0): 1 / p}.get(kinds, 0)
                 rounds = 0 if ring == 0 else 2 * (p - 1) if ring == 2 else p - 1
                 cost = ring * (p - 1) / p * n / wire + rounds * latency
                 seconds[number[states], number[(*states[:axis], to, *states[axis + 1 :])]] = cost
@@ -200,8 +203,8 @@ def main() -> None:
             cpu = time.process_time() - begin
             sizes = [len(v.costs) for v in problem.variables]
             print(
-                f"{kind:6} {p}^{axes} batch {batch:3}  {len(sizes)} variables of {max(sizes)} labels, {len(problem.values)}"
-                f" values of {max(len(v.closure) for v in problem.values)} layouts: {found.seconds * 1e3:.4f} ms,"
+                f"{kind:6} {p}^{axes} batch {batch:3}  {len(sizes)} variables of {max(sizes)} labels,"
+                f" {len(problem.values)} values of {max(len(v.closure) for v in problem.values)} layouts: {found.seconds * 1e3:.4f} ms,"
                 f" gap {found.gap:.4%}{' exact' if found.exact else ''}, {cpu:.2f} s",
                 flush=True,
             )

@@ -1,0 +1,110 @@
+"""Writing a rewritten graph: every op of the old one is copied, or replaced by what its rewrite writes.
+
+A rewrite takes the writer and the arguments of the call, and gives a node, or a tuple of nodes for several results;
+None leaves the op as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import FakeTensorMode
+
+aten = torch.ops.aten
+
+
+class Writer:
+    """The new graph being written, at the place of the node `about` of the old graph."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.graph = Graph()
+        self.about: Any = None
+
+    @property
+    def target(self) -> Any:
+        """The op that is being rewritten."""
+        return self.about.target
+
+    @property
+    def value(self) -> Tensor:
+        """What that op gave."""
+        found: Tensor = self.about.meta["val"]
+        return found
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of that op by name, in the order of its schema, defaults filled in."""
+        schema = self.target._schema.arguments
+        given = {**dict(zip((arg.name for arg in schema), args)), **kwargs}
+        return {arg.name: given.get(arg.name, arg.default_value) for arg in schema}
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """A node of `op` with its value recomputed."""
+        node = self.graph.create_node("call_function", op, args, kwargs, name=str(op._schema.name).split("::")[1])
+        given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        with self.mode, torch.no_grad():
+            return self._described(node, op(*given, **named))
+
+    def part(self, source: Node, at: int) -> Node:
+        """One of the results of an op that gives several."""
+        node = self.graph.create_node("call_function", operator.getitem, (source, at))
+        return self._described(node, source.meta["val"][at])
+
+    def _described(self, node: Node, value: Any) -> Node:
+        node.meta = {**self.about.meta, "val": value}
+        return node
+
+
+def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> GraphModule:
+    """The graph with the ops that `rewrites` names rewritten and dead code removed; `gm` stays as it was."""
+    new: dict[Node, Any] = {}
+    writer = Writer(_mode(gm))
+    for node in gm.graph.nodes:
+        rewrite = rewrites.get(node.target)
+        if rewrite is not None:
+            writer.about = node
+            args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
+            new[node] = rewrite(writer, *args, **kwargs)
+        if new.get(node) is None:
+            new[node] = writer.graph.node_copy(node, new.__getitem__)
+    _erase_dead(writer.graph)
+    result = GraphModule(gm, writer.graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _erase_dead(graph: Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def _mode(gm: GraphModule) -> FakeTensorMode:
+    return next(node.meta["val"].fake_mode for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+
+
+def permute(write: Writer, x: Node, dims: Sequence[int]) -> Node:
+    """Permutations of permutations become one; the identity goes."""
+    order = [dim % len(dims) for dim in dims]
+    if x.target is aten.permute.default:
+        inner: Any = x.args[1]
+        x, order = x.args[0], [inner[dim] for dim in order]  # type: ignore[assignment]
+    return x if order == sorted(order) else write.call(aten.permute.default, x, order)
+
+
+def view(write: Writer, x: Node, size: Sequence[int]) -> Node:
+    """Sizes without -1; a view that leads back to an earlier shape is that earlier value."""
+    shape = list(write.value.shape)
+    source: Any = x
+    while list(source.meta["val"].shape) != shape:
+        if source.target is not aten.view.default:
+            return write.call(aten.view.default, x, shape)
+        source = source.args[0]
+    return source

@@ -1,0 +1,159 @@
+"""assign on graphs: equal to trying everything, pins kept or refused, deterministic, homes of gradients."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.measure import measure
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign import Space
+from sbpc.passes.box import box
+from sbpc.passes.capture import capture
+from sbpc.passes.normalize import normalize
+from sbpc.plan import results
+from tests import models
+
+STEPS = ("mm", "gelu", "add", "self mm", "split", "sum", "t")
+
+
+class Drawn(nn.Module):
+    """A few ops on one or two inputs, drawn as a list of (op, operand, operand)."""
+
+    def __init__(self, program: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        values = [x, y]
+        for op, a, b in self.program:
+            left, right = values[a % len(values)], values[b % len(values)]
+            if op == "mm":
+                values.append(left @ right)
+            elif op == "gelu":
+                values.append(torch.nn.functional.gelu(left))
+            elif op == "add":
+                values.append(left + right)
+            elif op == "self mm":
+                values.append(left @ left)
+            elif op == "split":
+                values.append(torch.cat(torch.split(left, left.shape[0] // 2)[::-1]))
+            elif op == "sum":
+                values.append(left.sum(0, keepdim=True) + right)
+            else:
+                values.append(left.t())
+        return tuple(values[-2:])
+
+
+def spaces(program: list[tuple[str, int, int]], mesh: Mesh, size: int = 12) -> Space:
+    """The solver's space of a drawn program (forward alone); inputs and outputs whole."""
+    args = torch.randn(size, size), torch.randn(size, size)
+    gm = annotate(normalize(capture(Drawn(program), args, train=False)))
+    from sbpc.api import placeholder_wishes
+
+    return Space(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
+
+
+def seconds_of(space: Space, labels: list[int]) -> float:
+    """What the boxed graph of an assignment costs, measured on the graph and not by the solver."""
+    return measure(box(space.gm, space.assignment(labels), space.mesh), space.mesh, None, 0.0).seconds
+
+
+def program(length: int) -> Any:
+    """A strategy for programs."""
+    step = st.tuples(st.sampled_from(STEPS), st.integers(0, 5), st.integers(0, 5))
+    return st.lists(step, min_size=1, max_size=length)
+
+
+@pytest.mark.parametrize(("sizes", "length", "limit"), [({"x": 2}, 5, 20_000), ({"x": 3}, 5, 20_000), ({"x": 2, "y": 2}, 2, 20_000)], ids=str)
+def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, limit: int) -> None:
+    tried = 0
+
+    @settings(max_examples=25)
+    @given(program(length))
+    def run(drawn: list[tuple[str, int, int]]) -> None:
+        nonlocal tried
+        mesh = Mesh(**sizes)
+        space = spaces(drawn, mesh)
+        counts = [len(choices) for choices in space.choices]
+        total = 1
+        for count in counts:
+            total *= count
+        if total > limit:
+            return
+        tried += 1
+        best = min(seconds_of_labels(space, labels) for labels in itertools.product(*map(range, counts)))
+        assignment, bound = space.solve()
+        found = measure(box(space.gm, assignment, mesh), mesh, None, bound)
+        assert found.seconds == pytest.approx(best, rel=1e-9, abs=1e-30)
+        assert bound <= best * (1 + 1e-9) + 1e-30
+
+    run()
+    assert tried >= 5, "hardly any program was small enough to be enumerated"
+
+
+def seconds_of_labels(space: Space, labels: tuple[int, ...]) -> float:
+    """The objective, by the definition: label costs and the cheapest star of every value, over plain Python numbers."""
+    seconds = sum(float(v.costs[label]) for v, label in zip(space.variables, labels))
+    for value in space.values:
+        source = value.out[labels[value.producer]]
+        wanted = {int(wants[labels[at]]) for at, wants in value.consumers}
+        seconds += min(
+            value.closure[source, alias] + sum(value.closure[alias, target] for target in wanted if target != alias)
+            for alias in range(len(value.closure))
+        )
+    return seconds
+
+
+def test_objective_is_what_the_boxed_graph_costs() -> None:
+    model, args = models.mlp()
+    mesh = Mesh(x=2, y=2)
+    plan = sbpc.plan(model, args, mesh)
+    space = Space(plan.graph, mesh, {}, {})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        labels = [int(torch.randint(len(choices), (), generator=generator)) for choices in space.choices]
+        assert seconds_of(space, labels) == pytest.approx(seconds_of_labels(space, tuple(labels)), rel=1e-9)
+
+
+def test_gradients_land_in_their_parameters_home() -> None:
+    model, args = models.gpt2(layers=1)
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2), pin={"*.up.weight": "S(0)@x"})
+    for port, node, layout in zip(plan.ports.outputs, results(plan.graph), plan.assignment.outputs):
+        if port.kind == "gradient":
+            assert node is not None and layout == plan.layout(port.name)
+
+
+def test_pin_of_a_column_and_row_pair_needs_one_all_reduce_each_way() -> None:
+    model, args = models.mlp()
+    plan = sbpc.plan(model, args, Mesh(tensor=2), pin={"ups.*.weight": "S(0)@tensor", "downs.*.weight": "S(1)@tensor"})
+    assert str(plan.layout("ups.0.weight")) == "[S(0)]" and str(plan.layout("downs.0.weight")) == "[S(1)]"
+
+
+def test_pin_with_an_order_of_splits_is_kept() -> None:
+    model, args = models.mlp()
+    plan = sbpc.plan(model, args, Mesh(data=2, tensor=2), pin={"ups.0.weight": "S(0)@tensor>data"})
+    assert str(plan.layout("ups.0.weight")) == "[S(0), S(0)] S(0)@tensor>data"
+
+
+def test_plan_is_the_same_in_every_process() -> None:
+    script = "import sys, torch, sbpc; from tests import models; torch.manual_seed(0); m, a = models.gpt2(layers=1); p = sbpc.plan(m, a, sbpc.Mesh(x=2, y=2)); p.save(sys.argv[1]); print(open(sys.argv[1]).read().splitlines()[0])"
+    found = []
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        path = f"/tmp/sbpc-plan-{os.getpid()}-{seed}"
+        run = subprocess.run([sys.executable, "-c", script, path], env=environment, capture_output=True, text=True, timeout=120, check=True)
+        os.unlink(path)
+        found.append(run.stdout)
+    assert found[0] == found[1]

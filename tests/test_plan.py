@@ -1,0 +1,260 @@
+"""Plans: refused input, cost as numbers and as a formula, memory limits, and files that carry no code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Cluster, Mesh
+from sbpc.errors import CaptureError, MemoryLimitError, MeshError, PinError, PlanError
+from tests import models
+from tests.compare import largest_error
+from tests.test_golden import TwoLayers
+
+H100 = Mesh(data=4, tensor=4, cluster="h100")
+
+
+def refused(kind: type[Exception], call: Any) -> str:
+    """The message of the error that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def two_layers(**options: Any) -> Any:
+    """A call that plans two layers with these options."""
+    mesh = options.pop("mesh", Mesh(tensor=2))
+    return lambda: sbpc.plan(TwoLayers(), (torch.randn(6, 8),), mesh, **options)
+
+
+PINS = [
+    ({"upp.weight": "S(0)"}, "pin 'upp.weight' matches no parameter and no value\n  The closest names are up.weight, down.weight, permute."),
+    (
+        {"up.weight": "S(2)"},
+        "pin 'up.weight': 'S(2)': the tensor has no dim 2\n  %up_weight : f32[16, 8] = placeholder\n  Its dims are 0 to 1.",
+    ),
+    (
+        {"up.weight": "S(0)", "*.weight": "S(1)"},
+        "two pins of %up_weight disagree on axis 'tensor': S(0) and S(1)\n  pin 'up.weight': 'S(0)'\n  pin '*.weight': 'S(1)'\n  Remove one of them.",
+    ),
+    ({"up.weight": "Q"}, "pin 'up.weight': 'Q': 'Q' is not a state\n  A state is S(dim), B, P, P(max) or P(min)."),
+    ({"up.weight": "S(0)@z"}, "pin 'up.weight': 'S(0)@z': the mesh has no axis 'z'\n  Its axes are tensor."),
+    (
+        {"up.weight": "P"},
+        "pin 'up.weight': 'P' cannot be met\n  %up_weight : f32[16, 8] = placeholder\n  It can be left in [B], [S(0)], [S(1)].",
+    ),
+    ({"x": "S(0)"}, "pin 'x': 'S(0)' pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."),
+]
+
+
+@pytest.mark.parametrize(("pins", "message"), PINS, ids=[str(pins) for pins, _ in PINS])
+def test_pins_that_cannot_be_met_are_refused_with_the_reason(pins: dict[str, str], message: str) -> None:
+    assert refused(PinError, two_layers(pin=pins)) == message
+
+
+def test_pin_of_a_dim_with_fewer_elements_than_ranks_names_both() -> None:
+    assert refused(PinError, two_layers(pin={"up.weight": "S(1)"}, mesh=Mesh(tensor=16))) == (
+        "pin 'up.weight': 'S(1)': dim 1 of (16, 8) cannot be split over axis 'tensor': 8 elements, 16 ranks\n"
+        "  %up_weight : f32[16, 8] = placeholder\n"
+        "  Pin another dim, or pad it to a multiple of the axis."
+    )
+
+
+def test_bare_pin_needs_a_mesh_of_one_axis() -> None:
+    assert refused(PinError, two_layers(pin={"up.weight": "S(0)"}, mesh=Mesh(data=2, tensor=2))) == (
+        "pin 'up.weight': 'S(0)': 'S(0)' names no axis\n  Say which: S(0)@tensor."
+    )
+
+
+def test_a_tied_parameter_is_pinned_under_any_of_its_names() -> None:
+    model, args = models.gpt2(layers=1, tied=True)
+    plan = sbpc.plan(model, args, Mesh(x=2))
+    (other, first), *_ = plan.ports.tied.items()
+    assert sbpc.plan(model, args, Mesh(x=2), pin={other: "S(0)"}).layout(first).states == (sbpc.S(0),)
+    message = refused(PinError, lambda: sbpc.plan(model, args, Mesh(x=2), pin={other: "S(0)", first: "S(1)"}))
+    assert message.startswith("two pins of %") and "disagree on axis 'x': S(0) and S(1)" in message
+
+
+def test_data_dependent_branch_names_the_users_line() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum() > 0:
+                return x
+            return -x
+
+    message = refused(CaptureError, lambda: sbpc.plan(Branch(), (torch.randn(3),), Mesh(x=2)))
+    assert 'test_plan.py", line' in message and "in forward" in message and "if x.sum() > 0:" in message
+
+
+MESHES: list[tuple[Any, str]] = [
+    (lambda: Mesh(), "a mesh of 0 axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4)."),
+    (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
+    (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
+    (lambda: Mesh(x=2, cluster="h1000"), "no cluster is called 'h1000'\n  Known are ideal, h100; load others with Cluster.load."),
+    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number, positive."),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MESHES, ids=[message.splitlines()[0] for _, message in MESHES])
+def test_malformed_meshes_are_refused(call: Any, message: str) -> None:
+    assert refused(MeshError, call) == message
+
+
+def test_cluster_files_are_read_back_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    H100.cluster.save(path)
+    assert Cluster.load(path) == H100.cluster
+    figures = json.loads(path.read_text())
+    for broken in ({**figures, "peak": "fast"}, {**figures, "inter_bandwidth": -1}, {"name": "x"}, [1], {**figures, "speed": 3}):
+        path.write_text(json.dumps(broken))
+        refused(MeshError, lambda: Cluster.load(path))
+
+
+def test_what_plan_cannot_do_is_refused() -> None:
+    assert "no optimizer 'lion' is known" in refused(sbpc.SbpcError, two_layers(optimizer="lion"))
+    assert "no objective 'joy' is known" in refused(sbpc.SbpcError, two_layers(objective="joy"))
+    assert "symbolic dims (dynamic=)" in refused(sbpc.SbpcError, two_layers(dynamic={"b": 0}))
+    assert "inputs= has 2 layouts for 1 tensors" in refused(PinError, two_layers(inputs=["B", "B"]))
+    assert "[P] cannot be stored" in refused(PinError, two_layers(outputs=["P"]))
+    assert "the mesh is a int" in refused(sbpc.SbpcError, two_layers(mesh=4))
+
+
+def test_unknown_names_and_ranks_are_refused() -> None:
+    plan = two_layers()()
+    assert refused(PlanError, lambda: plan.layout("up.weigh")).startswith("the plan has no parameter and no value 'up.weigh'")
+    assert refused(PlanError, lambda: plan.local_at(2)) == "rank 2 of a mesh of 2 ranks\n  Ranks are 0 to 1."
+
+
+@pytest.mark.parametrize("mesh", [Mesh(x=3), Mesh(data=2, tensor=2), H100, Mesh(a=2, b=2, c=2, cluster="h100")], ids=repr)
+@pytest.mark.parametrize("net", ["mlp", "resnet"])
+def test_formula_of_the_cost_gives_its_seconds(net: str, mesh: Mesh) -> None:
+    model, args = getattr(models, net)(batch=10)
+    cost = sbpc.plan(model, args, mesh).cost
+    assert isinstance(cost.expr, sympy.Expr) and cost.expr.free_symbols <= set(cost.symbols.values())
+    assert cost.subs() == pytest.approx(cost.seconds, rel=1e-9)
+    numbers = {cost.symbols[name]: value for name, value in cost.numbers.items()}
+    finite = {symbol: sympy.oo if value == float("inf") else sympy.Float(value, 30) for symbol, value in numbers.items()}
+    assert float(cost.expr.subs(finite)) == pytest.approx(cost.seconds, rel=1e-9)
+    assert cost.seconds == cost.compute_seconds + cost.comm_seconds
+    refused(KeyError, lambda: cost.subs(nothing=1.0))
+
+
+def test_formula_of_data_parallelism_is_the_textbook_one() -> None:
+    x = torch.randn(96, 8)
+    plan = sbpc.plan(TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "B"}, inputs=["S(0)"], outputs=["S(0)"])
+    p, bandwidth = plan.cost.symbols["data"], plan.cost.symbols["bandwidth_data"]
+    latency = plan.cost.symbols["latency_data"]
+    communicated = sum(term for term in plan.cost.expr.as_ordered_terms() if term.has(bandwidth) or term.has(latency))
+    expected = 2 * (2 * (p - 1) * latency + 2 * (p - 1) / p * 16 * 8 * 4 / bandwidth)
+    assert sympy.simplify(communicated - expected) == 0
+
+
+def test_shared_links_are_slower_for_axes_that_leave_a_node() -> None:
+    mesh = Mesh(data=4, tensor=4, pipe=2, cluster="h100")  # 8 ranks a node: tensor and pipe fit into one
+    cluster = mesh.cluster
+    assert mesh.link((2,)) == mesh.link((1,)) == mesh.link((1, 2)) == (cluster.intra_latency, cluster.intra_bandwidth)
+    assert mesh.link((0,)) == (cluster.inter_latency, cluster.inter_bandwidth / 8)
+    assert mesh.link((0, 1)) == (cluster.inter_latency, cluster.inter_bandwidth / 2)
+
+
+def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:
+    model, args = models.mlp(batch=12)
+    free = sbpc.plan(model, args, Mesh(x=4), pin={})
+    least = 0
+    for share in (1.0, 0.9, 0.8, 0.7):
+        limit = free.cost.memory["total"] * share
+        try:
+            plan = sbpc.plan(model, args, Mesh(x=4), memory=limit)
+        except MemoryLimitError as error:
+            assert "more than the limit of" in str(error) and "the largest tensors: %" in str(error)
+            break
+        assert plan.cost.memory["total"] <= limit
+        assert plan.cost.seconds >= free.cost.seconds * (1 - 1e-9)
+        assert largest_error(plan, model, args) <= 1e-4
+        least += 1
+    assert least >= 1
+    assert "more than the limit of 10" in refused(MemoryLimitError, lambda: sbpc.plan(model, args, Mesh(x=4), memory=10))
+
+
+def test_spread_stores_everything_once() -> None:
+    plan = sbpc.plan(nn.Linear(16, 16, bias=False), (torch.randn(16, 16),), Mesh(x=2, y=2), train=False, spread=True, objective="bytes")
+    for name in ("weight", "input_1"):
+        assert all(isinstance(state, sbpc.S) for state in plan.layout(name).states)
+    assert all(isinstance(state, sbpc.S) for state in plan.assignment.outputs[0].states)  # type: ignore[union-attr]
+
+
+def test_saved_plan_is_read_back_whole(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    for net in ("gpt2", "vgg", "dict_output"):
+        model, args = getattr(models, net)()
+        plan = sbpc.plan(model, args, Mesh(x=2, y=2))
+        plan.save(tmp_path / "plan")
+        read = sbpc.load(tmp_path / "plan")
+        assert str(read) == str(plan) and read.mesh == plan.mesh and read.layouts == plan.layouts
+        assert read.local.code == plan.local.code
+        assert read.verify() == plan.verify()
+        assert largest_error(read, model, args) <= 1e-10
+
+
+def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
+    model, args = models.mlp()
+    path, broken = tmp_path / "plan", tmp_path / "broken"
+    sbpc.plan(model, args, Mesh(x=2)).save(path)
+    data = path.read_bytes()
+    generator = random.Random(0)
+    for _ in range(100):
+        at = generator.randrange(len(data))
+        kind = generator.randrange(3)
+        if kind == 0:
+            changed = data[:at]
+        elif kind == 1:
+            changed = data[:at] + bytes([data[at] ^ (1 << generator.randrange(8))]) + data[at + 1 :]
+        else:
+            changed = data[:at] + b"x" + data[at:]
+        broken.write_bytes(changed)
+        refused(PlanError, lambda: sbpc.load(broken))
+    refused(PlanError, lambda: sbpc.load(tmp_path / "nothing"))
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("target", lambda body: body["graph"][-2].update(target="os.system")),
+    ("namespace", lambda body: body["graph"][-2].update(target="builtins.eval.default")),
+    ("kind", lambda body: body["graph"][-2].update(op="call_module")),
+    ("attribute", lambda body: body["graph"][-2].update(target="aten.__class__.default")),
+    ("choices", lambda body: body["choices"].clear()),
+    ("argument", lambda body: body["graph"][-2].update(args=[{"torch": "load"}])),
+    ("layout", lambda body: body.update(outputs=["[Q]"])),
+    ("mesh", lambda body: body.update(mesh=[["x", 0]])),
+    ("forward reference", lambda body: body["graph"].reverse()),
+]
+
+
+@pytest.mark.parametrize(("what", "change"), HOSTILE, ids=[what for what, _ in HOSTILE])
+def test_file_with_a_good_checksum_and_bad_content_is_refused(tmp_path: Path, what: str, change: Any) -> None:
+    model, args = models.mlp()
+    path = tmp_path / "plan"
+    sbpc.plan(model, args, Mesh(x=2)).save(path)
+    head, body = path.read_text().splitlines()
+    content = json.loads(body)
+    change(content)
+    body = json.dumps(content)
+    path.write_text(json.dumps(json.loads(head) | {"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body + "\n")
+    refused(PlanError, lambda: sbpc.load(path))
+
+
+def test_nothing_is_allocated_for_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 15, 1 << 16), nn.ReLU(), nn.Linear(1 << 16, 1 << 15))  # 17 GB of weights
+        args = (torch.empty(1 << 14, 1 << 15),)
+    plan = sbpc.plan(model, args, H100)
+    assert plan.cost.flops == pytest.approx(plan.cost.flops_one_device / 16, rel=0.05)
+    refused(PlanError, lambda: sbpc.simulate(plan, model, args))
