@@ -63,7 +63,9 @@ def annotate_call(node: Node, notes: list[str]) -> None:
     found = match(node.target, args, dict(kwargs), value) if isinstance(node.target, OpOverload) else None
     if found is None:
         size = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
-        notes.append(f"{node.name}: no rule for {node.target}, so every rank computes all of it ({size:,} bytes of results)")
+        notes.append(
+            f"{node.name}: no rule for {node.target}, so every rank computes all of it ({size:,} bytes of results)"
+        )
         return set_candidates(node, of_replicated(len(inputs), len(outputs)))
     node.meta["match"] = found
     dtypes = tuple(tuple(getattr(v, "dtype", None) for v in values) for values in (inputs, outputs))

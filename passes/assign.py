@@ -26,7 +26,9 @@ HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
 """Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
 
 
-def assign(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> tuple[Assignment, float]:
+def assign(
+    gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
+) -> tuple[Assignment, float]:
     """The cheapest assignment and a lower bound on the seconds of any.
 
     Before: candidates on every node. After: a choice for every node, an alias layout for every value, a layout for
@@ -68,12 +70,16 @@ class Space:
         held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state); see `kept`.
         """
         variables = [
-            replace(variable, costs=variable.costs + price * held[variable.name] * self.bytes_of(at)) if held and variable.name in held else variable
+            replace(variable, costs=variable.costs + price * held[variable.name] * self.bytes_of(at))
+            if held and variable.name in held
+            else variable
             for at, variable in enumerate(self.variables)
         ]
         solution = solve(Problem(variables, self.values))
         if not np.isfinite(solution.seconds):
-            raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
+            raise LayoutError(
+                "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
+            )
         return self.assignment(solution.labels), solution.lower_bound
 
     def bytes_of(self, at: int) -> np.ndarray:
@@ -81,7 +87,10 @@ class Space:
         total = np.zeros(len(self.choices[at]))
         for index, column in enumerate(self.outs[at]):
             shape, itemsize = shape_of(self.nodes[at], index)
-            total += [itemsize * float(np.prod(layout.local_shape(shape, self.mesh.sizes, (0,) * len(self.mesh.sizes)))) for layout in column]
+            total += [
+                itemsize * float(np.prod(layout.local_shape(shape, self.mesh.sizes, (0,) * len(self.mesh.sizes))))
+                for layout in column
+            ]
         return total
 
     def add_node(self, node: Node, wish: Wish | None) -> None:
@@ -121,7 +130,12 @@ class Space:
                 allowed = self.allowed_outputs(node, wishes.get(at))
                 reader = len(self.variables)
                 self.choices.append(tuple(stored(layout) for layout in allowed))
-                digits = np.array([[state.dim + 1 if isinstance(state, Split) else 0 for state in layout.states] for layout in allowed])
+                digits = np.array(
+                    [
+                        [state.dim + 1 if isinstance(state, Split) else 0 for state in layout.states]
+                        for layout in allowed
+                    ]
+                )
                 self.variables.append(Variable(f"output {at}", np.zeros(len(allowed)), digits))
                 self.ins.append([])
                 self.outs.append([allowed])
@@ -138,7 +152,9 @@ class Space:
         found = [choice.output(0, self.mesh.axes) for choice in of_stored(shape).choices(self.mesh.sizes)]
         found = [layout for layout in found if wish.admits(layout)]
         if not found:
-            raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout."))
+            raise PinError(
+                at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout.")
+            )
         return found
 
     def add_value(self, key: tuple[Node, int], readers: list[tuple[int, list[Layout]]]) -> None:
@@ -192,7 +208,9 @@ class Table:
         flops = float(np.prod(shape_of(node, 0)[0])) if match is None else match.flops(local)
         moved = np.zeros(len(self.choices))
         for (itemsize, shape), column in zip(tensors_of(node), (*self.ins, *self.outs)):
-            held = {layout: float(np.prod(layout.local_shape(shape, mesh.sizes, first))) for layout in dict.fromkeys(column)}
+            held = {
+                layout: float(np.prod(layout.local_shape(shape, mesh.sizes, first))) for layout in dict.fromkeys(column)
+            }
             moved += itemsize * np.array([held[layout] for layout in column])
         cluster = mesh.cluster
         seconds = kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
@@ -225,11 +243,15 @@ def refusal(node: Node, wish: Wish, table: Table, mesh: Mesh) -> str:
     offered = list(dict.fromkeys(str(layout) for layout in table.outs[0]))
     for axis, state in wish.states:
         if isinstance(state, Split) and state.dim >= len(shape):
-            return at_node(f"{wish.reason}: the tensor has no dim {state.dim}", node, f"Its dims are 0 to {len(shape) - 1}.")
+            return at_node(
+                f"{wish.reason}: the tensor has no dim {state.dim}", node, f"Its dims are 0 to {len(shape) - 1}."
+            )
         if isinstance(state, Split) and not may_cut(shape[state.dim], (mesh.sizes[axis],), False, True):
             what = f"dim {state.dim} of {tuple(shape)} cannot be split over axis {mesh.axes[axis]!r}"
             why = f"{shape[state.dim]} elements, {mesh.sizes[axis]} ranks"
-            return at_node(f"{wish.reason}: {what}: {why}", node, "Pin another dim, or pad it to a multiple of the axis.")
+            return at_node(
+                f"{wish.reason}: {what}: {why}", node, "Pin another dim, or pad it to a multiple of the axis."
+            )
     more = ", ..." if len(offered) > 8 else ""
     return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")
 
@@ -249,6 +271,10 @@ def kept(gm: GraphModule, copies: int) -> dict[str, float]:
             for operand in operands(node):
                 producer, _ = value_of(operand)
                 match = producer.meta.get("match")
-                if producer.op == "call_function" and producer.meta.get("phase") != "backward" and not (match and match.view):
+                if (
+                    producer.op == "call_function"
+                    and producer.meta.get("phase") != "backward"
+                    and not (match and match.view)
+                ):
                     found[producer.name] = 1.0
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -82,11 +83,12 @@ class Boxer:
         copy, key = self.copies[node], value_of(node)
         if copy.meta["sbp"] == layout:
             return copy
-        made = self.made.get((*key, layout))
+        place = (*key, layout)
+        made = self.made.get(place)
         if made is None:
             alias = self.assignment.aliases[key[0].name, key[1]]
             source = copy if layout == alias else self.at(node, alias, reader)
-            made = self.made[(*key, layout)] = self.walk(source, layout, node, reader or node)
+            made = self.made[place] = self.walk(source, layout, node, reader or node)
         return made
 
     def walk(self, source: Node, layout: Layout, node: Node, reader: Node) -> Node:
@@ -94,6 +96,8 @@ class Boxer:
         value = node.meta["val"]
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
             source = self.graph.create_node("call_function", boxing, (source, str(step)), name=f"box_{node.name}")
-            about = {key: reader.meta[key] for key in ("phase", "stack_trace", "module") if key in reader.meta}
+            about: dict[str, Any] = {
+                key: reader.meta[key] for key in ("phase", "stack_trace", "module") if key in reader.meta
+            }
             source.meta = {"val": value, "sbp": step.after, "step": step, **about}
         return source

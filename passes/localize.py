@@ -71,7 +71,9 @@ class Localizer:
         """The local node with the meta of the node that it stands for."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        local.meta = {key: node.meta[key] for key in ("phase", "stack_trace", "module", "sbp", "choice") if key in node.meta}
+        local.meta = {
+            key: node.meta[key] for key in ("phase", "stack_trace", "module", "sbp", "choice") if key in node.meta
+        }
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -98,7 +100,11 @@ class Localizer:
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.local[n])
-        offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in choice.cuts().items() if factor in match.shifts}
+        offsets = {
+            factor: self.offset(match.sizes[factor], axes)
+            for factor, axes in choice.cuts().items()
+            if factor in match.shifts
+        }
         made = match.localize(self.call, args, kwargs, local, offsets)
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 

@@ -22,6 +22,7 @@ from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import Space, kept
 from sbpc.passes.box import box
+from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
 from sbpc.passes.normalize import normalize
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
@@ -32,6 +33,7 @@ log = logging.getLogger("sbpc")
 REWRITER = Rewriter(box, localize, verify, codec.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
+    ("lift", lift, verify_captured),
     ("annotate", annotate, verify_annotated),
 )
 
@@ -76,7 +78,14 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
     return gm
 
 
-def finish(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], options: dict[str, Any], stages: Stages) -> Plan:
+def finish(
+    gm: GraphModule,
+    mesh: Mesh,
+    wishes: Mapping[str, Wish],
+    outputs: Mapping[int, Wish],
+    options: dict[str, Any],
+    stages: Stages,
+) -> Plan:
     """From the annotated graph to the plan; the boxed and local graphs are made on first use, or here when dumping.
 
     Raises MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
@@ -136,19 +145,24 @@ def shortage(plan: Plan, limit: float) -> str:
     sizes = {
         node.name: local_bytes(node, plan.mesh)
         for node in plan.boxed.graph.nodes
-        if node.op in ("placeholder", "call_function") and "sbp" in node.meta and not isinstance(node.meta["sbp"], tuple)
+        if node.op in ("placeholder", "call_function")
+        and "sbp" in node.meta
+        and not isinstance(node.meta["sbp"], tuple)
     }
     most = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
     held = ", ".join(f"%{name} {sizes[name]:,}" for name in most)
     parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
+    over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
     return (
-        f"the step needs at least {memory['total']:,} bytes a rank, {memory['total'] - int(limit):,} more than the limit of {int(limit):,}\n"
+        f"the step needs at least {memory['total']:,} bytes a rank, {over}\n"
         f"  of which {parts}; the largest tensors: {held}\n"
         "  Give more memory, more ranks or a smaller batch."
     )
 
 
-def make_plan(gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: dict[str, Any], stages: Stages) -> Plan:
+def make_plan(
+    gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: dict[str, Any], stages: Stages
+) -> Plan:
     """The plan of an assignment, checked; `meta["sbp"]` of its graph mirrors the chosen layouts."""
     with stages.timed("verify"):
         verify_assigned(gm, assignment, mesh)
@@ -168,5 +182,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     from math import inf
 
     free = replace(mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, efficiency=())
-    links = replace(free, intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0, ranks_per_node=1 << 30)
+    links = replace(
+        free, intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0, ranks_per_node=1 << 30
+    )
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))

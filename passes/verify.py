@@ -44,7 +44,9 @@ def verify_captured(gm: GraphModule) -> int:
     ports = gm.meta["ports"]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     output = gm.graph.output_node()
-    require(len(placeholders) == len(ports.inputs), f"{len(placeholders)} placeholders, {len(ports.inputs)} ports", output)
+    require(
+        len(placeholders) == len(ports.inputs), f"{len(placeholders)} placeholders, {len(ports.inputs)} ports", output
+    )
     require(len(results(gm)) == len(ports.outputs), f"{len(results(gm))} outputs, {len(ports.outputs)} ports", output)
     edges = 0
     for node in gm.graph.nodes:
@@ -55,7 +57,11 @@ def verify_captured(gm: GraphModule) -> int:
     for port, node in zip(ports.outputs, results(gm)):
         home = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}.get(port.kind)
         if home is not None and node is not None:
-            require(node.meta["val"].shape == shapes[home, port.name], f"the {port.kind} of {port.name} has another shape", node)
+            require(
+                node.meta["val"].shape == shapes[home, port.name],
+                f"the {port.kind} of {port.name} has another shape",
+                node,
+            )
     return edges
 
 
@@ -82,15 +88,24 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
             continue
         require(node.name in assignment.choices, "a node without a choice", node)
         choice, candidates = assignment.choices[node.name], node.meta["candidates"]
-        require(all(s in candidates.signatures for s in choice.signatures), f"{choice} is not among the candidates", node)
+        require(
+            all(s in candidates.signatures for s in choice.signatures), f"{choice} is not among the candidates", node
+        )
         require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
-    homes = {port.name: assignment.choices[node.name].output(0, mesh.axes) for port, node in zip(gm.meta["ports"].inputs, gm.graph.nodes)}
+    homes = {
+        port.name: assignment.choices[node.name].output(0, mesh.axes)
+        for port, node in zip(gm.meta["ports"].inputs, gm.graph.nodes)
+    }
     for port, node, layout in zip(gm.meta["ports"].outputs, results(gm), assignment.outputs):
         if node is None:
             continue
         require(layout is not None and not layout.partial, f"an output is left in {layout}", node)
         if port.kind == GRADIENT:
-            require(layout == homes[port.name], f"the gradient of {port.name} is left in {layout}, its home is {homes[port.name]}", node)
+            require(
+                layout == homes[port.name],
+                f"the gradient of {port.name} is left in {layout}, its home is {homes[port.name]}",
+                node,
+            )
 
 
 def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
@@ -127,7 +142,9 @@ class ShapeCheck(Interpreter):
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 self.env[node] = torch.empty_like(getattr(self.module, str(node.target)), device="meta")
-        inputs = [torch.empty_like(node.meta["val"], device="meta") for node in self.graph.nodes if node.op == "placeholder"]
+        inputs = [
+            torch.empty_like(node.meta["val"], device="meta") for node in self.graph.nodes if node.op == "placeholder"
+        ]
         self.run(*inputs, initial_env=dict(self.env), enable_io_processing=False)
         return self.edges
 
@@ -148,5 +165,9 @@ class ShapeCheck(Interpreter):
             raise VerifyError(at_node(f"a local op fails on its shapes: {error}", n, REPORT)) from error
         expected = n.meta.get("local_shape")
         if expected is not None:
-            require(tuple(value.shape) == tuple(expected), f"shape {tuple(value.shape)}, its layout gives {tuple(expected)}", n)
+            require(
+                tuple(value.shape) == tuple(expected),
+                f"shape {tuple(value.shape)}, its layout gives {tuple(expected)}",
+                n,
+            )
         return value

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sbpc._compat import register_process_group, unregister_process_group
 from sbpc.errors import MeshError
@@ -37,7 +38,9 @@ def check_ranks(mesh: Mesh) -> None:
     """Raise MeshError unless there is one process for every rank of the mesh."""
     there = dist.get_world_size() if dist.is_initialized() else 1
     if there != mesh.ranks:
-        raise MeshError(f"{mesh} needs {mesh.ranks} ranks, there are {there}\n  Run under torchrun --nproc-per-node {mesh.ranks}.")
+        raise MeshError(
+            f"{mesh} needs {mesh.ranks} ranks, there are {there}\n  Run under torchrun --nproc-per-node {mesh.ranks}."
+        )
 
 
 def bind(mesh: Mesh) -> None:
@@ -68,10 +71,10 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-meshes: dict[tuple[Mesh, str], dist.DeviceMesh] = {}
+meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
 
 
-def device_mesh(mesh: Mesh, kind: str) -> dist.DeviceMesh:
+def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     """The torch DeviceMesh of a mesh, made once."""
     if (mesh, kind) not in meshes:
         meshes[mesh, kind] = mesh.device_mesh(kind)

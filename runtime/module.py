@@ -47,7 +47,9 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
     groups.bind(plan.mesh)
     tensors = bind.stored(plan, model)
     if any(tensor.is_meta for tensor in tensors.values()):
-        raise PlanError("the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu').")
+        raise PlanError(
+            "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
+        )
     result = skeleton(model)
     names = {port: node.name for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
     placed: dict[str, Any] = {}
@@ -59,7 +61,11 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
     fill(result, model, placed, plan, where)
     runner = Runner(plan, result, EXECUTORS[executor], where)
     cls = type(model)
-    result.__class__ = type(f"Parallel{cls.__name__}", (cls,), {"forward": lambda self, *a, **k: runner.step(a, k), "__module__": cls.__module__})
+    result.__class__ = type(
+        f"Parallel{cls.__name__}",
+        (cls,),
+        {"forward": lambda self, *a, **k: runner.step(a, k), "__module__": cls.__module__},
+    )
     return result
 
 
@@ -99,7 +105,11 @@ def distribute(tensor: Tensor, layout: Layout, mesh: Mesh, where: torch.device) 
     local = layout.shard(tensor.detach(), mesh.sizes, mesh.coordinates(dist.get_rank())).clone().to(where)
     stride = contiguous_stride(tensor.shape)
     held = DTensor.from_local(
-        local.contiguous(), groups.device_mesh(mesh, where.type), placements(layout, mesh.sizes), shape=tensor.shape, stride=stride
+        local.contiguous(),
+        groups.device_mesh(mesh, where.type),
+        placements(layout, mesh.sizes),
+        shape=tensor.shape,
+        stride=stride,
     )
     return nn.Parameter(held, requires_grad=tensor.requires_grad)
 
@@ -125,7 +135,9 @@ def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:
 class Runner:
     """Runs a plan's programs on this rank's shards; made once per module."""
 
-    def __init__(self, plan: Plan, module: nn.Module, executor: Callable[[GraphModule], Callable[..., Any]], where: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, module: nn.Module, executor: Callable[[GraphModule], Callable[..., Any]], where: torch.device
+    ) -> None:
         self.plan, self.module, self.training = plan, [module], module.training
         rank = dist.get_rank()
         self.coordinates = plan.mesh.coordinates(rank)
@@ -138,12 +150,16 @@ class Runner:
         self.shapes = bind.shapes(plan)
         self.results = [(at, port) for at, port in enumerate(plan.ports.outputs) if port.kind in (OUTPUT, MUTATION)]
         tangents = {port.name for port in plan.ports.inputs if port.kind == TANGENT}
-        self.differentiable = [at for at, (_, port) in enumerate(self.results) if port.kind == OUTPUT and port.name in tangents]
+        self.differentiable = [
+            at for at, (_, port) in enumerate(self.results) if port.kind == OUTPUT and port.name in tangents
+        ]
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module; its backward is recorded with autograd."""
         if self.module[0].training != self.training:
-            raise PlanError("the module is in another mode (train or eval) than when it was planned\n  Plan it once for each mode.")
+            raise PlanError(
+                "the module is in another mode (train or eval) than when it was planned\n  Plan it once for each mode."
+            )
         tensors = [*self.inputs(args, kwargs), *self.positions]
         if torch.is_grad_enabled() and self.plan.options["train"]:
             found = Step.apply(self, *tensors)
@@ -162,7 +178,8 @@ class Runner:
         found = []
         for port, planned in self.shapes.items():
             if port.kind == PARAMETER:
-                found.append(self.module[0].get_parameter(port.name).to_local())  # type: ignore[operator]
+                held: Any = self.module[0].get_parameter(port.name)
+                found.append(held.to_local())
             elif port.kind == BUFFER:
                 found.append(self.module[0].get_buffer(port.name))
             elif port.kind == INPUT:
@@ -196,7 +213,9 @@ class Step(Function):
         tangents = [grads[at].contiguous() for at in runner.differentiable]
         found = runner.backward(*ctx.saved_tensors, *tangents)
         ports = [port for port in runner.plan.ports.outputs if port.kind not in (OUTPUT, MUTATION)]
-        by_name = {(PARAMETER if port.kind == GRADIENT else INPUT, port.name): value for port, value in zip(ports, found)}
+        by_name = {
+            (PARAMETER if port.kind == GRADIENT else INPUT, port.name): value for port, value in zip(ports, found)
+        }
         order = [port for port in runner.shapes if port.kind != TANGENT]
         gradients = [by_name.get((port.kind, port.name)) for port in order]
         return (None, *gradients, *(None for _ in runner.positions))

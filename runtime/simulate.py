@@ -92,7 +92,9 @@ def whole_inputs(plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Any,
             found[port] = next(free)
     real = [tensor for port, tensor in found.items() if port.kind == PARAMETER]
     if any(tensor.is_meta for tensor in real):
-        raise PlanError("the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu').")
+        raise PlanError(
+            "the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu')."
+        )
     return found
 
 

@@ -10,4 +10,18 @@ from sbpc.runtime.module import parallelize
 from sbpc.runtime.simulate import simulate
 from sbpc.states import B, P, Partial, S
 
-__all__ = ["B", "Cluster", "Layout", "Mesh", "P", "Partial", "Plan", "S", "SbpcError", "load", "parallelize", "plan", "simulate"]
+__all__ = [
+    "B",
+    "Cluster",
+    "Layout",
+    "Mesh",
+    "P",
+    "Partial",
+    "Plan",
+    "S",
+    "SbpcError",
+    "load",
+    "parallelize",
+    "plan",
+    "simulate",
+]

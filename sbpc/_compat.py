@@ -93,7 +93,7 @@ def register_process_group(name: str, group: object) -> None:
 
 def unregister_process_group(name: str) -> None:
     """Free a name bound by `register_process_group`."""
-    torch._C._distributed_c10d._unregister_process_group(name)
+    torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
 
 
 def rename(node: torch.fx.Node, name: str) -> None:

@@ -63,12 +63,16 @@ def plan(
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     stages = Stages(None if dump is None else Path(dump))
     with stages.timed("capture"):
-        captured = capture_graph(model, args, kwargs, loss=loss, targets=tuple(targets), train=train, dtype=dtype, method=capture)
+        captured = capture_graph(
+            model, args, kwargs, loss=loss, targets=tuple(targets), train=train, dtype=dtype, method=capture
+        )
     gm = front(captured, stages)
     wishes = placeholder_wishes(gm, mesh, inputs, outputs, spread)
     for name, wish in pin_wishes(gm, mesh, pin or {}).items():
         if name in wishes and wishes[name].states:
-            raise PinError(f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole.")
+            raise PinError(
+                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
+            )
         wishes[name] = wish
     options = {
         "optimizer": optimizer if train else None, "train": train, "memory": memory, "objective": objective,
@@ -80,7 +84,9 @@ def plan(
 def check_options(mesh: Mesh, optimizer: str | None, objective: str, dynamic: Any) -> None:
     """Refuse what `plan` cannot do."""
     if not isinstance(mesh, Mesh):
-        raise SbpcError(f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh).")
+        raise SbpcError(
+            f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
+        )
     if optimizer not in OPTIMIZER_STATE:
         raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
     if objective not in OBJECTIVES:
@@ -97,7 +103,9 @@ def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, s
     results = sum(port.kind == OUTPUT for port in ports.outputs)
     for name, given, there in (("inputs", inputs, count), ("outputs", outputs, results)):
         if given is not None and len(given) != there:
-            raise PinError(f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole.")
+            raise PinError(
+                f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole."
+            )
     wishes: dict[str, Wish] = {}
     for port, node in zip(ports.inputs, placeholders):
         reason = f"{port.kind} {port.name}"
@@ -136,7 +144,9 @@ def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str
     for port, node in zip(ports.inputs, gm.graph.nodes):
         if port.kind == PARAMETER:
             parameters[node.name] = [port.name, *(name for name, first in ports.tied.items() if first == port.name)]
-    values = {node.name: [node.name] for node in gm.graph.nodes if "candidates" in node.meta and node.name not in parameters}
+    values = {
+        node.name: [node.name] for node in gm.graph.nodes if "candidates" in node.meta and node.name not in parameters
+    }
     known = [name for names in parameters.values() for name in names]
     meant = {pattern: bool(fnmatch.filter(known, pattern)) for pattern in pins}
     names = parameters | ({} if all(meta for meta in meant.values()) else values)

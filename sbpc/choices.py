@@ -130,7 +130,9 @@ def orders(signatures: Sequence[Signature]) -> Iterator[tuple[int, ...]]:
         yield tuple(axes) if all(p == tuple(sorted(p)) for p in permutations) else order
 
 
-def local_sizes(sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> dict[str, int]:
+def local_sizes(
+    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]
+) -> dict[str, int]:
     """The size of every factor on the rank at `coordinates`."""
     cuts = choice.cuts()
     return {factor: local_size(size, cuts.get(factor, ()), mesh_sizes, coordinates) for factor, size in sizes}
@@ -164,7 +166,12 @@ def of_stored(shape: Sequence[int]) -> Candidates:
     """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
     split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
     names = frozenset(str(dim) for dim in range(len(shape)))
-    return Candidates((Signature((), (B,), None), *split), tuple((str(d), n) for d, n in enumerate(shape)), nonempty=names, mesh_order=True)
+    return Candidates(
+        (Signature((), (B,), None), *split),
+        tuple((str(d), n) for d, n in enumerate(shape)),
+        nonempty=names,
+        mesh_order=True,
+    )
 
 
 def stored(layout: Layout) -> Choice:

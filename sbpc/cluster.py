@@ -40,14 +40,20 @@ class Cluster:
                 continue
             least = 0.0 if field.name.endswith(("latency", "launch")) else 1e-30
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= least:
-                raise MeshError(f"cluster {self.name!r}: {field.name} is {value!r}\n  It is a number, {'not negative' if least == 0 else 'positive'}.")
+                raise MeshError(
+                    f"cluster {self.name!r}: {field.name} is {value!r}\n  It is a number, {'not negative' if least == 0 else 'positive'}."
+                )
         for collective, fraction in self.efficiency:
-            if not isinstance(fraction, (int, float)) or not 0 < fraction:
-                raise MeshError(f"cluster {self.name!r}: the efficiency of {collective} is {fraction!r}\n  It is a positive number.")
+            if not isinstance(fraction, (int, float)) or not fraction > 0:
+                raise MeshError(
+                    f"cluster {self.name!r}: the efficiency of {collective} is {fraction!r}\n  It is a positive number."
+                )
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON; infinity is written as null."""
-        figures = {k: None if v == math.inf else v for k, v in asdict(self).items()} | {"efficiency": dict(self.efficiency)}
+        figures = {k: None if v == math.inf else v for k, v in asdict(self).items()} | {
+            "efficiency": dict(self.efficiency)
+        }
         Path(path).write_text(json.dumps(figures, indent=2) + "\n")
 
     @classmethod
@@ -62,7 +68,9 @@ class Cluster:
         if not isinstance(figures, dict) or not needed <= figures.keys() or not figures.keys() <= known:
             wrong = sorted(needed ^ (figures.keys() & needed)) if isinstance(figures, dict) else ["a JSON object"]
             extra = sorted(figures.keys() - known) if isinstance(figures, dict) else []
-            raise MeshError(f"cluster file {path}: missing {wrong}, unknown {extra}\n  It needs {', '.join(sorted(needed))}.")
+            raise MeshError(
+                f"cluster file {path}: missing {wrong}, unknown {extra}\n  It needs {', '.join(sorted(needed))}."
+            )
         figures = {k: math.inf if v is None else v for k, v in figures.items()}
         efficiency = figures.get("efficiency") or {}
         if not isinstance(efficiency, dict):
@@ -85,5 +93,7 @@ CLUSTERS = {
 def named_cluster(name: str) -> Cluster:
     """The cluster called `name`. Raises MeshError if there is none."""
     if name not in CLUSTERS:
-        raise MeshError(f"no cluster is called {name!r}\n  Known are {', '.join(CLUSTERS)}; load others with Cluster.load.")
+        raise MeshError(
+            f"no cluster is called {name!r}\n  Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
+        )
     return CLUSTERS[name]

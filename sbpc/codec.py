@@ -64,9 +64,14 @@ def encode(plan: Plan) -> dict[str, Any]:
         "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": figures | {"efficiency": [list(item) for item in cluster.efficiency]},
         "graph": [encode_node(node) for node in plan.graph.graph.nodes],
-        "constants": {node.target: encode_constant(plan.graph, node) for node in plan.graph.graph.nodes if node.op == "get_attr"},
+        "constants": {
+            node.target: encode_constant(plan.graph, node) for node in plan.graph.graph.nodes if node.op == "get_attr"
+        },
         "ports": asdict(plan.ports),
-        "choices": {name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)] for name, c in assignment.choices.items()},
+        "choices": {
+            name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)]
+            for name, c in assignment.choices.items()
+        },
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
         "outputs": [None if layout is None else str(layout) for layout in assignment.outputs],
         "lower_bound": plan.lower_bound,
@@ -148,7 +153,9 @@ class Decoder:
                 node = graph.output(tuple(args))
             else:
                 target = self.target(item)
-                node = graph.create_node(item["op"], target, tuple(args), self.argument(item["kwargs"]), name=item["name"])
+                node = graph.create_node(
+                    item["op"], target, tuple(args), self.argument(item["kwargs"]), name=item["name"]
+                )
             node.meta = {key: item[key] for key in NOTED if key in item}
             if item["op"] != "output":
                 node.meta["val"] = self.value(item["val"])
@@ -208,13 +215,15 @@ class Decoder:
             return {key: self.argument(item) for key, item in inner.items()}
         if kind == "device":
             return torch.device(inner)
-        if kind == "torch" and isinstance(getattr(torch, inner, None), (torch.dtype, torch.layout, torch.memory_format)):
+        if kind == "torch" and isinstance(
+            getattr(torch, inner, None), (torch.dtype, torch.layout, torch.memory_format)
+        ):
             return getattr(torch, inner)
         raise self.fail(f"an argument of kind {kind!r}")
 
     def mesh(self) -> Mesh:
         """The mesh with its cluster."""
-        figures = {k: float("inf") if v is None else v for k, v in self.body["cluster"].items()}
+        figures: dict[str, Any] = {k: float("inf") if v is None else v for k, v in self.body["cluster"].items()}
         efficiency = tuple((name, value) for name, value in figures.pop("efficiency"))
         return Mesh(cluster=Cluster(**figures, efficiency=efficiency), **dict(self.body["mesh"]))
 
@@ -227,7 +236,9 @@ class Decoder:
             raise self.fail(f"%{name} has no signature {missing[0]} here")
         return Choice(tuple(known[part, factor] for part, factor in parts), tuple(order))
 
-    def assignment(self, gm: GraphModule, axes: tuple[str, ...]) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
+    def assignment(
+        self, gm: GraphModule, axes: tuple[str, ...]
+    ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
         """Choices, aliases and output layouts, for an annotated graph."""
         choices = {}
         for node in gm.graph.nodes:

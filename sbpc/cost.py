@@ -60,7 +60,9 @@ def cut(size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[
     return number if symbols is None else formula
 
 
-def numel(shape: Sequence[int], cuts: Sequence[Sequence[int]], sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> Any:
+def numel(
+    shape: Sequence[int], cuts: Sequence[Sequence[int]], sizes: Sequence[int], symbols: Sequence[Any] | None = None
+) -> Any:
     """The elements of the largest shard of a tensor."""
     total: Any = 1
     for size, axes in zip(shape, cuts):

@@ -32,7 +32,7 @@ from sbpc.runtime.launch import as_rank, launch
 from sbpc.runtime.module import parallelize
 from sbpc.train import optimizer_of, train
 
-VOCAB, WIDTH, HEADS, LAYERS, SEQUENCE, BATCH = 256, 128, 4, 4, 64, 8
+VOCAB, WIDTH, HEADS, LAYERS, SEQUENCE, BATCH = 256, 160, 4, 3, 64, 8
 RATE, SEED, TEXT_BYTES = 1e-3, 7, 4_000_000
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 FLOPS = 1.1  # a rank may do this times its fair share of the one-device flops

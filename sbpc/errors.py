@@ -50,12 +50,9 @@ def where(node: Node) -> str:
     """
     value = node.meta.get("val")
     shape = ""
-    if hasattr(value, "shape"):
+    if value is not None and hasattr(value, "shape"):
         shape = f" : {dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
-    if node.op == "placeholder":
-        call = "placeholder"
-    else:
-        call = f"{node.target}({', '.join(str(a) for a in node.args)})"
+    call = "placeholder" if node.op == "placeholder" else f"{node.target}({', '.join(str(a) for a in node.args)})"
     sign = "=" if shape else ":"
     module = node.meta.get("module", "")
     lines = [f"  %{node.name}{shape} {sign} {call}" + (f"    {module}" if module else "")]

@@ -21,7 +21,15 @@ def graph_text(gm: GraphModule, mesh: Mesh | None = None, keep: Callable[[Node],
     rows = []
     for node in gm.graph.nodes:
         if keep(node):
-            rows.append((names.get(node, node.name), type_text(node), layout_text(node), call_text(node, names), note(node, mesh)))
+            rows.append(
+                (
+                    names.get(node, node.name),
+                    type_text(node),
+                    layout_text(node),
+                    call_text(node, names),
+                    note(node, mesh),
+                )
+            )
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = []
     for row in rows:

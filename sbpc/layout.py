@@ -34,7 +34,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.states):
-            raise LayoutError(f"{len(self.states)} states for the axes {', '.join(self.axes)}\n  Give one state per axis.")
+            raise LayoutError(
+                f"{len(self.states)} states for the axes {', '.join(self.axes)}\n  Give one state per axis."
+            )
         given = self.order or range(len(self.axes))
         split = sorted((s.dim, at) for at, s in enumerate(self.states) if isinstance(s, Split))
         rank_of = {axis: at for at, axis in enumerate(given)}
@@ -79,7 +81,12 @@ class Layout:
                 for rank, piece in enumerate(shards(part, self.states[axis], sizes[axis], generator))
             }
         back = [sequence.index(axis) for axis in range(len(self.axes))]
-        return [part for _, part in sorted(((tuple(key[at] for at in back), part) for key, part in parts.items()), key=lambda i: i[0])]
+        return [
+            part
+            for _, part in sorted(
+                ((tuple(key[at] for at in back), part) for key, part in parts.items()), key=lambda i: i[0]
+            )
+        ]
 
     def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
         """What the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
@@ -128,7 +135,9 @@ class Layout:
         """
         match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
         if match is None:
-            raise LayoutError(f"{text!r} is not a layout\n  A layout reads [B, S(0)], with S(0)@inner>outer for another order.")
+            raise LayoutError(
+                f"{text!r} is not a layout\n  A layout reads [B, S(0)], with S(0)@inner>outer for another order."
+            )
         states = tuple(parse_state(part) for part in match[1].split(",") if part.strip())
         order: list[int] = []
         for state, names in re.findall(r"S\((\d+)\)@(\S+)", match[2]):

@@ -33,7 +33,9 @@ def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: 
     comm, bytes_sent = comm_totals(moving, mesh)
     memory = memory_totals(boxed, mesh, optimizer)
     parts = tuple(kernels.items()), tuple(moving.items())
-    return Cost(mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts)
+    return Cost(
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts
+    )
 
 
 def kernel_of(node: Node) -> Kernel:
@@ -73,7 +75,9 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
         whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
-            seconds += count * float(kernel_seconds(local, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch))
+            seconds += count * float(
+                kernel_seconds(local, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
+            )
     return seconds, flops, one_device
 
 
@@ -105,7 +109,13 @@ def memory_totals(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict
     peak, saved = live_bytes(nodes, kinds, outputs, lambda node: local_bytes(node, mesh))
     total = parameters + state + max(peak, gradients)
     rest = max(0, total - parameters - gradients - state - saved)
-    named = {"parameters": parameters, "gradients": gradients, "optimizer": state, "activations": saved, "temporaries": rest}
+    named = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": state,
+        "activations": saved,
+        "temporaries": rest,
+    }
     return {**named, "total": total}
 
 
@@ -120,7 +130,9 @@ def local_bytes(node: Node, mesh: Mesh) -> int:
     )
 
 
-def live_bytes(nodes: Sequence[Node], kinds: Mapping[Node, str], outputs: Any, size: Callable[[Node], int]) -> tuple[int, int]:
+def live_bytes(
+    nodes: Sequence[Node], kinds: Mapping[Node, str], outputs: Any, size: Callable[[Node], int]
+) -> tuple[int, int]:
     """The peak of live bytes beside the parameters, and the bytes alive between forward and backward.
 
     A storage lives until the last use of any view of it; results live until the end.

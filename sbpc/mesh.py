@@ -88,21 +88,27 @@ class Mesh:
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.
         """
-        return "sbpc::" + ",".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + "::" + self.key(axes)
+        return (
+            "sbpc::" + ",".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + "::" + self.key(axes)
+        )
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The torch DeviceMesh of the same axes over the ranks of the default process group."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(device_type or ("cuda" if torch.cuda.is_available() else "cpu"), self.sizes, mesh_dim_names=self.axes)
+        return init_device_mesh(
+            device_type or ("cuda" if torch.cuda.is_available() else "cpu"), self.sizes, mesh_dim_names=self.axes
+        )
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, cluster: Cluster | str | None = None) -> Mesh:
         """The mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ..."""
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
-            raise MeshError(f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  sbpc needs ranks 0, 1, ... in row-major order.")
+            raise MeshError(
+                f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  sbpc needs ranks 0, 1, ... in row-major order."
+            )
         return cls(cluster=cluster, **dict(zip(names, mesh.mesh.shape)))
 
     def __repr__(self) -> str:
@@ -110,7 +116,11 @@ class Mesh:
         return "Mesh(" + ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + cluster + ")"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (self.axes, self.sizes, self.cluster) == (other.axes, other.sizes, other.cluster)
+        return isinstance(other, Mesh) and (self.axes, self.sizes, self.cluster) == (
+            other.axes,
+            other.sizes,
+            other.cluster,
+        )
 
     def __hash__(self) -> int:
         return hash((self.axes, self.sizes, self.cluster))

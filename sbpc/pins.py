@@ -106,7 +106,9 @@ def resolve_pins(pins: Mapping[str, str], names: Mapping[str, Iterable[str]], me
         hits = [node for node, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
         if not hits:
             near = closest(pattern, [name for known in names.values() for name in known])
-            raise PinError(f"pin {pattern!r} matches no parameter and no value\n  The closest names are {', '.join(near)}.")
+            raise PinError(
+                f"pin {pattern!r} matches no parameter and no value\n  The closest names are {', '.join(near)}."
+            )
         for node in hits:
             found[node] = merge(found[node], wish, node, mesh) if node in found else wish
     return found
@@ -121,7 +123,12 @@ def merge(first: Wish, second: Wish, node: str, mesh: Mesh) -> Wish:
                 f"two pins of %{node} disagree on axis {mesh.axes[axis]!r}: {states[axis]} and {state}\n"
                 f"  {first.reason}\n  {second.reason}\n  Remove one of them."
             )
-    return Wish(tuple(states.items()), (*first.order, *second.order), first.spread or second.spread, f"{first.reason}; {second.reason}")
+    return Wish(
+        tuple(states.items()),
+        (*first.order, *second.order),
+        first.spread or second.spread,
+        f"{first.reason}; {second.reason}",
+    )
 
 
 def closest(pattern: str, names: list[str]) -> list[str]:

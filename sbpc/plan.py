@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,9 @@ class Plan:
     def local_at(self, rank: int) -> GraphModule:
         """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
         if not 0 <= rank < self.mesh.ranks:
-            raise PlanError(f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}.")
+            raise PlanError(
+                f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}."
+            )
         coordinates = self.mesh.coordinates(rank)
         key = shape_class(self.boxed, self.mesh, coordinates)
         if key not in self.programs:

@@ -35,11 +35,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"[bold]{plan.options.get('model', 'model')}[/] on {mesh}: {mesh.ranks} ranks", highlight=False)
     console.print(parameter_table(plan))
     console.print(collective_table(plan))
-    share = cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
+    share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
+    pinned = " with these pins" if plan.options.get("pin") else ""
+    whole = f"one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating",
-        f"proof     no plan{' with these pins' if plan.options.get('pin') else ''} takes less than {cost.lower_bound:.3g} s: the gap is {100 * cost.gap:.2f} %",
-        f"flops     {si(cost.flops)} a rank, {100 * share:.1f} % of one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)",
+        f"proof     no plan{pinned} takes less than {cost.lower_bound:.3g} s: the gap is {100 * cost.gap:.2f} %",
+        f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
         "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
     ]
     if mesh.cluster.name == "ideal":
@@ -61,8 +63,8 @@ def parameter_table(plan: Plan) -> Table:
     table = Table(title="parameters", title_justify="left", box=None, pad_edge=False)
     for title in ("name", "shape", "home layout", "count"):
         table.add_column(title, justify="right" if title == "count" else "left")
-    for (pattern, shape, layout), names in rows.items():
-        table.add_row(names[0] if len(names) == 1 else pattern, escape(shape), escape(layout), str(len(names)))
+    for (pattern, shape, home), names in rows.items():
+        table.add_row(names[0] if len(names) == 1 else pattern, escape(shape), escape(home), str(len(names)))
     return table
 
 

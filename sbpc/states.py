@@ -7,8 +7,8 @@ Everything else in this project is measured against the two functions of this fi
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
 
 import torch
 from torch import Tensor
@@ -50,11 +50,11 @@ class Partial:
     __repr__ = __str__
 
 
-State = Union[Split, Broadcast, Partial]
+State = Split | Broadcast | Partial
 S = Split
 B = Broadcast()
 P = Partial()
-REDUCE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def parse_state(text: str) -> State:
@@ -124,7 +124,9 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
     if isinstance(state, Broadcast):
         for rank, part in enumerate(parts):
             if not torch.equal(part.nan_to_num(), parts[0].nan_to_num()):
-                raise LayoutError(f"a broadcast tensor differs between rank 0 and rank {rank}\n  This is a bug in a rule.")
+                raise LayoutError(
+                    f"a broadcast tensor differs between rank 0 and rank {rank}\n  This is a bug in a rule."
+                )
         return parts[0]
     total = parts[0]
     for part in parts[1:]:

@@ -67,11 +67,11 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
     new: dict[Node, Any] = {}
     writer = Writer(_mode(gm))
     for node in gm.graph.nodes:
-        rewrite = rewrites.get(node.target)
-        if rewrite is not None:
+        write = rewrites.get(node.target)
+        if write is not None:
             writer.about = node
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
-            new[node] = rewrite(writer, *args, **kwargs)
+            new[node] = write(writer, *args, **kwargs)
         if new.get(node) is None:
             new[node] = writer.graph.node_copy(node, new.__getitem__)
     _erase_dead(writer.graph)
@@ -100,11 +100,15 @@ def permute(write: Writer, x: Node, dims: Sequence[int]) -> Node:
 
 
 def view(write: Writer, x: Node, size: Sequence[int]) -> Node:
-    """Sizes without -1; a view that leads back to an earlier shape is that earlier value."""
-    shape = list(write.value.shape)
+    """Sizes without -1."""
+    return shaped(write, x, write.value.shape)
+
+
+def shaped(write: Writer, x: Node, size: Sequence[int]) -> Node:
+    """x viewed as `size`: an earlier value of that shape, or else one view, not a view of a view."""
     source: Any = x
-    while list(source.meta["val"].shape) != shape:
+    while list(source.meta["val"].shape) != list(size):
         if source.target is not aten.view.default:
-            return write.call(aten.view.default, x, shape)
+            return write.call(aten.view.default, source, list(size))
         source = source.args[0]
     return source

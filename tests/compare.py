@@ -12,12 +12,16 @@ from sbpc import Plan, simulate
 from sbpc.structure import flatten
 
 
-def eager(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+def eager(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Output leaves and gradients of one step, with tangents of ones; the model's own gradients are left alone."""
     names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
     leaves, _ = flatten(model(*args, **dict(kwargs or {})), "outputs")
     differentiable = [leaf for leaf in leaves if leaf.requires_grad]
-    gradients = torch.autograd.grad(differentiable, parameters, [torch.ones_like(leaf) for leaf in differentiable], allow_unused=True)
+    gradients = torch.autograd.grad(
+        differentiable, parameters, [torch.ones_like(leaf) for leaf in differentiable], allow_unused=True
+    )
     return [leaf.detach() for leaf in leaves], dict(zip(names, gradients))
 
 
@@ -37,7 +41,12 @@ def largest_error(plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Map
 
 
 def compare(
-    plan: Plan, model: nn.Module, args: Sequence[Any], outputs: list[Tensor], gradients: Mapping[str, Tensor | None], kwargs: Any = None
+    plan: Plan,
+    model: nn.Module,
+    args: Sequence[Any],
+    outputs: list[Tensor],
+    gradients: Mapping[str, Tensor | None],
+    kwargs: Any = None,
 ) -> float:
     """The largest relative error of a simulated step; names and None gradients must agree too."""
     run = simulate(plan, model, args, kwargs)

@@ -31,6 +31,15 @@ def matmul() -> list[Case]:
         case(aten.einsum.default, "bsk,bsn->kn", [x(2, 3, 4), x(2, 3, 5)]),
         case(aten.einsum.default, "ij,jk,kl->il", [x(2, 3), x(3, 4), x(4, 5)]),
         case(aten.einsum.default, "ij,ij->", [x(2, 3), x(2, 3, seed=1)]),
+        case(aten.einsum.default, "bsk,nk->bsn", [x(2, 3, 4), x(5, 4)]),
+        case(aten.einsum.default, "bhsd,bhtd->bhst", [x(2, 3, 4, 5), x(2, 3, 7, 5)]),
+        case(aten.einsum.default, "bsth,bsdh->hbtd", [x(2, 3, 4, 5), x(2, 3, 7, 5)]),
+        case(aten.einsum.default, "bk,bkn->bn", [x(2, 4), x(2, 4, 5)]),
+        case(aten.einsum.default, "ij,jk->k", [x(2, 3), x(3, 4)]),
+        case(aten.linear.default, x(2, 3, 4), x(5, 4)),
+        case(aten.linear.default, x(2, 3, 4), x(5, 4), x(5)),
+        case(aten.linear.default, x(3, 4), x(5, 4), x(5)),
+        case(aten.linear.default, x(4), x(5, 4), bias=x(5)),
     ]
 
 

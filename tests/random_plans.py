@@ -32,7 +32,10 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     """A random legal assignment that keeps the wishes."""
     nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
     choices = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
-    homes = {(port.kind, port.name): choices[node.name].output(0, mesh.axes) for port, node in zip(gm.meta["ports"].inputs, nodes)}
+    homes = {
+        (port.kind, port.name): choices[node.name].output(0, mesh.axes)
+        for port, node in zip(gm.meta["ports"].inputs, nodes)
+    }
     kinds = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}
     outputs = tuple(
         None if node is None else homes.get((kinds.get(port.kind), port.name), broadcast(mesh.axes))

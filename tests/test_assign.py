@@ -76,7 +76,9 @@ def program(length: int) -> Any:
     return st.lists(step, min_size=1, max_size=length)
 
 
-@pytest.mark.parametrize(("sizes", "length", "limit"), [({"x": 2}, 5, 20_000), ({"x": 3}, 5, 20_000), ({"x": 2, "y": 2}, 2, 20_000)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "length", "limit"), [({"x": 2}, 5, 20_000), ({"x": 3}, 5, 20_000), ({"x": 2, "y": 2}, 2, 20_000)], ids=str
+)
 def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, limit: int) -> None:
     tried = 0
 
@@ -153,7 +155,14 @@ def test_plan_is_the_same_in_every_process() -> None:
     for seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         path = f"/tmp/sbpc-plan-{os.getpid()}-{seed}"
-        run = subprocess.run([sys.executable, "-c", script, path], env=environment, capture_output=True, text=True, timeout=120, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", script, path],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         os.unlink(path)
         found.append(run.stdout)
     assert found[0] == found[1]

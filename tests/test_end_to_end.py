@@ -21,7 +21,14 @@ NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "vgg": ("vgg", {}),
     "resnet": ("resnet", {}),
 }
-MESHES = {"2": {"x": 2}, "4": {"x": 4}, "2x2": {"x": 2, "y": 2}, "3": {"x": 3}, "2x3": {"x": 2, "y": 3}, "2x2x2": {"x": 2, "y": 2, "z": 2}}
+MESHES = {
+    "2": {"x": 2},
+    "4": {"x": 4},
+    "2x2": {"x": 2, "y": 2},
+    "3": {"x": 3},
+    "2x3": {"x": 2, "y": 3},
+    "2x2x2": {"x": 2, "y": 2, "z": 2},
+}
 TOLERANCE = 1e-10
 
 
@@ -78,7 +85,12 @@ def test_fifty_random_plans_equal_one_device(capsys: pytest.CaptureFixture[str])
             missing += never
             largest = max(largest, worst)
             with capsys.disabled():
-                print(f"{net:10} {mesh:6} error {worst:.1e}, {share_split(plans):.0%} of values not B, never drawn: {dict(never) or 'none'}", flush=True)
+                print(
+                    f"{net:10} {mesh:6} error {worst:.1e}, {share_split(plans):.0%} of values not B, never drawn: {dict(never) or 'none'}",
+                    flush=True,
+                )
             assert worst <= TOLERANCE
     with capsys.disabled():
-        print(f"largest relative error of all random plans: {largest:.2e}; signatures never drawn, by op: {dict(missing)}")
+        print(
+            f"largest relative error of all random plans: {largest:.2e}; signatures never drawn, by op: {dict(missing)}"
+        )

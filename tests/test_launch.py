@@ -124,7 +124,8 @@ def test_no_rank_outlives_its_launcher(tmp_path, number):
     sleep = "Path(__file__).with_name(f'asleep{rank}').touch(); time.sleep(600)\n"
     follow = "from sbpc.runtime.launch import as_rank\nwith as_rank(): " + sleep
     rank = script(tmp_path, follow if number == signal.SIGKILL else sleep)
-    code = f"from sbpc.runtime.launch import launch; launch({rank!r}, 2)"
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it may be inherited as ignored
+    code += f"from sbpc.runtime.launch import launch; launch({rank!r}, 2)"
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while not all((tmp_path / f"asleep{at}").exists() for at in range(2)) and time.monotonic() < deadline:

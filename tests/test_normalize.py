@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sbpc.passes.capture import capture
-from sbpc.passes.normalize import REWRITES, lift, normalize
+from sbpc.passes.normalize import REWRITES, normalize
 from tests.models import MODELS, gpt2
 from tests.programs import assert_equal, double, eager
 
@@ -208,45 +208,3 @@ def test_values_of_new_nodes_are_recomputed():
     loss = gm.graph.output_node().args[0][0]
     assert loss.target is aten.div.Tensor and loss.meta["val"].shape == () and loss.meta["phase"] == "forward"
     assert "cross_entropy" in loss.meta["stack_trace"]
-
-
-class Linear(nn.Module):
-    """x @ w.T + b on [batch, seq, k], and its square."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.linear(x).square()
-
-
-def test_products_over_flattened_dims_are_lifted_to_einsums():
-    module, args = Linear().double(), (x(2, 3, 4, dtype=torch.float64).requires_grad_(),)
-    gm = lift(normalize(capture(module, args)))
-    assert_equal(gm, *eager(module, args), tolerance=1e-14)
-    assert text(gm) == """\
-permute [4, 5] = permute(linear_weight, [1, 0])
-einsum [2, 3, 5] = einsum(aby,yz->abz, [x, permute])
-add [2, 3, 5] = add.Tensor(einsum, linear_bias)
-pow_1 [2, 3, 5] = pow.Tensor_Scalar(add, 2)
-pow_2 [2, 3, 5] = pow.Tensor_Scalar(add, 1.0)
-mul [2, 3, 5] = mul.Scalar(pow_2, 2.0)
-mul_1 [2, 3, 5] = mul.Tensor(tangent_0, mul)
-einsum_1 [2, 3, 4] = einsum(aby,yz->abz, [mul_1, linear_weight])
-einsum_2 [5, 4] = einsum(aby,abz->yz, [mul_1, x])
-sum_1 [5] = sum.dim_IntList(mul_1, [0, 1])
-return pow_1, einsum_2, sum_1, einsum_1"""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_lifting_keeps_every_number(name):
-    torch.manual_seed(0)
-    module, args = MODELS[name]()
-    module, args = module.double(), double(args)
-    gm = lift(normalize(capture(module, args)))
-    gm.graph.lint()
-    assert_equal(gm, *eager(module, args), tolerance=1e-13)
-    if name == "gpt2":  # all but the two products of the backward of the loss, which is flat
-        found = [node.target for node in gm.graph.nodes]
-        assert (found.count(aten.mm.default), found.count(aten.addmm.default)) == (2, 0)

@@ -37,7 +37,10 @@ def two_layers(**options: Any) -> Any:
 
 
 PINS = [
-    ({"upp.weight": "S(0)"}, "pin 'upp.weight' matches no parameter and no value\n  The closest names are up.weight, down.weight, permute."),
+    (
+        {"upp.weight": "S(0)"},
+        "pin 'upp.weight' matches no parameter and no value\n  The closest names are up.weight, down.weight, permute.",
+    ),
     (
         {"up.weight": "S(2)"},
         "pin 'up.weight': 'S(2)': the tensor has no dim 2\n  %up_weight : f32[16, 8] = placeholder\n  Its dims are 0 to 1.",
@@ -99,7 +102,10 @@ MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(), "a mesh of 0 axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4)."),
     (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
     (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
-    (lambda: Mesh(x=2, cluster="h1000"), "no cluster is called 'h1000'\n  Known are ideal, h100; load others with Cluster.load."),
+    (
+        lambda: Mesh(x=2, cluster="h1000"),
+        "no cluster is called 'h1000'\n  Known are ideal, h100; load others with Cluster.load.",
+    ),
     (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number, positive."),
 ]
 
@@ -114,7 +120,13 @@ def test_cluster_files_are_read_back_and_checked(tmp_path: Path) -> None:
     H100.cluster.save(path)
     assert Cluster.load(path) == H100.cluster
     figures = json.loads(path.read_text())
-    for broken in ({**figures, "peak": "fast"}, {**figures, "inter_bandwidth": -1}, {"name": "x"}, [1], {**figures, "speed": 3}):
+    for broken in (
+        {**figures, "peak": "fast"},
+        {**figures, "inter_bandwidth": -1},
+        {"name": "x"},
+        [1],
+        {**figures, "speed": 3},
+    ):
         path.write_text(json.dumps(broken))
         refused(MeshError, lambda: Cluster.load(path))
 
@@ -130,11 +142,15 @@ def test_what_plan_cannot_do_is_refused() -> None:
 
 def test_unknown_names_and_ranks_are_refused() -> None:
     plan = two_layers()()
-    assert refused(PlanError, lambda: plan.layout("up.weigh")).startswith("the plan has no parameter and no value 'up.weigh'")
+    assert refused(PlanError, lambda: plan.layout("up.weigh")).startswith(
+        "the plan has no parameter and no value 'up.weigh'"
+    )
     assert refused(PlanError, lambda: plan.local_at(2)) == "rank 2 of a mesh of 2 ranks\n  Ranks are 0 to 1."
 
 
-@pytest.mark.parametrize("mesh", [Mesh(x=3), Mesh(data=2, tensor=2), H100, Mesh(a=2, b=2, c=2, cluster="h100")], ids=repr)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(x=3), Mesh(data=2, tensor=2), H100, Mesh(a=2, b=2, c=2, cluster="h100")], ids=repr
+)
 @pytest.mark.parametrize("net", ["mlp", "resnet"])
 def test_formula_of_the_cost_gives_its_seconds(net: str, mesh: Mesh) -> None:
     model, args = getattr(models, net)(batch=10)
@@ -142,7 +158,9 @@ def test_formula_of_the_cost_gives_its_seconds(net: str, mesh: Mesh) -> None:
     assert isinstance(cost.expr, sympy.Expr) and cost.expr.free_symbols <= set(cost.symbols.values())
     assert cost.subs() == pytest.approx(cost.seconds, rel=1e-9)
     numbers = {cost.symbols[name]: value for name, value in cost.numbers.items()}
-    finite = {symbol: sympy.oo if value == float("inf") else sympy.Float(value, 30) for symbol, value in numbers.items()}
+    finite = {
+        symbol: sympy.oo if value == float("inf") else sympy.Float(value, 30) for symbol, value in numbers.items()
+    }
     assert float(cost.expr.subs(finite)) == pytest.approx(cost.seconds, rel=1e-9)
     assert cost.seconds == cost.compute_seconds + cost.comm_seconds
     refused(KeyError, lambda: cost.subs(nothing=1.0))
@@ -182,11 +200,20 @@ def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:
         assert largest_error(plan, model, args) <= 1e-4
         least += 1
     assert least >= 1
-    assert "more than the limit of 10" in refused(MemoryLimitError, lambda: sbpc.plan(model, args, Mesh(x=4), memory=10))
+    assert "more than the limit of 10" in refused(
+        MemoryLimitError, lambda: sbpc.plan(model, args, Mesh(x=4), memory=10)
+    )
 
 
 def test_spread_stores_everything_once() -> None:
-    plan = sbpc.plan(nn.Linear(16, 16, bias=False), (torch.randn(16, 16),), Mesh(x=2, y=2), train=False, spread=True, objective="bytes")
+    plan = sbpc.plan(
+        nn.Linear(16, 16, bias=False),
+        (torch.randn(16, 16),),
+        Mesh(x=2, y=2),
+        train=False,
+        spread=True,
+        objective="bytes",
+    )
     for name in ("weight", "input_1"):
         assert all(isinstance(state, sbpc.S) for state in plan.layout(name).states)
     assert all(isinstance(state, sbpc.S) for state in plan.assignment.outputs[0].states)  # type: ignore[union-attr]
@@ -247,7 +274,9 @@ def test_file_with_a_good_checksum_and_bad_content_is_refused(tmp_path: Path, wh
     content = json.loads(body)
     change(content)
     body = json.dumps(content)
-    path.write_text(json.dumps(json.loads(head) | {"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body + "\n")
+    path.write_text(
+        json.dumps(json.loads(head) | {"sha256": hashlib.sha256(body.encode()).hexdigest()}) + "\n" + body + "\n"
+    )
     refused(PlanError, lambda: sbpc.load(path))
 
 

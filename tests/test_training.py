@@ -78,7 +78,9 @@ def test_three_adam_steps_on_gloo_ranks_equal_one_process(tmp_path: Path, sizes:
                 error = float((result[name][1][parameter] - tensor).abs().max())
                 assert error <= 1e-8 * float(tensor.abs().max()), (name, parameter, error)
                 layout = plans[name].layout(parameter)
-                assert result[name][2][parameter] == layout.local_shape(tensor.shape, mesh.sizes, mesh.coordinates(rank))
+                assert result[name][2][parameter] == layout.local_shape(
+                    tensor.shape, mesh.sizes, mesh.coordinates(rank)
+                )
 
 
 def errors_of_parallelize(path: str) -> list[str]:
@@ -112,9 +114,13 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
     path = tmp_path / "plan.sbpc"
     sbpc.plan(model, args, Mesh(tensor=2)).save(path)
     for result in run_ranks(errors_of_parallelize, 2, str(path)):
-        assert result[0].startswith("PlanError: parameter ups.0.weight is torch.float32 (96, 24), the plan is for torch.float32 (48, 24)")
+        assert result[0].startswith(
+            "PlanError: parameter ups.0.weight is torch.float32 (96, 24), the plan is for torch.float32 (48, 24)"
+        )
         assert result[1].startswith("PlanError: the model is not the one that was planned: it lacks ['ups.0.weight'")
-        assert result[2].startswith("PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)")
+        assert result[2].startswith(
+            "PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)"
+        )
         assert result[3].startswith("PlanError: the module is in another mode (train or eval) than when it was planned")
         assert result[4].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")
 

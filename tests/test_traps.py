@@ -107,7 +107,15 @@ class Merge(nn.Module):
         self.linear = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(x.shape[0] * x.shape[1], 12)).tanh().reshape(x.shape).transpose(0, 1).reshape(-1, 12).square().sum()
+        return (
+            self.linear(x.reshape(x.shape[0] * x.shape[1], 12))
+            .tanh()
+            .reshape(x.shape)
+            .transpose(0, 1)
+            .reshape(-1, 12)
+            .square()
+            .sum()
+        )
 
 
 @pytest.mark.parametrize("shape", [(4, 6, 12), (6, 5, 12), (3, 2, 12)])
@@ -218,7 +226,9 @@ def test_partial_maximum_is_read_by_a_boxing_only() -> None:
         assert relative_error(found, model(*args).detach()) <= TOLERANCE
         for node in drawn.graph.graph.nodes:
             if "signatures" in node.meta:
-                read = [drawn.assignment.choices[node.name].input(slot, ("x", "y")) for slot in range(len(operands(node)))]
+                read = [
+                    drawn.assignment.choices[node.name].input(slot, ("x", "y")) for slot in range(len(operands(node)))
+                ]
                 assert not any(Partial("max") in layout.states for layout in read)
 
 

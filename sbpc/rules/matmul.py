@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import Arguments, Match, rule
+from sbpc.rules.registry import Arguments, Call, Match, rule
 
 aten = torch.ops.aten
 
@@ -40,6 +42,67 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
     )
 
 
+def einsum_local(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
+    """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is contiguous."""
+    terms, out = args[0].replace(" ", "").split("->")[0].split(","), args[0].replace(" ", "").split("->")[1]
+    alone = [letter for term in terms for letter in term if letter not in out and sum(letter in t for t in terms) == 1]
+    if len(terms) != 2 or alone or args[2:]:
+        return m.plain(call, args, kwargs, local)
+    first, second = terms
+    batch = [letter for letter in out if letter in first and letter in second]
+    rows, columns = ([c for c in out if c in term and c not in batch] for term in terms)
+    inner = [letter for letter in first if letter not in out]
+
+    def flat(x: Any, term: str, *groups: list[str]) -> Any:
+        x = ordered(call, x, term, "".join(letter for group in groups for letter in group))
+        shape = [math.prod(local[letter] for letter in group) for group in groups]
+        return x if all(len(group) == 1 for group in groups) else call(aten.reshape.default, x, shape)
+
+    lead = [batch] if batch else []
+    op = aten.bmm.default if batch else aten.mm.default
+    made = call(op, flat(args[1][0], first, *lead, rows, inner), flat(args[1][1], second, *lead, inner, columns))
+    names = [*batch, *rows, *columns]
+    if any(len(group) != 1 for group in (*lead, rows, columns)):
+        made = call(aten.reshape.default, made, [local[letter] for letter in names])
+    return ordered(call, made, "".join(names), out)
+
+
+def ordered(call: Call, x: Any, before: str, after: str) -> Any:
+    """x, whose dims are named `before`, with its dims in the order `after`."""
+    return x if before == after else call(aten.permute.default, x, [before.index(letter) for letter in after])
+
+
+def linear(given: Arguments, outputs: Any) -> str:
+    if given["bias"] is None:
+        return "*b k, n k -> *b n ; +k ; lin(0) ; lin(1)"
+    return "*b k, n k, n -> *b n ; +k ; add(2) ; lin(0,2) ; lin(1,2)"
+
+
+def linear_local(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
+    """One mm or addmm over the rows of all leading dims."""
+    x, weight, *bias = (*args, *kwargs.values())
+    shape = m.output_shape(0, local)
+    turned = call(aten.permute.default, weight, [1, 0])
+    if len(shape) != 2:
+        x = call(aten.reshape.default, x, [math.prod(shape[:-1]), local["k"]])
+    made = call(aten.addmm.default, bias[0], x, turned) if bias and bias[0] is not None else call(aten.mm.default, x, turned)
+    return made if len(shape) == 2 else call(aten.reshape.default, made, shape)
+
+
 def two_per_point(m: Match) -> str:
     return " ".join(["2", *m.points])
 
@@ -48,6 +111,7 @@ rule(aten.addmm.default, addmm, flops="2 m k n")
 rule(aten.baddbmm.default, baddbmm, flops="2 b m k n")
 rule(aten.bmm.default, "b m k, b k n -> b m n ; +k ; lin(0) ; lin(1)", flops="2 b m k n")
 rule(aten.dot.default, "k, k -> () ; +k ; lin(0) ; lin(1)", flops="2 k")
-rule(aten.einsum.default, einsum, flops=two_per_point)
+rule(aten.einsum.default, einsum, flops=two_per_point, local=einsum_local)
+rule(aten.linear.default, linear, flops="2 *b n k", local=linear_local)
 rule(aten.mm.default, "m k, k n -> m n ; +k ; lin(0) ; lin(1)", flops="2 m k n")
 rule(aten.mv.default, "m k, k -> m ; +k ; lin(0) ; lin(1)", flops="2 m k")

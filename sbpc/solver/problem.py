@@ -17,7 +17,7 @@ SLACK = 1e-12  # relative: costs that differ by less are ties
 
 @dataclass(eq=False)
 class Variable:
-    """What takes one of its labels: `costs` [labels], finite seconds; `digits` [labels, axes], the choice per axis."""
+    """What takes one of its labels: `costs` [labels] in seconds; `digits` [labels, axes], the choice per axis."""
 
     name: str
     costs: np.ndarray
@@ -113,7 +113,8 @@ def check(problem: Problem) -> None:
     count = [len(v.costs) for v in problem.variables]
     for variable in problem.variables:
         assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
-        assert np.isfinite(variable.costs).all(), f"{variable.name} has a cost that is not finite"
+        costs = variable.costs
+        assert np.isfinite(costs).all() and (costs >= 0).all(), f"{variable.name} has a cost that is not finite or < 0"
         assert variable.digits.shape[:1] == variable.costs.shape and variable.digits.ndim == 2, variable.name
     checked: set[int] = set()
     for value in problem.values:

@@ -33,14 +33,14 @@ class Search:
     def __init__(self, problem: Problem, starts: Sequence[Sequence[int]] = ()):
         self.problem = problem
         self.near = Neighbours(problem)
-        self.cap = ceiling(problem)
         self.floor = math.fsum(float(v.costs.min()) for v in problem.variables)
         self.labels = [int(v.costs.argmin()) for v in problem.variables]
         self.seconds = total(problem, self.labels)
         self.pool: list[list[int]] = []
         self.settled: dict[int, list[int]] = {}  # by axis: the plan that a move on it left
-        for labels in starts:
+        for labels in (self.labels, *starts):
             self.offer(labels)
+        self.cap = ceiling(problem, self.seconds)
 
     def offer(self, labels: Sequence[int]) -> None:
         """Better a plan one variable at a time, and keep it."""
@@ -51,17 +51,25 @@ class Search:
 
     def run(self) -> Solution:
         """Message passing and pruning; then, while that pays: tilted messages, crossings, axis moves."""
-        messages = self.converge(Messages(self.problem, whole(self.problem), self.cap), rounds=8)
+        if self.seconds <= self.floor:
+            return Solution(self.labels, self.seconds, self.seconds, True)
+        space = whole(self.problem)
+        for at, (variable, labels) in enumerate(zip(self.problem.variables, space.labels)):
+            extra = variable.costs[labels] - variable.costs.min()
+            space.labels[at] = labels[extra <= self.seconds - self.floor]
+        messages = self.converge(Messages(self.problem, space, self.cap), rounds=8)
         idle = 0
-        for attempt in range(6):
-            if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 2:
+        for attempt in range(12):  # even ones tilt and cross, odd ones move
+            if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 4:
                 break
             before = self.seconds
-            self.tilt(messages, attempt)
-            self.finish(union(self.problem, self.pool))
-            self.move()
+            if attempt % 2:
+                self.move()
+            else:
+                self.tilt(messages, attempt // 2)
+                self.finish(union(self.problem, self.pool))
             idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
-            messages = self.converge(messages, rounds=2)
+            messages = self.converge(messages, rounds=1 + attempt % 2)
         if messages is None:
             return Solution(self.labels, self.seconds, self.seconds, True)
         bound, exact = messages.bound, False
@@ -163,10 +171,13 @@ def whole(problem: Problem) -> Space:
     return Space(labels, [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values])
 
 
-def ceiling(problem: Problem) -> float:
-    """What an impossible boxing costs in the messages: even the part that one consumer pays is more than any plan."""
+def ceiling(problem: Problem, seconds: float = math.inf) -> float:
+    """What an impossible boxing, or one that costs more, costs in the messages; `seconds`: of a known plan.
+
+    Even the part of it that one consumer pays is more than a plan costs. No more than needed, for the sake of rounding.
+    """
     most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
     for value in problem.values:
         finite = value.closure[np.isfinite(value.closure)]
         most += float(finite.max()) * (1 + len(value.consumers))
-    return 2 * most * max((len(v.consumers) for v in problem.values), default=1) + 1e-30
+    return 2 * min(most, seconds) * max([1, *(len(v.consumers) for v in problem.values)]) + 1e-30

@@ -96,14 +96,14 @@ class Node:
 
 
 class Messages:
-    """TRW-S over the labels and layouts of `space`.
+    """TRW-S over the labels and layouts of `space`; `bound` holds for all plans in it.
 
-    share: whether a boxing that several consumers may want is divided among them (then `bound` is a lower bound of the
-    problem on this space) or paid by each (then the model's cost of a plan is at least its true cost).
+    cap: what a boxing costs at most here, the impossible ones too. Where a value has more than two consumers, they are
+    charged for their boxings as `Share` says.
     """
 
-    def __init__(self, problem: Problem, space: Space, cap: float, share: bool = True):
-        self.problem, self.space, self.share, self.cap = problem, space, share, cap
+    def __init__(self, problem: Problem, space: Space, cap: float):
+        self.problem, self.space, self.cap = problem, space, cap
         self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
         self.shares: dict[int, tuple[Share, list[Edge]]] = {}
         self.names = order(problem, space)
@@ -145,7 +145,7 @@ class Messages:
             found.append(self.edge(value, out, port(middle, alias)))
             branches = [self.edge(value, port(middle, alias), wants) for wants in wanted]
             found += branches
-            if self.share and len(wanted) > 2:
+            if len(wanted) > 2:
                 self.shares[middle] = charge(value, alias, wanted, branches, self.cap), branches
         return found
 
@@ -248,7 +248,7 @@ class Messages:
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
-        found = Messages(self.problem, space, self.cap, self.share)
+        found = Messages(self.problem, space, self.cap)
         found.bound, found.sweeps = self.bound, self.sweeps
         charged = {id(edge) for _, edges in found.shares.values() for edge in edges}
         for old, new in zip(self.edges, found.edges):

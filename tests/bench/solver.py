@@ -201,13 +201,12 @@ def main() -> None:
             begin = time.process_time()
             found = solve(problem)
             cpu = time.process_time() - begin
-            sizes = [len(v.costs) for v in problem.variables]
-            print(
-                f"{kind:6} {p}^{axes} batch {batch:3}  {len(sizes)} variables of {max(sizes)} labels,"
-                f" {len(problem.values)} values of {max(len(v.closure) for v in problem.values)} layouts: {found.seconds * 1e3:.4f} ms,"
-                f" gap {found.gap:.4%}{' exact' if found.exact else ''}, {cpu:.2f} s",
-                flush=True,
+            labels, layouts = max(len(v.costs) for v in problem.variables), max(len(v.closure) for v in problem.values)
+            what = (
+                f"{len(problem.variables)} variables, {labels} labels, {len(problem.values)} values, {layouts} layouts"
             )
+            how = f"{found.seconds * 1e3:.4f} ms, gap {found.gap:.4%}{' exact' if found.exact else ''}, {cpu:.2f} s"
+            print(f"{kind:6} {p}^{axes} batch {batch:3}  {what}: {how}", flush=True)
 
 
 if __name__ == "__main__":
