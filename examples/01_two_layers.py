@@ -26,7 +26,7 @@ class TwoLayers(nn.Module):
 
 
 def two_layers() -> tuple[nn.Module, tuple[Tensor]]:
-    return TwoLayers(), (torch.randn(256, 16),)
+    return TwoLayers(), (torch.randn(128, 16),)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.ports import BUFFER, GRADIENT, INPUT, MUTATION, OUTPUT, PARAMETER, TANGENT
 from sbpc.runtime import bind, groups
-from sbpc.runtime.partition import partition
+from sbpc.runtime.partition import on_device, partition
 from sbpc.states import Split
 
 EXECUTORS: dict[str, Callable[[GraphModule], Callable[..., Any]]] = {
@@ -141,7 +141,7 @@ class Runner:
         self.plan, self.module, self.training = plan, [module], module.training
         rank = dist.get_rank()
         self.coordinates = plan.mesh.coordinates(rank)
-        halves = partition(plan.local_at(rank))
+        halves = partition(on_device(plan.local_at(rank), where))
         self.saved = halves.saved
         self.forward, self.backward = executor(halves.forward), executor(halves.backward)
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc.choices import nodes_in
@@ -49,6 +50,18 @@ def partition(gm: GraphModule) -> Partition:
     forward = extract(gm, first, [node for node in nodes if node not in late], [*early_results, *saved])
     backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
     return Partition(forward, backward, len(saved))
+
+
+def on_device(gm: GraphModule, where: torch.device) -> GraphModule:
+    """The program with its factories making tensors on `where`, whatever device it was captured on."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": where}
+    result = GraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
 
 
 def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:

@@ -114,8 +114,9 @@ def test_a_cluster_may_be_a_file(target, capsys, tmp_path):
 
 def test_dump_writes_the_graph_after_every_pass(target, capsys, tmp_path):
     assert run("plan", f"{target}:model", "--mesh", "data=2", "--dump", tmp_path / "dump") == 0
-    names = sorted(path.name.split("_", 1)[1] for path in (tmp_path / "dump").iterdir())
-    assert names == ["annotate.txt", "assign.txt", "box.txt", "capture.txt", "localize.txt", "normalize.txt"]
+    names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / "dump").iterdir())]
+    passes = ["capture", "normalize", "annotate", "assign", "box", "localize"]
+    assert [name for name in names if name in passes] == passes
 
 
 def test_a_saved_plan_is_shown_as_its_target_is(target, capsys, tmp_path):
