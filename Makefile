@@ -9,10 +9,10 @@ demo: $(READY)
 	$(BIN)/sbpc demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not prove"
+	$(BIN)/python -m pytest -m "not prove" -n 2
 
 prove: $(READY)
-	$(BIN)/python -m pytest -m prove --timeout 1800
+	$(BIN)/python -m pytest -m prove -n 2 --timeout 2400 -s
 
 lint: $(READY)
 	$(BIN)/ruff check

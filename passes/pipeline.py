@@ -47,6 +47,7 @@ class Stages:
 
     dump: Path | None = None
     times: dict[str, float] = field(default_factory=dict)
+    shown: int = 0
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -60,8 +61,8 @@ class Stages:
         """Write the text of the graph after a pass, if asked to."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            count = len(list(self.dump.glob("*.txt")))
-            (self.dump / f"{count}_{name}.txt").write_text(graph_text(gm))
+            (self.dump / f"{self.shown}_{name}.txt").write_text(graph_text(gm))
+            self.shown += 1
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:

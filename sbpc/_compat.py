@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -16,7 +17,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -50,6 +50,13 @@ __all__ = [
     "rename",
     "unregister_process_group",
 ]
+
+
+def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
+    """AOTAutograd's joint capture. Imported when it is needed: it brings in dynamo, a second of CPU."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as run
+
+    return run(*args, **kwargs)
 
 
 def autograd_node() -> object | None:

@@ -19,7 +19,7 @@ import transformers
 Model = tuple[nn.Module, dict[str, Any]]
 VOCAB, BATCH, SEQ = 48, 4, 12
 DECODER: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 12,
     "num_key_value_heads": 4, "head_dim": 4, "max_position_embeddings": 2 * SEQ, "use_cache": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -53,61 +53,63 @@ def padded() -> dict[str, Any]:
     return {**given, "attention_mask": mask}
 
 
-def gpt2(attention: str) -> Model:
+def gpt2(attention: str, layers: int) -> Model:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQ, n_embd=48, n_layer=2, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=48, n_layer=layers, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, use_cache=False, bos_token_id=1, eos_token_id=2, attn_implementation=attention,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config), tokens()
 
 
-def llama(attention: str) -> Model:
+def llama(attention: str, layers: int) -> Model:
     """Grouped-query attention, RMS norm, rotary positions, gated layers."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, attn_implementation=attention)), tokens()
+    config = transformers.LlamaConfig(**DECODER, num_hidden_layers=layers, attn_implementation=attention)
+    return transformers.LlamaForCausalLM(config), tokens()
 
 
-def qwen(attention: str) -> Model:
+def qwen(attention: str, layers: int) -> Model:
     """As Llama, with a norm of each query and key head."""
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, attn_implementation=attention)), padded()
+    config = transformers.Qwen3Config(**DECODER, num_hidden_layers=layers, attn_implementation=attention)
+    return transformers.Qwen3ForCausalLM(config), padded()
 
 
-def bert(attention: str) -> Model:
+def bert(attention: str, layers: int) -> Model:
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=96,
+        vocab_size=VOCAB, hidden_size=48, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=96,
         max_position_embeddings=SEQ, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         attn_implementation=attention,
     )  # fmt: skip
     return transformers.BertForMaskedLM(config), padded()
 
 
-def t5(attention: str) -> Model:
+def t5(attention: str, layers: int) -> Model:
     """An encoder, a decoder, and learned biases of relative positions."""
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=48, d_kv=4, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=12,
+        vocab_size=VOCAB, d_model=48, d_kv=4, d_ff=96, num_layers=layers, num_decoder_layers=layers, num_heads=12,
         dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, attn_implementation=attention,
     )  # fmt: skip
     given = padded()
     return transformers.T5ForConditionalGeneration(config), {**given, "labels": torch.randint(1, VOCAB, (BATCH, 6))}
 
 
-def vit(attention: str) -> Model:
+def vit(attention: str, layers: int) -> Model:
     config = transformers.ViTConfig(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=12, intermediate_size=96, image_size=12,
+        hidden_size=48, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=96, image_size=12,
         patch_size=4, num_channels=3, num_labels=12, attn_implementation=attention,
     )  # fmt: skip
     images, labels = torch.randn(BATCH, 3, 12, 12), torch.randint(0, 12, (BATCH,))
     return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
-def mixtral(attention: str) -> Model:
+def mixtral(attention: str, layers: int) -> Model:
     """A mixture of four experts, of which each token goes to two."""
     config = transformers.MixtralConfig(
-        **DECODER, num_local_experts=4, num_experts_per_tok=2, attn_implementation=attention,
+        **DECODER, num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2, attn_implementation=attention,
         experts_implementation="batched_mm",
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config), tokens()
 
 
-MODELS: dict[str, Callable[[str], Model]] = {
+MODELS: dict[str, Callable[[str, int], Model]] = {
     made.__name__: made for made in (gpt2, llama, qwen, bert, t5, vit, mixtral)
 }
