@@ -118,6 +118,11 @@ class Plan:
             self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, coordinates)
         return self.programs[key]
 
+    def forget(self) -> None:
+        """Drop the boxed graph and the programs; they are made again on use."""
+        self.programs.clear()
+        self.__dict__.pop("boxed", None)
+
     @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes, flops and memory of a step, with a lower bound."""

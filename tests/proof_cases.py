@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests import layer_cases
+from tests import cuda_cases, layer_cases
 from tests.proofs import Case, case
 from tests.samples import close, f, x, y
 
 aten = torch.ops.aten
+
+
+def h(*shape: int) -> Tensor:
+    """Few small integers, whose sums of products have digits enough in 16 bits: all but a few are zero."""
+    return torch.where(y(9, *shape, seed=len(shape)) < 2, x(*shape), torch.zeros(())).bfloat16()
+
+
+def ends(*rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 def matmul() -> list[Case]:
@@ -36,6 +45,10 @@ def matmul() -> list[Case]:
         case(aten.einsum.default, "bsth,bsdh->hbtd", [x(2, 3, 4, 5), x(2, 3, 7, 5)]),
         case(aten.einsum.default, "bk,bkn->bn", [x(2, 4), x(2, 4, 5)]),
         case(aten.einsum.default, "ij,jk->k", [x(2, 3), x(3, 4)]),
+        case(aten._grouped_mm.default, h(10, 48), h(3, 48, 24), ends(4, 4, 10)),
+        case(aten._grouped_mm.default, h(10, 48), h(3, 24, 48).mT, ends(0, 7, 10)),
+        case(aten._grouped_mm.default, h(10, 48).t(), h(10, 24), ends(4, 4, 10)),
+        case(aten._grouped_mm.default, h(3, 10, 48), h(3, 48, 24)),
         case(aten.linear.default, x(2, 3, 4), x(5, 4)),
         case(aten.linear.default, x(2, 3, 4), x(5, 4), x(5)),
         case(aten.linear.default, x(3, 4), x(5, 4), x(5)),
@@ -135,6 +148,10 @@ def views() -> list[Case]:
 
 def factories() -> list[Case]:
     found = [
+        case(aten._assert_tensor_metadata.default, x(3, 4), [3, 4], None, torch.float64),
+        case(aten._assert_tensor_metadata.default, x(3, 4), None, None, torch.float64),
+        case(aten.native_dropout.default, x(3, 4), 0.0, True),
+        case(aten.native_dropout.default, x(3, 4), 0.5, False),
         case(aten.arange.default, 7),
         case(aten.arange.default, 7, dtype=torch.float64),
         case(aten.arange.start, 3, 10, dtype=torch.float64),
@@ -241,4 +258,4 @@ def index() -> list[Case]:
     ]
 
 
-FAMILIES = {made.__name__: made for made in (matmul, reductions, views, factories, index)} | layer_cases.FAMILIES
+FAMILIES = {made.__name__: made for made in (matmul, reductions, views, factories, index, cuda_cases.cuda)} | layer_cases.FAMILIES

@@ -12,10 +12,12 @@ FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}
 
 @pytest.mark.prove
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_signature_and_every_pair_is_proved(family, capsys):
+def test_every_signature_and_every_pair_is_proved(family, record_property):
     cases = FAMILIES[family]()
     count = sum((prove(one) for one in cases), Count())
+    record_property("signatures", count.signatures)
+    record_property("mutants", count.mutants)
+    record_property("pairs", count.pairs)
     found = f"{count.signatures} signatures proved, {count.mutants} mutants rejected, {count.pairs} pairs proved"
-    with capsys.disabled():
-        print(f"\n{family}: {len(cases)} cases, {found}")
+    record_property("figure", f"{family:12} {len(cases)} cases, {found}")
     assert count.signatures and count.mutants and count.pairs

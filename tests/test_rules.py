@@ -32,6 +32,22 @@ def test_every_signature_is_right_and_its_mutants_are_not(family):
         prove(one, pairs=())
 
 
+def test_what_stands_in_for_an_op_of_cuda_gives_its_shapes():
+    for one in proof_cases.FAMILIES["cuda"]():
+        found, expected = one.op(*on_meta(one.args)), one.run()
+        assert shapes(found) == shapes(expected), one
+
+
+def on_meta(value):
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [on_meta(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def shapes(outputs):
+    return [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in outputs]
+
+
 def test_every_pointwise_signature_is_right_and_its_mutants_are_not():
     for one in pointwise_cases.cases():
         prove(one, ranks=(2,), pairs=())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sbpc.rules.registry import Arguments, Call, Match, rule
+from sbpc.rules.registry import Arguments, Call, Match, named_arguments, rule
 
 aten = torch.ops.aten
 
@@ -79,6 +79,47 @@ def ordered(call: Call, x: Any, before: str, after: str) -> Any:
     return x if before == after else call(aten.permute.default, x, [before.index(letter) for letter in after])
 
 
+GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
+    (2, 2): "(k e) m, m (n f), g -> g (k e) (n f) ; +m ; idx m ; fix g e f ; lin(0) ; lin(1)",
+    (2, 3): "m (k e), g (k e) (n f), g -> m (n f) ; +k ; idx m ; fix g e f ; lin(0) ; lin(1)",
+    (3, 3): "g m (k e), g (k e) (n f) -> g m (n f) ; +k ; fix e f ; lin(0) ; lin(1)",
+}
+
+
+def grouped(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None:
+    """Products of groups of rows that end at `offs`; rows behind the last end hold nothing."""
+    x, text = given["self"], GROUPED.get((given["self"].dim(), given["mat2"].dim()))
+    wide = 16 // x.element_size()
+    return None if text is None or given["bias"] is not None else (text, {"e": wide, "f": wide})
+
+
+def grouped_local(
+    m: Match,
+    call: Call,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    local: Mapping[str, int],
+    offsets: Mapping[str, Any],
+) -> Any:
+    """A shard of the rows has its own ends, counted from its first row. Rows lie one after the other, as in the whole."""
+    given = named_arguments(m.op, args, kwargs)
+    if m.rule.text == GROUPED[2, 2]:
+        rows = call(aten.contiguous.default, call(aten.permute.default, given["self"], [1, 0]))
+        given["self"] = call(aten.permute.default, rows, [1, 0])
+        given["mat2"] = call(aten.contiguous.default, given["mat2"])
+    elif m.rule.text == GROUPED[2, 3]:
+        given["self"] = call(aten.contiguous.default, given["self"])
+    if "m" in offsets:
+        ends = call(aten.clamp.default, call(aten.sub.Tensor, given["offs"], offsets["m"]), 0, local["m"])
+        given["offs"] = call(aten._to_copy.default, ends, dtype=torch.int32)
+    return call(m.op, *given.values())
+
+
+def grouped_flops(m: Match) -> str:
+    """Every row meets the matrix of its own group."""
+    return "2 g m k e n f" if m.rule.text == GROUPED[3, 3] else "2 m k e n f"
+
+
 def linear(given: Arguments, outputs: Any) -> str:
     if given["bias"] is None:
         return "*b k, n k -> *b n ; +k ; lin(0) ; lin(1)"
@@ -107,6 +148,7 @@ def two_per_point(m: Match) -> str:
     return " ".join(["2", *m.points])
 
 
+rule(aten._grouped_mm.default, grouped, flops=grouped_flops, local=grouped_local, nonempty="g m k n")
 rule(aten.addmm.default, addmm, flops="2 m k n")
 rule(aten.baddbmm.default, baddbmm, flops="2 b m k n")
 rule(aten.bmm.default, "b m k, b k n -> b m n ; +k ; lin(0) ; lin(1)", flops="2 b m k n")

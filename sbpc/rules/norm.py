@@ -27,6 +27,16 @@ def layer_norm_backward(given: Arguments, outputs: Any) -> str:
     return f"*b {d}, *b {d}, [{d}], *b {ones}, *b {ones}, {d}, {d} -> *b {d}, {d}, {d} ; +b ; fix {d} ; lin(0)"
 
 
+def rms_norm(given: Arguments, outputs: Any) -> str:
+    d, ones = _dims(given)
+    return f"*b {d}, [{d}], {d} -> *b {d}, *b {ones} ; fix {d}"
+
+
+def rms_norm_backward(given: Arguments, outputs: Any) -> str:
+    d, ones = _dims(given)
+    return f"*b {d}, *b {d}, [{d}], *b {ones}, {d} -> *b {d}, {d} ; +b ; fix {d} ; lin(0)"
+
+
 def batch_norm(given: Arguments, outputs: Any) -> str | None:
     """Training with running statistics updates them in place: that is no function, so it has no rule."""
     if not given["training"]:
@@ -41,6 +51,8 @@ def batch_norm_backward(given: Arguments, outputs: Any) -> str:
     return "n c *h, n c *h, c, c, c, *e, *f -> n c *h, c, c ; +n h ; fix e f ; lin(0)"
 
 
+rule(aten._fused_rms_norm.default, rms_norm)
+rule(aten._fused_rms_norm_backward.default, rms_norm_backward)
 rule(aten._native_batch_norm_legit.no_stats, "n c *h, c, c -> n c *h, c, c ; fix n h", nonempty="c")
 rule(
     aten._native_batch_norm_legit_functional.default,

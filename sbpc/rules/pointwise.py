@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sbpc._compat import OpOverload
-from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry
+from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry, rule
 
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
@@ -130,4 +130,16 @@ def pointwise(op: OpOverload) -> Entry | None:
     return entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
 
 
+def dropout(given: Arguments, outputs: Any) -> str | None:
+    """Dropout that drops nothing; a random one has no rule."""
+    return "*a -> *a, *a ; lin(0 -> 0)" if given["p"] == 0 or given["train"] is False else None
+
+
+def metadata(given: Arguments, outputs: Any) -> str | None:
+    """A check of the dtype, device and sizes of a tensor."""
+    return "*a, size=[*a] -> _ ; lin(0 -> )" if given["stride"] is None else None
+
+
 GENERATORS.append(pointwise)
+rule(aten._assert_tensor_metadata.default, metadata, flops=FREE)
+rule(aten.native_dropout.default, dropout, nonempty="a")
