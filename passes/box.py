@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc._compat import LazyGraphModule
 from sbpc.boxing import path
 from sbpc.choices import operands, value_of, with_operands
 from sbpc.layout import Layout
@@ -56,7 +57,7 @@ class Boxer:
             self.copy(node)
             for layout in self.due.get(node, ()):
                 self.at(node, layout)
-        result = GraphModule(self.gm, self.graph)
+        result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run
         result.meta.update(self.gm.meta)
         return result
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import rename
+from sbpc._compat import LazyGraphModule, rename
 from sbpc.choices import local_sizes, operands, value_of
 from sbpc.layout import Layout
 from sbpc.lowering import lower
@@ -57,7 +57,7 @@ class Localizer:
             elif node.op == "get_attr":
                 self.local[node] = self.copy(node)
         self.graph.output(tuple(None if node is None else self.local[node] for node in results(self.gm)))
-        result = GraphModule(self.gm, self.graph)
+        result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run
         result.meta.update(self.gm.meta)
         return result
 
@@ -84,7 +84,8 @@ class Localizer:
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Emit one call."""
-        made = self.graph.call_function(op, args, kwargs)
+        made = self.graph.call_function(op)
+        made.args, made.kwargs = args, kwargs  # create_node walks its arguments in search of symbols, which takes longer
         made.meta = dict(self.about)
         return made
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 __all__ = [
     "BufferAOTInput",
@@ -34,6 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "LazyGraphModule",
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",

@@ -101,11 +101,11 @@ def vit(attention: str, layers: int) -> Model:
     return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
-def mixtral(attention: str, layers: int) -> Model:
+def mixtral(attention: str, layers: int, experts: str = "batched_mm") -> Model:
     """A mixture of four experts, of which each token goes to two."""
     config = transformers.MixtralConfig(
         **DECODER, num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2, attn_implementation=attention,
-        experts_implementation="batched_mm",
+        experts_implementation=experts,
     )  # fmt: skip
     return transformers.MixtralForCausalLM(config), tokens()
 

@@ -80,8 +80,8 @@ def ordered(call: Call, x: Any, before: str, after: str) -> Any:
 
 
 GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
-    (2, 2): "(k e) m, m (n f), g -> g (k e) (n f) ; +m ; idx m ; fix g e f ; lin(0) ; lin(1)",
-    (2, 3): "m (k e), g (k e) (n f), g -> m (n f) ; +k ; idx m ; fix g e f ; lin(0) ; lin(1)",
+    (2, 2): "(k e) m, m (n f), h -> g (k e) (n f) ; +m ; idx m ; idx g ; fix h e f ; lin(0) ; lin(1)",
+    (2, 3): "m (k e), g (k e) (n f), h -> m (n f) ; +k g ; idx m ; idx g ; fix h e f ; lin(0) ; lin(1)",
     (3, 3): "g m (k e), g (k e) (n f) -> g m (n f) ; +k ; fix e f ; lin(0) ; lin(1)",
 }
 
@@ -93,6 +93,11 @@ def grouped(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None
     return None if text is None or given["bias"] is not None else (text, {"e": wide, "f": wide})
 
 
+def grouped_flops(m: Match) -> str:
+    """Every row meets the matrix of its own group; the groups are taken to be equally long."""
+    return "2 g m k e n f" if m.rule.text == GROUPED[3, 3] else f"2/{m.sizes['g']} g m k e n f"
+
+
 def grouped_local(
     m: Match,
     call: Call,
@@ -101,23 +106,46 @@ def grouped_local(
     local: Mapping[str, int],
     offsets: Mapping[str, Any],
 ) -> Any:
-    """A shard of the rows has its own ends, counted from its first row. Rows lie one after the other, as in the whole."""
+    """A shard of the rows has its own ends of groups. Where groups are split, their rows are rolled to the front."""
     given = named_arguments(m.op, args, kwargs)
-    if m.rule.text == GROUPED[2, 2]:
-        rows = call(aten.contiguous.default, call(aten.permute.default, given["self"], [1, 0]))
-        given["self"] = call(aten.permute.default, rows, [1, 0])
-        given["mat2"] = call(aten.contiguous.default, given["mat2"])
-    elif m.rule.text == GROUPED[2, 3]:
-        given["self"] = call(aten.contiguous.default, given["self"])
+    if m.rule.text == GROUPED[3, 3]:
+        return call(m.op, *given.values())
+    turned, sums = m.rule.text == GROUPED[2, 2], m.rule.text == GROUPED[2, 3]
+    rows = call(aten.permute.default, given["self"], [1, 0]) if turned else given["self"]
+    number = start = None
     if "m" in offsets:
         ends = call(aten.clamp.default, call(aten.sub.Tensor, given["offs"], offsets["m"]), 0, local["m"])
         given["offs"] = call(aten._to_copy.default, ends, dtype=torch.int32)
-    return call(m.op, *given.values())
+    if "g" in offsets:
+        number, group = (numbers(call, given["offs"], local[factor]) for factor in ("m", "g"))
+        before = call(aten.constant_pad_nd.default, given["offs"], [1, 0])
+        start = call(aten.index_select.default, before, 0, call(aten.view.default, offsets["g"], [1]))
+        ends = call(aten.index_select.default, given["offs"], 0, call(aten.add.Tensor, group, offsets["g"]))
+        given["offs"] = call(aten.sub.Tensor, ends, start)
+    rows = dense(call, rows, local["m"], number, start)
+    given["self"] = call(aten.permute.default, rows, [1, 0]) if turned else rows
+    if turned:
+        given["mat2"] = dense(call, given["mat2"], local["m"], number, start)
+    made = call(m.op, *given.values())
+    if start is None or not sums:
+        return made
+    last = call(aten.slice.Tensor, given["offs"], 0, local["g"] - 1, local["g"])
+    behind = call(aten.unsqueeze.default, call(aten.ge.Tensor, number, last), 1)
+    made = call(aten.masked_fill.Scalar, made, behind, 0)
+    return dense(call, made, local["m"], number, call(aten.neg.default, start))
 
 
-def grouped_flops(m: Match) -> str:
-    """Every row meets the matrix of its own group."""
-    return "2 g m k e n f" if m.rule.text == GROUPED[3, 3] else "2 m k e n f"
+def numbers(call: Call, like: Any, count: int) -> Any:
+    """0, 1, 2, ... on the device of `like`."""
+    return call(aten.sub.Scalar, call(aten.cumsum.default, call(aten.new_ones.default, like, [count]), 0), 1)
+
+
+def dense(call: Call, rows: Any, count: int, number: Any, start: Any) -> Any:
+    """Rows one after the other in memory, from number `start` on and then around."""
+    if start is not None:
+        return call(aten.index_select.default, rows, 0, call(aten.remainder.Scalar, call(aten.add.Tensor, number, start), count))
+    one = {"memory_format": torch.contiguous_format}  # a lone row counts as contiguous whatever its stride
+    return call(aten.clone.default, rows, **one) if count == 1 else call(aten.contiguous.default, rows)
 
 
 def linear(given: Arguments, outputs: Any) -> str:

@@ -78,7 +78,9 @@ class Match:
             for f in self.sizes
             if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")
         ]
-        return math.prod((local[factor] for factor in chosen), start=int(number))
+        top, _, bottom = number.partition("/")
+        found = math.prod((local[factor] for factor in chosen), start=int(top))
+        return found / int(bottom) if bottom else found
 
     @cached_property
     def points(self) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ def rule(
 ) -> None:
     """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
 
-    flops: "2 m k n", FREE, WRITTEN, or a function of the match; by default one per point. local:
+    flops: "2 m k n" (or "1/3 m k"), FREE, WRITTEN, or a function of the match; by default one per point. local:
     what runs on shards where the op alone is not enough.
     nonempty: factors (without the digits that a function appends) that may leave no rank an empty shard.
 
