@@ -62,6 +62,7 @@ def annotate_call(node: Node, notes: list[str]) -> None:
     outputs = list(value) if isinstance(value, (tuple, list)) else [value]
     found = match(node.target, args, dict(kwargs), value) if isinstance(node.target, OpOverload) else None
     if found is None:
+        require_dense(node, inputs)
         size = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
         notes.append(
             f"{node.name}: no rule for {node.target}, so every rank computes all of it ({size:,} bytes of results)"
@@ -70,3 +71,18 @@ def annotate_call(node: Node, notes: list[str]) -> None:
     node.meta["match"] = found
     dtypes = tuple(tuple(getattr(v, "dtype", None) for v in values) for values in (inputs, outputs))
     return set_candidates(node, of_match(found, (dtypes[0], dtypes[1])))
+
+
+def require_dense(node: Node, inputs: list[Any]) -> None:
+    """Refuse an op that reads memory by strides of its own where a rank's copy of its operand may have others.
+
+    A rank's copy is contiguous where the captured operand is: `localize` sees to that for every op without a rule.
+    """
+    if "as_strided" not in str(node.target):
+        return
+    first = inputs[0]
+    if not first.is_contiguous() or first.storage_offset() != 0:
+        what = f"{node.target} reads the memory of a tensor that is not contiguous, which no rank has"
+        raise SbpcError(
+            at_node(what, node, "Write it with permute, unfold or indexing, or make its operand contiguous.")
+        )

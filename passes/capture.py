@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from sbpc import ports
 from sbpc._compat import enable_python_dispatcher
-from sbpc.errors import CaptureError
+from sbpc.errors import CaptureError, SbpcError
+from sbpc.frames import traceback_stack, user_error
 from sbpc.passes.joint import joint
 from sbpc.passes.tracer import Light, NeedsAot
 from sbpc.ports import Port
@@ -42,6 +43,8 @@ def capture(
     """
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
     with environment(train):  # fresh fakes for each method: the first may have written into its own
         if method == "light":
             with contextlib.suppress(NeedsAot):
@@ -56,7 +59,7 @@ def _light(source: Program, train: bool) -> GraphModule:
     wanted = source.wanted(train)
     values = [value for _, _, value in source.placeholders()]
     with source.substituted(source.parameters, source.buffers) as replaced, light.watching(values):
-        with _recording(source, light):
+        with _recording(source, light), _blame():
             outputs, results = source(source.inputs)
         written = replaced()
         light.phase = "backward"
@@ -83,6 +86,20 @@ def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[
     for at, value in tangents.items():
         light.placeholder(Port(ports.TANGENT, str(at)), f"tangent_{at}", value)
     return tangents
+
+
+@contextlib.contextmanager
+def _blame() -> Iterator[None]:
+    """Turn an error of the model's own code into a CaptureError that shows its line; the error is its cause."""
+    try:
+        yield
+    except (SbpcError, NeedsAot):
+        raise
+    except Exception as error:  # whatever the model raises
+        what = f"the model's forward raises {type(error).__name__}: {str(error).strip() or 'no message'}"
+        raise user_error(
+            what, traceback_stack(error), "Call the model on these arguments on one device first."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule, rename
-from sbpc.choices import local_sizes, operands, value_of
+from sbpc.choices import local_sizes, operands, value_of, with_operands
 from sbpc.layout import Layout
 from sbpc.lowering import lower
 from sbpc.mesh import Mesh
@@ -85,7 +85,10 @@ class Localizer:
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Emit one call."""
         made = self.graph.call_function(op)
-        made.args, made.kwargs = args, kwargs  # create_node walks its arguments in search of symbols, which takes longer
+        made.args, made.kwargs = (
+            args,
+            kwargs,
+        )  # create_node walks its arguments in search of symbols, which takes longer
         made.meta = dict(self.about)
         return made
 
@@ -97,7 +100,7 @@ class Localizer:
             parts = self.local[producer]
             return self.described(parts[index], node) if isinstance(parts, tuple) else self.copy(node)
         if match is None:
-            return self.copy(node)
+            return self.replicated(node)
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.local[n])
@@ -108,6 +111,19 @@ class Localizer:
         }
         made = match.localize(self.call, args, kwargs, local, offsets)
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
+
+    def replicated(self, node: Node) -> Node:
+        """An op without a rule: it may read strides, so operands are contiguous here where they were when captured."""
+        dense = [
+            self.call(torch.ops.aten.contiguous.default, self.local[operand])
+            if operand.meta["val"].is_contiguous()
+            else self.local[operand]
+            for operand in operands(node)
+        ]
+        copy = self.graph.node_copy(node, lambda n: self.local[n])
+        copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(dense))
+        copy.meta = {}
+        return self.described(copy, node)
 
     def offset(self, size: int, axes: tuple[int, ...]) -> Node:
         """A 0-dim int64: where this rank's part of a dim of `size`, cut by `axes`, begins."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from sbpc._compat import FakeTensorMode
 from sbpc.boxing import steps
 from sbpc.choices import nodes_in, operands
 from sbpc.errors import VerifyError, at_node
@@ -134,7 +135,7 @@ class ShapeCheck(Interpreter):
     """Runs a local program on the meta device and compares shapes."""
 
     def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm)
+        super().__init__(gm, garbage_collect_values=False)
         self.edges = 0
 
     def check(self) -> int:
@@ -154,6 +155,19 @@ class ShapeCheck(Interpreter):
             kwargs = {**kwargs, "device": "meta"}
         return target(*args, **kwargs)
 
+    def on_cpu(self, n: Node) -> Any:
+        """The value of a node that its producer's fake CPU kernel gives."""
+        producer = n.args[0] if n.target is operator.getitem else n
+        assert isinstance(producer, Node)
+        with FakeTensorMode():
+            args, kwargs = torch.fx.node.map_aggregate(
+                self.fetch_args_kwargs_from_env(producer),
+                lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t,
+            )
+            found = producer.target(*args, **kwargs)  # type: ignore[operator]
+        found = found[n.args[1]] if producer is not n else found
+        return torch.empty(found.shape, dtype=found.dtype, device="meta")
+
     def run_node(self, n: Node) -> Any:
         """One node, its shape compared with the recorded one."""
         self.edges += sum(1 for _ in nodes_in((n.args, n.kwargs)))
@@ -164,6 +178,8 @@ class ShapeCheck(Interpreter):
         except Exception as error:
             raise VerifyError(at_node(f"a local op fails on its shapes: {error}", n, REPORT)) from error
         expected = n.meta.get("local_shape")
+        if expected is not None and tuple(value.shape) != tuple(expected):
+            value = self.on_cpu(n)  # kernels of the meta device give other shapes to what nobody reads
         if expected is not None:
             require(
                 tuple(value.shape) == tuple(expected),

@@ -18,9 +18,11 @@ from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.pins import Wish, exactly, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT
+from sbpc.structure import unflatten
 
 OBJECTIVES = ("seconds", "bytes")
 
@@ -60,6 +62,18 @@ def plan(
     Raises CaptureError, PinError, LayoutError or SbpcError, each with what to do.
     """
     check_options(mesh, optimizer, objective, dynamic)
+    check_kinds(
+        model=(model, nn.Module),
+        kwargs=(kwargs, Mapping),
+        pin=(pin, Mapping),
+        loss=(loss, Callable),
+        dump=(dump, (str, Path)),
+    )
+    check_kinds(
+        inputs=(inputs, (tuple, list)), outputs=(outputs, (tuple, list)), spread=(spread, bool), train=(train, bool)
+    )
+    if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
+        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     stages = Stages(None if dump is None else Path(dump))
     with stages.timed("capture"):
@@ -93,6 +107,14 @@ def check_options(mesh: Mesh, optimizer: str | None, objective: str, dynamic: An
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
     if dynamic is not None:
         raise SbpcError("symbolic dims (dynamic=) cannot be planned yet\n  Plan once for every shape.")
+
+
+def check_kinds(**given: tuple[Any, Any]) -> None:
+    """Refuse arguments of the wrong kind; each by name with its value and what it may be besides None."""
+    for name, (value, kinds) in given.items():
+        if value is not None and not isinstance(value, kinds):
+            wanted = " or a ".join(kind.__name__.lower() for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+            raise SbpcError(f"{name} is {value!r}\n  Give a {wanted}.")
 
 
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, spread: bool) -> dict[str, Wish]:
@@ -155,10 +177,12 @@ def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str
 
 
 def load(path: str | Path) -> Plan:
-    """The plan that `Plan.save` wrote. Reading it runs no code of the file's.
+    """The plan that `Plan.save` wrote. Reading it runs no code of the file's; all but its programs is checked.
 
     Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
     """
+    if not isinstance(path, (str, Path)):
+        raise PlanError(f"{path!r} is no path\n  Give the file that plan.save wrote.")
     decoder = codec.decode(Path(path))
     try:
         mesh = decoder.mesh()
@@ -166,10 +190,27 @@ def load(path: str | Path) -> Plan:
         choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
         body = decoder.body
         assignment = Assignment(choices, aliases, tuple(outputs))
-        return make_plan(gm, mesh, assignment, body["lower_bound"], body["options"], Stages())
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise decoder.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
+        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
+        check_loaded(plan)
     except PlanError:
         raise
     except SbpcError as error:
         raise decoder.fail(str(error).splitlines()[0]) from error
+    except Exception as error:  # whatever nonsense a file holds, it is the file that is wrong
+        raise decoder.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
+    return plan
+
+
+def check_loaded(plan: Plan) -> None:
+    """Check a plan that came from a file as far as its boxed graph, and what its report reads."""
+    verify_captured(plan.graph)
+    verify_annotated(plan.graph)
+    names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
+    if names != [str(number) for number in range(len(names))]:
+        raise PlanError(f"inputs named {names}\n  Plan anew.")
+    leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
+    unflatten(plan.ports.results, leaves)
+    unflatten(plan.ports.arguments, [None] * len(names))
+    check_options(plan.mesh, plan.options.get("optimizer"), plan.options["objective"], None)
+    verify_boxed(plan.boxed, plan.mesh)
+    str(plan)

@@ -21,7 +21,7 @@ from rich.console import Console
 from sbpc.api import load, plan
 from sbpc.cluster import CLUSTERS, Cluster
 from sbpc.cost import OPTIMIZER_STATE
-from sbpc.errors import MeshError, PinError, SbpcError
+from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.graphtext import graph_text
 from sbpc.mesh import Mesh
 from sbpc.picture import graph_rows, graph_svg
@@ -30,10 +30,11 @@ from sbpc.report import plan_json, print_plan
 from sbpc.runtime import groups
 from sbpc.runtime.launch import RankError, as_rank, launch
 from sbpc.runtime.module import parallelize
-from sbpc.target import DTYPES, USAGE, Target, load_target
+from sbpc.target import DTYPES, USAGE, Target, load_target, split_target
 from sbpc.train import OPTIMIZERS, optimizer_of, train
 
 STAGES = ("annotated", "boxed", "local")
+PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # of no use with a plan that is made
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 EPILOG = f"""{USAGE}
 
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("sbpc").setLevel(logging.INFO if options.verbose else logging.WARNING)
+    if not options.verbose:  # torch logs an op's error with a traceback of its own, before it raises it
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         code: int = options.command(options)
         sys.stdout.flush()
@@ -90,30 +93,30 @@ def parser() -> argparse.ArgumentParser:
     one = command("plan", plan_command, "plan a model and print layouts, collectives, seconds and memory")
     one.add_argument("target", metavar="TARGET", help="file.py:function")
     add_planning(one)
-    one.add_argument("-o", "--output", metavar="FILE", help="write the plan to this file (*.sbpc)")
+    one.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to this file (*.sbpc)")
     one = command("show", show_command, "print the graph of a plan at one stage, or draw it")
     one.add_argument("target", metavar="TARGET_OR_PLAN", help="file.py:function, or a file that `sbpc plan -o` wrote")
     add_planning(one)
     one.add_argument("--stage", choices=STAGES, default="boxed", help="which graph (default: boxed)")
     one.add_argument("--rank", type=int, default=0, help="whose program, for --stage local (default: 0)")
-    one.add_argument("--svg", metavar="FILE", help="draw the graph into this file instead of printing it")
+    one.add_argument("--svg", type=file_name, metavar="FILE", help="draw it into this file instead of printing it")
     one = command(
         "run", run_command, "train a model: under torchrun as its rank, else on ranks started on this machine"
     )
     one.add_argument("target", metavar="TARGET", help="file.py:function")
     add_planning(one)
-    one.add_argument("--plan", metavar="FILE", help="run this plan instead of planning")
+    one.add_argument("--plan", type=file_name, metavar="FILE", help="run this plan instead of planning")
     one.add_argument(
         "--steps", type=int, default=10, help="how many steps, all on the arguments of the target (default: 10)"
     )
-    one.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
+    one.add_argument("--lr", type=rate, default=1e-3, help="learning rate (default: 0.001)")
     one = command(
         "demo", demo_command, "plan, verify and train a small GPT on 4 processes, beside the same model on one"
     )
     one.add_argument("--steps", type=int, default=50, help="how many steps (default: 50)")
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     one.add_argument(
-        "--output", metavar="DIR", default="sbpc-demo", help="folder for what it writes (default: sbpc-demo)"
+        "--output", type=file_name, metavar="DIR", default="sbpc-demo", help="folder for its files (default: sbpc-demo)"
     )
     return top
 
@@ -124,7 +127,10 @@ def add_planning(one: argparse.ArgumentParser) -> None:
         "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
     )
     one.add_argument(
-        "--cluster", metavar="NAME_OR_FILE", help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)"
+        "--cluster",
+        type=file_name,
+        metavar="NAME_OR_FILE",
+        help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)",
     )
     one.add_argument(
         "--pin",
@@ -142,7 +148,7 @@ def add_planning(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
     )
-    one.add_argument("--dump", metavar="DIR", help="write the text of the graph after every pass into this folder")
+    one.add_argument("--dump", type=file_name, metavar="DIR", help="write the graph after every pass into this folder")
 
 
 def mesh_axes(text: str) -> dict[str, int]:
@@ -159,12 +165,27 @@ def mesh_axes(text: str) -> dict[str, int]:
 
 
 def quantity(text: str) -> float:
-    """A number with a decimal prefix: 80G."""
+    """A number of bytes with a decimal prefix: 80G."""
     prefix = text[-1:] if text[-1:] in UNITS else ""
-    try:
-        return float(text.removesuffix(prefix)) * UNITS[prefix]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as in 80G") from None
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text.removesuffix(prefix)) * UNITS[prefix]) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as in 80G")
+
+
+def rate(text: str) -> float:
+    """A learning rate."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, as in 0.001")
+
+
+def file_name(text: str) -> str:
+    """The name of a file or a folder, as it is given."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh:
@@ -191,9 +212,27 @@ def pins_of(options: argparse.Namespace) -> dict[str, str]:
     return pins
 
 
+def make_folder(path: str) -> None:
+    """Make the folder for a dump, before anything is planned. Raises SbpcError if that is not possible."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SbpcError(f"cannot make the folder {path}: {error.strerror}\n  Name another for --dump.") from error
+
+
+def without_planning(options: argparse.Namespace, file: str, *unused: str) -> None:
+    """Refuse options that would be of no use with the plan in a file."""
+    given = [f"--{option.replace('_', '-')}" for option in (*PLANNING, *unused) if getattr(options, option)]
+    if given:
+        raise SbpcError(f"{file} is a plan: {', '.join(given)} cannot change it\n  Remove what is for planning.")
+
+
 def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     """The plan that the options ask for, and the target; what is wrong with options is said before that is built."""
+    split_target(target)
     mesh, pins = mesh_of(options), pins_of(options)
+    if options.dump:
+        make_folder(options.dump)
     built = load_target(target, options.dtype)
     about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
@@ -223,6 +262,7 @@ def finite(value: Any) -> Any:
 
 def plan_command(options: argparse.Namespace) -> int:
     """`sbpc plan`."""
+    check_file(options.output)
     with quiet(options):
         found, _ = plan_of(options, options.target)
         edges = found.verify()
@@ -238,20 +278,35 @@ def plan_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def check_file(file: str | None) -> None:
+    """Refuse a file that cannot be written, before anything is planned."""
+    if file and Path(file).is_dir():
+        raise SbpcError(f"cannot write {file}: it is a folder\n  Name a file in it.")
+    if file and not Path(file).parent.is_dir():
+        raise SbpcError(f"cannot write {file}: there is no folder {Path(file).parent}\n  Make it, or name another.")
+
+
 def write(file: str, save: Any) -> None:
     """Write a file. Raises SbpcError if that is not possible."""
     try:
         save(file)
     except OSError as error:
-        raise SbpcError(
-            f"cannot write {file}: {error.strerror}\n  Name a file in a folder that exists and may be written to."
-        ) from error
+        raise SbpcError(f"cannot write {file}: {error.strerror}\n  Name a file that may be written to.") from error
+
+
+def is_plan(text: str) -> bool:
+    """Whether the file of a plan is named, and no target. Raises PlanError if it does not exist."""
+    if text.endswith(".sbpc") and not Path(text).exists():
+        raise PlanError(f"there is no file {text!r}\n  Name one that `sbpc plan -o` wrote, or a target.")
+    return Path(text).is_file() and not text.endswith(".py")
 
 
 def show_command(options: argparse.Namespace) -> int:
     """`sbpc show`."""
+    check_file(options.svg)
     with quiet(options):
-        if Path(options.target).is_file() and not options.target.endswith(".py"):
+        if is_plan(options.target):
+            without_planning(options, options.target, "dtype")
             found = load(options.target)
         else:
             found, _ = plan_of(options, options.target)
@@ -281,6 +336,8 @@ def run_command(options: argparse.Namespace) -> int:
         raise SbpcError(f"--steps {options.steps}\n  Train one step at least.")
     if options.optimizer not in OPTIMIZERS:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
+    if options.plan:
+        without_planning(options, options.plan)
     if "RANK" in os.environ:
         with as_rank():
             return run_rank(options)
@@ -292,18 +349,8 @@ def run_command(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sbpc-run-") as folder:
         file = Path(folder, "plan.sbpc")
         found.save(file)
-        arguments = [
-            "-m",
-            "sbpc",
-            "run",
-            options.target,
-            "--plan",
-            str(file),
-            "--steps",
-            str(options.steps),
-            "--lr",
-            str(options.lr),
-        ]
+        arguments = ["-m", "sbpc", "run", options.target, "--plan", str(file)]
+        arguments += ["--steps", str(options.steps), "--lr", str(options.lr)]
         arguments += ["--optimizer", options.optimizer, *(["--dtype", options.dtype] if options.dtype else [])]
         launch(arguments + ["--json"] * options.json + ["--verbose"] * options.verbose, found.mesh.ranks)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 import operator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,8 @@ from sbpc.cluster import Cluster
 from sbpc.errors import PlanError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
-from sbpc.ports import Port, Ports
+from sbpc.ports import INPUTS, OUTPUTS, Port, Ports
+from sbpc.rules.registry import row
 
 if TYPE_CHECKING:
     from sbpc.plan import Plan
@@ -34,8 +36,13 @@ def save(plan: Plan, path: Path) -> None:
     body = json.dumps(encode(plan), separators=(",", ":"), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
-    temporary.replace(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory")
+        temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written: {error}\n  Name a file in a folder that exists.") from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -43,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         first, _, body = path.read_bytes().decode().partition("\n")
         head = json.loads(first)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no plan: {error}\n  Write one with plan.save.") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
@@ -52,7 +59,13 @@ def read(path: Path) -> dict[str, Any]:
     body = body.removesuffix("\n")
     if hashlib.sha256(body.encode()).hexdigest() != head.get("sha256"):
         raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
-    return json.loads(body)
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no plan: {type(error).__name__}\n  Write one with plan.save.") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+    return content
 
 
 def encode(plan: Plan) -> dict[str, Any]:
@@ -169,12 +182,18 @@ class Decoder:
         found = dict(self.body["ports"])
         for side in ("inputs", "outputs"):
             found[side] = tuple(Port(**port) for port in found[side])
+            kinds = INPUTS if side == "inputs" else OUTPUTS
+            if any(port.kind not in kinds or not isinstance(port.name, str) for port in found[side]):
+                raise self.fail(f"{side} of kinds that there are not")
         return Ports(**found | {"unused": tuple(found["unused"]), "frozen": tuple(found["frozen"])})
 
     def target(self, item: dict[str, Any]) -> Any:
         """The op that a name stands for; nothing outside torch.ops' known namespaces is reached."""
         name = item["target"]
         if item["op"] in ("placeholder", "get_attr"):
+            bare = not item["args"] and item["kwargs"] == {"dict": {}}
+            if not bare or not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+                raise self.fail(f"{name!r} is no name")  # it would stand in the generated code
             return name
         if item["op"] != "call_function":
             raise self.fail(f"a node of kind {item['op']!r}")
@@ -187,8 +206,11 @@ class Decoder:
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError) as error:
             raise self.fail(f"this torch ({torch.__version__}) has no op {name}") from error
-        if not isinstance(found, OpOverload):
-            raise self.fail(f"{name!r} is no op")
+        if not isinstance(found, OpOverload) or not may_call(found):
+            raise self.fail(f"{name!r} is no op that a plan may call")
+        arguments = {argument.name for argument in found._schema.arguments}
+        if not set(self.argument(item["kwargs"])) <= arguments:
+            raise self.fail(f"{name} has no arguments {sorted(item['kwargs']['dict'])}")
         return found
 
     def value(self, text: Any) -> Any:
@@ -247,6 +269,17 @@ class Decoder:
         aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
         outputs = [None if text is None else Layout.parse(text, axes) for text in self.body["outputs"]]
         return choices, aliases, outputs
+
+
+def may_call(op: OpOverload) -> bool:
+    """Whether a file may name the op: it computes tensors from tensors and numbers, writes into none, touches no file.
+
+    What takes a text (a file's name, say) must have a rule.
+    """
+    schema = op._schema
+    texts = any("str" in str(argument.type) for argument in schema.arguments)
+    made = bool(schema.returns) and all("Tensor" in str(result.type) for result in schema.returns)
+    return not schema.is_mutable and (row(op) is not None or (made and not texts))
 
 
 def decode(path: Path) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import traceback
 from types import CodeType, FrameType
 
 import torch
@@ -43,6 +44,13 @@ def user_stack() -> str:
         lines = [_line(frame.f_code, frame.f_lineno) for frame in reversed(found)]
         known = _TEXT[tuple(key)] = "\n".join(lines), [frame.f_code for frame in found]
     return known[0]
+
+
+def traceback_stack(error: BaseException) -> str:
+    """The user's frames of an error's traceback, innermost last, below those that called sbpc."""
+    frames = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    first = next((at for at, (code, _) in enumerate(frames) if _kind(code.co_filename) == "sbpc"), 0)
+    return "\n".join(_line(code, number) for code, number in frames[first:] if _kind(code.co_filename) == "user")
 
 
 def user_error(what: str, stack: str, todo: str) -> CaptureError:

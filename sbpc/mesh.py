@@ -24,7 +24,7 @@ class Mesh:
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))
     (Mesh(data=2, tensor=4), 8, (1, 1), 5)
 
-    Raises MeshError for no axes, more than 4 of them, or a size that is not a positive integer.
+    Raises MeshError for no axes, more than 4 of them, or a size that is not a positive integer, or too many ranks.
     """
 
     def __init__(self, *, cluster: Cluster | str | None = None, **axes: int) -> None:
@@ -33,6 +33,8 @@ class Mesh:
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}\n  The size of an axis is an integer from 1 on.")
+        if math.prod(axes.values()) > 1 << 20:
+            raise MeshError(f"a mesh of {math.prod(axes.values()):,} ranks\n  There may be {1 << 20:,} at most.")
         self.axes = tuple(axes)
         self.sizes = tuple(axes.values())
         self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster(cluster or "ideal")

@@ -54,6 +54,8 @@ def parse_wish(text: str, mesh: Mesh, reason: str) -> Wish:
 
     Raises PinError if it does not parse, names no axis of the mesh, or names one twice.
     """
+    if not isinstance(text, str):
+        raise PinError(f"{reason}: {text!r} is no layout\n  A layout is a text such as S(0)@{mesh.axes[-1]}.")
     try:
         if text.strip().startswith("["):
             return exactly(Layout.parse(text, mesh.axes), reason)

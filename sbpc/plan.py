@@ -133,7 +133,7 @@ class Plan:
         return self.rewriter.verify(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code."""
+        """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         self.rewriter.save(self, Path(path))
 
     def __str__(self) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 PARAMETER, BUFFER, INPUT, TANGENT = "parameter", "buffer", "input", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
+INPUTS = (PARAMETER, BUFFER, INPUT, TANGENT)
+OUTPUTS = (OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT)
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,15 @@ def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
 
 def split_target(text: str) -> tuple[Path, str]:
     """The file and the name of the function."""
-    file, colon, name = text.rpartition(":")
-    if not colon or not file or not name.isidentifier():
-        hint = f"{text}:function" if text.endswith(".py") else "file.py:function"
-        raise TargetError(f"{text!r} is not a target, as in {hint}\n  {USAGE}")
+    file, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     path = Path(file)
-    if not path.is_file():
+    if file and path.is_dir():
+        raise TargetError(f"{file!r} is a folder\n  {USAGE}")
+    if not file or not path.is_file():
         raise TargetError(f"there is no file {file!r}\n  {USAGE}")
+    if not colon or not name.isidentifier():
+        hint = f"{file}:function" if file.endswith(".py") else "file.py:function"
+        raise TargetError(f"{text!r} is not a target, as in {hint}\n  {USAGE}")
     return path.resolve(), name
 
 

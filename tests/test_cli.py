@@ -37,6 +37,13 @@ def with_kwargs():
 def nothing():
     return 3
 
+class Wrong(Model):
+    def forward(self, x):
+        return self.up(x.sum(1, keepdim=True))
+
+def wrong():
+    return Wrong(), (torch.randn(8, int(HERE)),)
+
 def fails():
     raise ValueError("no data")
 
@@ -178,7 +185,44 @@ def test_bad_options_are_explained(target, capsys, tmp_path):
     assert "no axis can have one of the names cluster" in refused(capsys, "plan", name, "--mesh", "cluster=2")
     assert "names no layout" in refused(capsys, "plan", name, *mesh, "--pin", "up.weight")
     assert "is given as 'S(0)' and as 'B'" in refused(capsys, "plan", name, *mesh, "--pin", "x=S(0)", "--pin", "x=B")
-    assert "cannot write" in refused(capsys, "plan", name, *mesh, "--json", "-o", tmp_path / "no" / "plan.sbpc")
+    for command in (("plan", "-o"), ("show", "--svg")):
+        for place, why in ((tmp_path / "no" / "file", "there is no folder"), (tmp_path, "it is a folder")):
+            message = refused(capsys, command[0], name, *mesh, command[1], place)
+            assert f"cannot write {place}: {why}" in message
+    for dump in (target, Path(target) / "dump"):
+        message = refused(capsys, "plan", name, *mesh, "--dump", dump)
+        assert f"cannot make the folder {dump}: " in message and "said by the target" not in message
+
+
+def test_what_show_cannot_find_is_named(target, capsys, tmp_path):
+    for mesh in ((), ("--mesh", "data=2")):
+        for missing in ("nofile.sbpc", "nofile.py", "nofile.py:model", "nofile", ""):
+            file = missing.removesuffix(":model")
+            assert f"there is no file {file!r}\n" in refused(capsys, "show", missing, *mesh)
+        (tmp_path / "dir.py").mkdir(exist_ok=True)
+        for folder in (tmp_path / "dir.py", f"{tmp_path / 'dir.py'}:model"):
+            assert "dir.py' is a folder\n" in refused(capsys, "show", folder, *mesh)
+        assert f"is not a target, as in {target}:function" in refused(capsys, "show", target, *mesh)
+
+
+def test_a_plan_that_is_made_takes_no_options_of_planning(target, capsys, tmp_path):
+    file, name = tmp_path / "plan.sbpc", f"{target}:model"
+    assert run("plan", name, "--mesh", "data=2", "-o", file) == 0
+    capsys.readouterr()
+    assert "plan.sbpc is a plan: --mesh cannot change it" in refused(capsys, "show", file, "--mesh", "a=3")
+    others = "--pin", "x=B", "--no-train", "--memory", "1G", "--cluster", "h100", "--dump", tmp_path / "dump"
+    message = refused(capsys, "show", file, *others, "--dtype", "float64")
+    assert "--cluster, --pin, --no-train, --memory, --dump, --dtype cannot" in message
+    assert "--mesh cannot change it" in refused(capsys, "run", name, "--plan", file, "--mesh", "data=2")
+    assert not (tmp_path / "dump").exists()
+
+
+def test_an_error_of_the_models_own_code_is_shown_as_an_error_of_the_user(target):
+    command = [sys.executable, "-m", "sbpc", "plan", f"{target}:wrong", "--mesh", "data=2"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2 and found.stderr.startswith("sbpc: CaptureError: ")
+    assert "Traceback" not in found.stderr and "fake_tensor.py" not in found.stderr
+    assert "return self.up(x.sum(1, keepdim=True))" in found.stderr
 
 
 def test_a_file_that_is_no_plan_is_refused(capsys, tmp_path):
@@ -193,7 +237,13 @@ def test_wrong_arguments_end_with_2(capsys):
         ("plan",),
         ("fly",),
         ("plan", "x.py:f", "--mesh", "data=2,data=2"),
-        ("plan", "x.py:f", "--memory", "much"),
+        *(("plan", "x.py:f", "--memory", memory) for memory in ("much", "nan", "-1", "inf", "")),
+        *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")),
+        ("plan", "x.py:f", "-o", ""),
+        ("plan", "x.py:f", "--dump", ""),
+        ("plan", "x.py:f", "--cluster", ""),
+        ("show", "x.py:f", "--svg", ""),
+        ("run", "x.py:f", "--plan", ""),
     ):
         with pytest.raises(SystemExit) as ended:
             run(*arguments)

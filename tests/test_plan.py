@@ -140,6 +140,40 @@ def test_what_plan_cannot_do_is_refused() -> None:
     assert "the mesh is a int" in refused(sbpc.SbpcError, two_layers(mesh=4))
 
 
+KINDS: list[dict[str, Any]] = [
+    {"pin": {"up.weight": 3}},
+    {"pin": "up.weight"},
+    {"inputs": "S(0)"},
+    {"inputs": [3]},
+    {"outputs": 5},
+    {"kwargs": [1]},
+    {"loss": 3},
+    {"memory": "80G"},
+    {"memory": float("nan")},
+    {"memory": -1},
+    {"spread": "yes"},
+]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_arguments_of_the_wrong_kind_are_refused(options: dict[str, Any]) -> None:
+    message = refused(sbpc.SbpcError, two_layers(**options))
+    assert "\n  " in message and not message.startswith("Traceback")
+
+
+def test_error_in_the_models_own_forward_names_its_line() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.reshape(-1)
+
+    message = refused(CaptureError, lambda: sbpc.plan(Broken(), (torch.randn(3, 4),), Mesh(x=2)))
+    assert message.startswith("the model's forward raises RuntimeError") and "return x @ x.reshape(-1)" in message
+
+
+def test_a_mesh_of_too_many_ranks_is_refused() -> None:
+    assert refused(MeshError, lambda: Mesh(x=10**14)).endswith("There may be 1,048,576 at most.")
+
+
 def test_unknown_names_and_ranks_are_refused() -> None:
     plan = two_layers()()
     assert refused(PlanError, lambda: plan.layout("up.weigh")).startswith(
@@ -250,9 +284,32 @@ def test_damaged_and_hostile_files_are_refused(tmp_path: Path) -> None:
         broken.write_bytes(changed)
         refused(PlanError, lambda: sbpc.load(broken))
     refused(PlanError, lambda: sbpc.load(tmp_path / "nothing"))
+    refused(PlanError, lambda: sbpc.load(tmp_path))
+    broken.write_text("[" * 100_000)
+    refused(PlanError, lambda: sbpc.load(broken))
+    refused(PlanError, lambda: sbpc.plan(model, args, Mesh(x=2)).save(tmp_path / "no" / "plan"))
+
+
+CODE = "__import__('os').abort()"  # would end the test run
+
+
+def call_in(body: dict[str, Any]) -> dict[str, Any]:
+    """The first call of a plan's file."""
+    return next(node for node in body["graph"] if node["op"] == "call_function")
 
 
 HOSTILE: list[tuple[str, Any]] = [
+    ("code in a placeholder", lambda body: body["graph"][0].update(target=f"x={CODE}")),
+    ("code in a default", lambda body: body["graph"][0].update(args=[{"torch": CODE}])),
+    ("code in a keyword", lambda body: call_in(body).update(kwargs={"dict": {f"x={CODE}": 1}})),
+    ("an op that reads files", lambda body: call_in(body).update(target="aten.from_file.default", args=["/etc/passwd"])),
+    ("an op that writes", lambda body: call_in(body).update(target="aten.add_.Tensor")),
+    ("strides that do not fit", lambda body: body["graph"][0].update(val=["float32", [2, 2], [-1, 1]])),
+    ("a port of no kind", lambda body: body["ports"]["inputs"][0].update(kind="x")),
+    ("no aliases", lambda body: body.update(aliases=[])),
+    ("an unknown optimizer", lambda body: body["options"].update(optimizer="x")),
+    ("a bound that is none", lambda body: body.update(lower_bound=None)),
+    ("no graph", lambda body: body.update(graph={})),
     ("target", lambda body: body["graph"][-2].update(target="os.system")),
     ("namespace", lambda body: body["graph"][-2].update(target="builtins.eval.default")),
     ("kind", lambda body: body["graph"][-2].update(op="call_module")),

@@ -274,3 +274,31 @@ def test_op_without_a_rule_is_replicated_and_the_plan_says_so() -> None:
     plan = sbpc.plan(model, args, Mesh(x=2))
     assert largest_error(plan, model, args) <= TOLERANCE
     assert "no rule for aten.linalg_matrix_exp.default" in str(plan)
+
+
+class Strided(nn.Module):
+    """Reads a product's memory by strides of its own."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        return torch.as_strided(y.t() if self.turned else y, (3, 4), (4, 1)).tanh().sum(1)
+
+
+def test_op_that_reads_strides_gets_those_it_was_captured_with_or_is_refused() -> None:
+    x = torch.randn(3, 6)
+    check(Strided(False), (x,), Mesh(x=3, y=2))
+    with pytest.raises(sbpc.SbpcError, match="reads the memory of a tensor that is not contiguous"):
+        sbpc.plan(Strided(True), (x,), Mesh(x=3, y=2))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norm_in_eval_mode(train: bool) -> None:
+    model, args = nn.BatchNorm1d(6).eval(), (torch.randn(12, 6),)
+    plan = sbpc.plan(model, args, Mesh(x=2), train=train)
+    assert plan.verify() > 10
+    assert relative_error(sbpc.simulate(plan, model, args).outputs, model(*args).detach()) <= TOLERANCE

@@ -28,11 +28,13 @@ def arange(
     index = call(aten.arange.default, local["a"], dtype=torch.int64, **where)
     index = call(aten.add.Tensor, index, offsets["a"])
     dtype = m.bound.outputs[0].dtype
-    if dtype != torch.int64:
-        index = call(aten._to_copy.default, index, dtype=dtype)
+    if dtype != torch.int64:  # rounded once, at the end: a narrow type cannot hold what lies between
+        index = call(aten._to_copy.default, index, dtype=torch.float64)
     if given.get("step", 1) != 1:
         index = call(aten.mul.Scalar, index, given["step"])
-    return call(aten.add.Scalar, index, given["start"]) if given.get("start", 0) != 0 else index
+    if given.get("start", 0) != 0:
+        index = call(aten.add.Scalar, index, given["start"])
+    return index if dtype == torch.int64 else call(aten._to_copy.default, index, dtype=dtype)
 
 
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
