@@ -20,29 +20,18 @@ from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, results
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, Port
+from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port
 from sbpc.solver import Problem, Value, Variable, solve, star, total
 from sbpc.states import Split
 
-HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
-"""Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
-
-
-def assign(
-    gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
-) -> tuple[Assignment, float]:
-    """The cheapest assignment and a lower bound on the seconds of any.
-
-    Before: candidates on every node. After: a choice for every node, an alias layout for every value, a layout for
-    every output. wishes: by node name; outputs: by place in the output list (one that is missing is whole on all ranks).
-
-    Raises PinError if a wish leaves a node nothing, LayoutError if no assignment has finite cost.
-    """
-    return Space(gm, mesh, wishes, outputs).solve()
-
 
 class Space:
-    """The solver's problem of an annotated graph, and the way back from labels to layouts."""
+    """The solver's problem of an annotated graph, and the way back from labels to layouts.
+
+    Before: candidates on every node. After `solve`: a choice for every node, an alias layout for every value, a layout
+    for every output. wishes: by node name; outputs: by place in the output list (one that is missing is whole on all
+    ranks). Raises PinError if a wish leaves a node nothing.
+    """
 
     def __init__(self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> None:
         self.gm, self.mesh = gm, mesh
@@ -51,8 +40,8 @@ class Space:
         self.tables: dict[Any, Table] = {}
         self.choices: list[tuple[Choice, ...]] = []
         self.variables: list[Variable] = []
-        self.ins: list[list[list[Layout]]] = []
-        self.outs: list[list[list[Layout]]] = []
+        self.ins: list[list[list[Layout]]] = []  # by node, operand and label
+        self.outs: list[list[list[Layout]]] = []  # by node, output and label
         for node in self.nodes:
             self.add_node(node, wishes.get(node.name))
         self.values: list[Value] = []
@@ -70,6 +59,7 @@ class Space:
         """The cheapest assignment and its bound, where a byte that a rank keeps costs `price` seconds.
 
         held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state); see `kept`.
+        Raises LayoutError if no assignment has finite cost.
         """
         variables = [
             replace(variable, costs=variable.costs + price * held[variable.name] * self.bytes_of(at))

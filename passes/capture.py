@@ -6,6 +6,7 @@ The light tracer comes first; what it refuses (writes into buffers, views or arg
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from sbpc.passes.joint import joint
 from sbpc.passes.tracer import Light, NeedsAot
 from sbpc.ports import Port
 from sbpc.program import Program, environment, finish, program
+
+log = logging.getLogger("sbpc")
 
 
 def capture(
@@ -47,8 +50,10 @@ def capture(
         raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
     with environment(train):  # fresh fakes for each method: the first may have written into its own
         if method == "light":
-            with contextlib.suppress(NeedsAot):
+            try:
                 return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
+            except NeedsAot as reason:
+                log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
         return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
 
 

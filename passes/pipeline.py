@@ -1,4 +1,4 @@
-"""The pipeline: the passes in order, with a check and a clock after each; `plan` is all of it."""
+"""The pipeline: the passes in order, with a check and a clock after each; capture comes before, in `sbpc.api`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sbpc.errors import VerifyError, at_node
 from sbpc.measure import layout_at
 from sbpc.mesh import Mesh
 from sbpc.plan import Assignment, Plan, results
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER
+from sbpc.ports import GRADIENT, HOMES
 
 REPORT = "This is a bug in sbpc: report it with the model and the mesh."
 
@@ -29,7 +29,7 @@ def verify(plan: Plan) -> int:
     for rank in range(min(plan.mesh.ranks, 64)):
         plan.local_at(rank)
     for program in plan.programs.values():
-        edges += verify_local(program, plan.mesh)
+        edges += verify_local(program)
     return edges
 
 
@@ -56,7 +56,7 @@ def verify_captured(gm: GraphModule) -> int:
         edges += sum(1 for _ in nodes_in((node.args, node.kwargs)))
     shapes = {(port.kind, port.name): node.meta["val"].shape for port, node in zip(ports.inputs, placeholders)}
     for port, node in zip(ports.outputs, results(gm)):
-        home = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}.get(port.kind)
+        home = HOMES.get(port.kind)
         if home is not None and node is not None:
             require(
                 node.meta["val"].shape == shapes[home, port.name],
@@ -116,7 +116,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         for slot, operand in enumerate(operands(node)):
-            held = layout_at(operand) if "step" not in operand.meta else operand.meta["sbp"]
+            held = layout_at(operand)
             step = node.meta.get("step")
             read = step.before if step is not None else node.meta["choice"].input(slot, mesh.axes)
             require(held == read, f"operand {slot} is {held}, and is read as {read}", node)
@@ -126,7 +126,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
     return edges
 
 
-def verify_local(gm: GraphModule, mesh: Mesh) -> int:
+def verify_local(gm: GraphModule) -> int:
     """Run the program on the meta device: every value has the shape that its layout gives it on this rank."""
     return ShapeCheck(gm).check()
 

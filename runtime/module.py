@@ -142,7 +142,6 @@ class Runner:
         rank = dist.get_rank()
         self.coordinates = plan.mesh.coordinates(rank)
         halves = partition(on_device(plan.local_at(rank), where))
-        self.saved = halves.saved
         self.forward, self.backward = executor(halves.forward), executor(halves.backward)
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
         names = {port: node.name for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}

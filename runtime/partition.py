@@ -22,7 +22,6 @@ class Partition:
 
     forward: GraphModule
     backward: GraphModule
-    saved: int
 
 
 def partition(gm: GraphModule) -> Partition:
@@ -49,7 +48,7 @@ def partition(gm: GraphModule) -> Partition:
     first = [node for node in placeholders if node not in late]
     forward = extract(gm, first, [node for node in nodes if node not in late], [*early_results, *saved])
     backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    return Partition(forward, backward, len(saved))
+    return Partition(forward, backward)
 
 
 def on_device(gm: GraphModule, where: torch.device) -> GraphModule:

@@ -1,4 +1,4 @@
-"""What a user calls: `plan`, `load`, `simulate`, `parallelize`."""
+"""What a user calls to get a plan: `plan` and `load`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan(
     ranks. objective: "seconds", or "bytes" alone. capture: "light", or "aot" for torch's own tracer. dump: a folder for
     the text of the graph after every pass.
 
-    Raises CaptureError, PinError, LayoutError or SbpcError, each with what to do.
+    Raises CaptureError, PinError, LayoutError, MemoryLimitError or SbpcError, each with what to do.
     """
     check_options(mesh, optimizer, objective, dynamic)
     check_kinds(

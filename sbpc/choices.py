@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from sbpc.layout import Layout
@@ -84,10 +85,6 @@ class Candidates:
         """All legal choices on a mesh of `mesh_sizes`, in a fixed order."""
         return all_choices(self, mesh_sizes)
 
-    def count(self, mesh_sizes: tuple[int, ...]) -> int:
-        """How many choices there are before conditions and orders."""
-        return math.prod(len(self.signatures) for _ in mesh_sizes)
-
 
 @functools.lru_cache(maxsize=1 << 14)
 def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
@@ -147,7 +144,6 @@ def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordi
 
 def of_match(match: Match, dtypes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Candidates:
     """The candidates of a matched op; a boolean tensor is never partial. dtypes: of the inputs, of the outputs."""
-    import torch
 
     def fits(signature: Signature) -> bool:
         pairs = (*zip(signature.inputs, dtypes[0]), *zip(signature.outputs, dtypes[1]))
@@ -212,8 +208,6 @@ def with_operands(value: Any, replaced: Iterator[Any]) -> Any:
 
 def value_of(node: Node) -> tuple[Node, int]:
     """The node that produces what `node` stands for, and which of its outputs it is."""
-    import operator
-
     if node.op == "call_function" and node.target is operator.getitem:
         producer, index = node.args[0], node.args[1]
         assert isinstance(producer, Node) and isinstance(index, int)

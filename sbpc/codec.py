@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = "sbpc plan"
 VERSION = 1
-NAMESPACES = ("aten", "prims", "sbpc")
+NAMESPACES = ("aten", "prims")
 NOTED = ("module", "stack_trace", "phase")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +14,13 @@ from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 
 
-def graph_text(gm: GraphModule, mesh: Mesh | None = None, keep: Callable[[Node], bool] = lambda node: True) -> str:
-    """The graph as aligned columns; with a mesh, what each boxing sends. `keep` picks nodes."""
+def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:
+    """The graph as aligned columns; with a mesh, what each boxing sends."""
     names = port_names(gm)
-    rows = []
-    for node in gm.graph.nodes:
-        if keep(node):
-            rows.append(
-                (
-                    names.get(node, node.name),
-                    type_text(node),
-                    layout_text(node),
-                    call_text(node, names),
-                    note(node, mesh),
-                )
-            )
+    rows = [
+        (names.get(node, node.name), type_text(node), layout_text(node), call_text(node, names), note(node, mesh))
+        for node in gm.graph.nodes
+    ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = []
     for row in rows:

@@ -53,7 +53,8 @@ def kernel_of(node: Node) -> Kernel:
         if isinstance(v, torch.Tensor)
     )
     if match is None:
-        elements = float(values[len(operands(node))].numel())
+        first = values[len(operands(node))]
+        elements = float(first.numel()) if isinstance(first, torch.Tensor) else 0.0
         return Kernel(str(node.target), (), tensors, False, lambda local: elements)
     factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
     return Kernel(str(node.target), factors, tensors, match.view, match.flops)

@@ -9,6 +9,8 @@ PARAMETER, BUFFER, INPUT, TANGENT = "parameter", "buffer", "input", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
 INPUTS = (PARAMETER, BUFFER, INPUT, TANGENT)
 OUTPUTS = (OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT)
+HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
+"""Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
+from sbpc._compat import OpOverload
 from sbpc.boxing import wire
 from sbpc.graphtext import call_text, layout_text, note, port_names, type_text
 from sbpc.layout import Layout
@@ -140,7 +140,7 @@ def kind(node: Node) -> str:
         return "stored" if node.op == "placeholder" else "output"
     if "step" in node.meta:
         return "free" if node.meta["step"].collective in FREE else "boxing"
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return "view"
     if node.target.namespace == "_c10d_functional":
         return "view" if "wait" in str(node.target) else "boxing"

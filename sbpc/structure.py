@@ -198,5 +198,7 @@ def _not_loaded(name: str, kind: str) -> PlanError:
 
 def _unsupported(value: Any, path: str) -> CaptureError:
     kind = type(value)
-    todo = "A program returns no cache: call the model with use_cache=False." if kind.__name__.endswith("Cache") else TODO
+    todo = (
+        "A program returns no cache: call the model with use_cache=False." if kind.__name__.endswith("Cache") else TODO
+    )
     return CaptureError(f"{path} is a {kind.__module__}.{kind.__qualname__}\n  {todo}")
