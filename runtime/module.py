@@ -35,8 +35,8 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
     """`model` as each rank of `plan.mesh` runs it, under torchrun: same names, DTensor parameters, same forward.
 
     The result is a new module of a subclass of the model's class; the model itself is left as it was. Its parameters
-    hold this rank's shards in their home layouts. Arguments are whole on every rank, or this rank's shards where the plan
-    was made with `inputs=`; results likewise. executor: "code" (generated) or "interpreter".
+    hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
+    shards where the plan was made with `inputs=`; results likewise. executor: "code" (generated) or "interpreter".
 
     Raises MeshError if there are not as many processes as ranks, PlanError if model and plan do not belong together.
     """
@@ -46,6 +46,10 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
     groups.check_ranks(plan.mesh)
     groups.bind(plan.mesh)
     tensors = bind.stored(plan, model)
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise PlanError(
+            "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
+        )
     if any(tensor.is_meta for tensor in tensors.values()):
         raise PlanError(
             "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
@@ -57,7 +61,7 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
         if port.kind == PARAMETER:
             placed[port.name] = distribute(tensor, plan.layouts[names[port]], plan.mesh, where)
         elif port.kind == BUFFER:
-            placed[port.name] = tensor.detach().clone().to(where)
+            placed[port.name] = of_rank_zero(tensor, where)
     fill(result, model, placed, plan, where)
     runner = Runner(plan, result, EXECUTORS[executor], where)
     cls = type(model)
@@ -97,12 +101,14 @@ def fill(result: nn.Module, model: nn.Module, placed: dict[str, Any], plan: Plan
     for name, buffer in model.named_buffers(remove_duplicate=False):
         parent, _, leaf = name.rpartition(".")
         first = plan.ports.tied.get(name, name)
-        result.get_submodule(parent)._buffers[leaf] = placed.setdefault(first, buffer.detach().clone().to(where))
+        if first not in placed:
+            placed[first] = of_rank_zero(buffer, where)
+        result.get_submodule(parent)._buffers[leaf] = placed[first]
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: Mesh, where: torch.device) -> nn.Parameter:
-    """A parameter of which this rank holds its shard."""
-    local = layout.shard(tensor.detach(), mesh.sizes, mesh.coordinates(dist.get_rank())).clone().to(where)
+    """A parameter of which this rank holds its shard of rank 0's values."""
+    local = layout.shard(of_rank_zero(tensor, where), mesh.sizes, mesh.coordinates(dist.get_rank())).clone()
     stride = contiguous_stride(tensor.shape)
     held = DTensor.from_local(
         local.contiguous(),
@@ -112,6 +118,13 @@ def distribute(tensor: Tensor, layout: Layout, mesh: Mesh, where: torch.device) 
         stride=stride,
     )
     return nn.Parameter(held, requires_grad=tensor.requires_grad)
+
+
+def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
+    """A copy of rank 0's tensor: ranks that drew other weights would train a model that is neither's."""
+    found = tensor.detach().to(where, copy=True).contiguous()
+    dist.broadcast(found, 0)
+    return found
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

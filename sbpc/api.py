@@ -75,10 +75,11 @@ def plan(
     if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
     stages = Stages(None if dump is None else Path(dump))
     with stages.timed("capture"):
         captured = capture_graph(
-            model, args, kwargs, loss=loss, targets=tuple(targets), train=train, dtype=dtype, method=capture
+            model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
         )
     gm = front(captured, stages)
     wishes = placeholder_wishes(gm, mesh, inputs, outputs, spread)

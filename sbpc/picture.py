@@ -65,7 +65,7 @@ def graph_svg(gm: GraphModule, mesh: Mesh, title: str = "", limit: int = 150) ->
     rows = graph_rows(gm, mesh)
     shown, left_out = fold(rows, limit)
     return template("picture.svg.j2").render(
-        drawing(rows, shown, mesh) | {"title": clean(title), "subtitle": subtitle(rows, left_out, mesh)}
+        drawing(rows, shown, mesh) | {"title": clean(title), "subtitle": subtitle(rows, left_out)}
     )
 
 
@@ -80,11 +80,12 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def subtitle(rows: Sequence[Row], left_out: dict[str, int], mesh: Mesh) -> str:
+def subtitle(rows: Sequence[Row], left_out: dict[str, int]) -> str:
     """What the picture holds in one line."""
     sent = sum(row.sent for row in rows)
     boxings = sum(row.kind == "boxing" for row in rows)
-    parts = [f"{len(rows):,} values", f"{boxings:,} collective{'s' * (boxings != 1)}, {sent:,.0f} bytes sent per rank"]
+    bytes_sent = f", {sent:,.0f} bytes sent per rank" if sent or not boxings else ""  # a local graph does not know them
+    parts = [f"{len(rows):,} values", f"{boxings:,} collective{'s' * (boxings != 1)}{bytes_sent}"]
     parts += [f"{count:,} {what} left out" for what, count in left_out.items() if count]
     return " · ".join(parts)
 

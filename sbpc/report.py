@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 IDEAL = (
-    "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine: load the figures of one "
-    "(Cluster.load; `sbpc profile`, which measures them, is to come)"
+    "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),\n"
+    "          or measure yours with `sbpc profile` once that is there"
 )
 
 

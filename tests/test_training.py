@@ -52,6 +52,8 @@ def train(paths: dict[str, str], sizes: dict[str, int]) -> dict[str, Any]:
         model, args = getattr(models, name.split()[0])(**NETS[name])
         plan = sbpc.load(path)
         assert plan.mesh == Mesh(**sizes)
+        for parameter in model.parameters() if dist.get_rank() else ():
+            parameter.data += 1.0  # rank 0's values count
         parallel = sbpc.parallelize(model, plan)
         assert isinstance(parallel, type(model))
         assert [n for n, _ in parallel.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -106,6 +108,7 @@ def errors_of_parallelize(path: str) -> list[str]:
     note(lambda: sbpc.parallelize(models.gpt2()[0], plan))
     note(lambda: parallel(*models.mlp(batch=24)[1]))
     note(lambda: parallel.eval()(*args))
+    note(lambda: sbpc.parallelize(parallel, plan))
     note(lambda: sbpc.parallelize(good, sbpc.plan(good, args, Mesh(data=2, tensor=2))))
     return found
 
@@ -124,7 +127,8 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
             "PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)"
         )
         assert result[3].startswith("PlanError: the module is in another mode (train or eval) than when it was planned")
-        assert result[4].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")
+        assert result[4].startswith("PlanError: the model is parallel already")
+        assert result[5].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")
 
 
 def die_or_wait(path: str) -> float:
