@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from sbpc._compat import FakeTensor
 from sbpc.passes.capture import capture
 from sbpc.passes.normalize import REWRITES, normalize
 from tests.models import MODELS, gpt2
