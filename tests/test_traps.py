@@ -302,3 +302,18 @@ def test_batch_norm_in_eval_mode(train: bool) -> None:
     plan = sbpc.plan(model, args, Mesh(x=2), train=train)
     assert plan.verify() > 10
     assert relative_error(sbpc.simulate(plan, model, args).outputs, model(*args).detach()) <= TOLERANCE
+
+
+def test_mesh_of_four_axes_uneven_and_in_any_order_of_splits() -> None:
+    plan = check(*models.mlp(batch=50), Mesh(a=2, b=1, c=3, d=2), plans=4)
+    assert plan.cost.flops < plan.cost.flops_one_device / 8
+    tensor = torch.randn(7, 5)
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
+        layout = Layout(plan.mesh.axes, (S(0), S(1), S(0), S(0)), order)
+        parts = layout.shards(tensor, plan.mesh.sizes)
+        assert torch.equal(layout.whole(parts, plan.mesh.sizes), tensor)
+        assert Layout.parse(str(layout), plan.mesh.axes) == layout
+        for rank, part in enumerate(parts):
+            at = plan.mesh.coordinates(rank)
+            assert part.shape == layout.local_shape(tensor.shape, plan.mesh.sizes, at)
+            assert torch.equal(part, layout.shard(tensor, plan.mesh.sizes, at))
