@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test prove lint types clean
+.PHONY: demo test prove prove-library lint types clean
 
 demo: $(READY)
 	$(BIN)/sbpc demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not prove" -n 2
+	$(BIN)/python -m pytest -m "not prove and not prove_library" -n 2
 
 prove: $(READY)
-	$(BIN)/python -m pytest -m prove -n 2 --timeout 2400 -s
+	$(BIN)/python -m pytest -m prove -n 2 --timeout 2400
+
+prove-library: $(READY)
+	$(BIN)/python -m pytest -m prove_library -n 2 --timeout 2400
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -48,7 +48,7 @@ def test_a_model_of_the_library_equals_one_device(net: str, attention: str, mesh
     equal(net, attention, mesh, plans=1)
 
 
-@pytest.mark.prove
+@pytest.mark.prove_library
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("net, attention, mesh", LONG)
 def test_twenty_random_plans_of_a_model_equal_one_device(net: str, attention: str, mesh: str) -> None:
@@ -67,7 +67,7 @@ def test_norms_and_losses_in_float32_stay_so() -> None:
     assert {gradient.dtype for gradient in run.gradients.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("mesh", ["2", pytest.param("2x2", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("mesh", ["2", pytest.param("2x2", marks=pytest.mark.prove_library)])
 def test_experts_in_groups_equal_one_device(mesh: str) -> None:
     """The kernel for groups of rows takes bfloat16; all else is float64, so that every token goes to the same experts."""
     torch.set_default_dtype(torch.float64)
