@@ -25,6 +25,7 @@ LEVELS = (
     ("",),  # the package itself
     ("target", "train"),
     ("demo",),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,1 @@
+"""The commands of `sbpc`, one file each: `NAME`, `HELP`, `add` (its options) and `run`."""
