@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import FREE, Call, Match, named_arguments, rule
+from sbpc.rules.registry import FREE, Shard, rule
 
 aten = torch.ops.aten
 
 
-def arange(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def arange(shard: Shard) -> Any:
     """start + step * (offset + 0, 1, 2, ...)"""
-    if "a" not in offsets:
-        return m.plain(call, args, kwargs, local)
-    given = named_arguments(m.op, args, kwargs)
+    if "a" not in shard.offsets:
+        return shard.plain()
+    call, given = shard.call, shard.given
     where = {} if given["device"] is None else {"device": given["device"]}
-    index = call(aten.arange.default, local["a"], dtype=torch.int64, **where)
-    index = call(aten.add.Tensor, index, offsets["a"])
-    dtype = m.bound.outputs[0].dtype
+    index = call(aten.arange.default, shard.local["a"], dtype=torch.int64, **where)
+    index = call(aten.add.Tensor, index, shard.offsets["a"])
+    dtype = shard.match.bound.outputs[0].dtype
     if dtype != torch.int64:  # rounded once, at the end: a narrow type cannot hold what lies between
         index = call(aten._to_copy.default, index, dtype=torch.float64)
     if given.get("step", 1) != 1:

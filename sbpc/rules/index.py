@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.embedding import local_index
-from sbpc.rules.registry import FREE, WRITTEN, Arguments, Call, Match, Write, named_arguments, rule
+from sbpc.rules.embedding import Found, addressed
+from sbpc.rules.registry import FREE, WRITTEN, Arguments, Shard, Write, rule
 
 aten = torch.ops.aten
 
@@ -32,20 +32,8 @@ def gather(given: Arguments, outputs: Any) -> str | None:
     return f"{' '.join(left)}, _, {' '.join(right)} -> {' '.join(right)} ; +v ; idx v @ 2 ; lin(0){_fix(*fixed)}"
 
 
-def gather_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
-    if "v" not in offsets:
-        return m.plain(call, args, kwargs, local)
-    if local["v"] == 0:
-        return call(aten.new_zeros.default, args[0], m.output_shape(0, local))
-    _, nearest, outside = local_index(call, args[2], offsets["v"], local["v"])
-    return call(aten.masked_fill.Scalar, call(m.op, args[0], args[1], nearest), outside, 0)
+def gather_local(shard: Shard, found: Found) -> Any:
+    return shard.call(aten.masked_fill.Scalar, shard.plain(index=found.nearest), found.outside, 0)
 
 
 def scatter(given: Arguments, outputs: Any) -> str | None:
@@ -73,21 +61,9 @@ def scatter_add(given: Arguments, outputs: Any) -> str | None:
     )  # fmt: skip
 
 
-def scatter_add_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
-    if "v" not in offsets:
-        return m.plain(call, args, kwargs, local)
-    given = named_arguments(m.op, args, kwargs)
-    if local["v"] == 0:
-        return call(aten.new_zeros.default, given["self"], m.output_shape(0, local))
-    _, nearest, outside = local_index(call, given["index"], offsets["v"], local["v"])
-    return call(m.op, given["self"], given["dim"], nearest, call(aten.masked_fill.Scalar, given["src"], outside, 0))
+def scatter_add_local(shard: Shard, found: Found) -> Any:
+    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], found.outside, 0)
+    return shard.plain(index=found.nearest, src=source)
 
 
 def _indexed(given: Arguments) -> tuple[list[str], list[str], list[str], list[str]] | None:
@@ -175,10 +151,10 @@ def scan(*clauses: str) -> Write:
 
 
 def glu_backward(given: Arguments, outputs: Any) -> str:
-    rank = outputs.dim()
-    at = given["dim"] % rank
-    left = " ".join(f"x{d}" if d == at else f"d{d}" for d in range(rank))
-    right = " ".join(f"y{d}" if d == at else f"d{d}" for d in range(rank))
+    ndim = outputs.dim()
+    at = given["dim"] % ndim
+    left = " ".join(f"x{d}" if d == at else f"d{d}" for d in range(ndim))
+    right = " ".join(f"y{d}" if d == at else f"d{d}" for d in range(ndim))
     return f"{left}, {right} -> {right} ; lin(0) ; fix x{at} y{at}"
 
 
@@ -199,7 +175,7 @@ for op in (
     rule(op, scan())
 rule(aten.bucketize.Tensor, "*a, b -> *a ; fix b", flops="1 *a")
 rule(aten.cumsum.default, scan("lin(0)"), flops=WRITTEN)
-rule(aten.gather.default, gather, local=gather_local, flops=FREE)
+rule(aten.gather.default, gather, local=addressed("v", "index", gather_local), flops=FREE)
 rule(aten.glu.default, scan(), flops=WRITTEN)
 rule(aten.glu_backward.default, glu_backward, flops=WRITTEN)
 rule(aten.histc.default, "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
@@ -207,4 +183,4 @@ rule(aten.index_add.default, index_add, flops=WRITTEN)
 rule(aten.index_select.default, index_select, flops=FREE)
 rule(aten.scatter.src, scatter, flops=WRITTEN)
 rule(aten.scatter.value, scatter, flops=WRITTEN)
-rule(aten.scatter_add.default, scatter_add, local=scatter_add_local, flops=WRITTEN)
+rule(aten.scatter_add.default, scatter_add, local=addressed("v", "index", scatter_add_local), flops=WRITTEN)

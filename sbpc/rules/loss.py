@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.embedding import local_index
+from sbpc.rules.embedding import Found, addressed, without
 from sbpc.rules.pointwise import aligned
-from sbpc.rules.registry import Arguments, Call, Match, named_arguments, rule
+from sbpc.rules.registry import Arguments, Shard, rule
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -40,28 +39,10 @@ def nll_backward(given: Arguments, outputs: Any) -> str:
     return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
 
 
-def nll_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def nll_local(shard: Shard, found: Found) -> Any:
     """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
-    if "c" not in offsets:
-        return m.plain(call, args, kwargs, local)
-    given = named_arguments(m.op, args, kwargs)
-    if local["c"] == 0:
-        zeros = [
-            call(aten.new_zeros.default, given["self"], m.output_shape(at, local)) for at in range(len(m.bound.outputs))
-        ]
-        return zeros[0] if len(zeros) == 1 else tuple(zeros)
-    shifted, _, skipped = local_index(call, given["target"], offsets["c"], local["c"])
-    if given["ignore_index"] >= 0:
-        skipped = call(aten.logical_or.default, skipped, call(aten.eq.Scalar, given["target"], given["ignore_index"]))
-    given["target"], given["ignore_index"] = call(aten.masked_fill.Scalar, shifted, skipped, -100), -100
-    return call(m.op, *given.values())
+    target = without(shard, found, shard.given["target"], shard.given["ignore_index"], -100)
+    return shard.plain(target=target, ignore_index=-100)
 
 
 # --- pointwise losses -------------------------------------------------------------------------------------------------
@@ -86,20 +67,12 @@ def pointwise_loss_backward(given: Arguments, outputs: Any) -> str | None:
     return f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
 
 
-def mean_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def mean_local(shard: Shard) -> Any:
     """A mean, forward or backward, over a split dim: the sum over the global count."""
-    given = named_arguments(m.op, args, kwargs)
-    if given["reduction"] != MEAN or all(local[factor] == size for factor, size in m.sizes.items()):
-        return m.plain(call, args, kwargs, local)
-    given["reduction"] = SUM
-    return call(aten.div.Scalar, call(m.op, *given.values()), math.prod(m.sizes.values()))
+    sizes = shard.match.sizes
+    if shard.given["reduction"] != MEAN or all(shard.local[factor] == size for factor, size in sizes.items()):
+        return shard.plain()
+    return shard.call(aten.div.Scalar, shard.plain(reduction=SUM), math.prod(sizes.values()))
 
 
 for op in (
@@ -118,6 +91,6 @@ for op in (
 ):
     rule(op, pointwise_loss_backward, local=mean_local)
 for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
-    rule(op, nll, local=nll_local)
+    rule(op, nll, local=addressed("c", "target", nll_local))
 for op in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
-    rule(op, nll_backward, local=nll_local)
+    rule(op, nll_backward, local=addressed("c", "target", nll_local))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import Arguments, Call, Match, named_arguments, rule
+from sbpc.rules.registry import Arguments, Call, Match, Shard, rule
 
 aten = torch.ops.aten
 
@@ -42,19 +41,13 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
     )
 
 
-def einsum_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def einsum_local(shard: Shard) -> Any:
     """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is contiguous."""
+    args, call, local = shard.args, shard.call, shard.local
     terms, out = args[0].replace(" ", "").split("->")[0].split(","), args[0].replace(" ", "").split("->")[1]
     alone = [letter for term in terms for letter in term if letter not in out and sum(letter in t for t in terms) == 1]
     if len(terms) != 2 or alone or args[2:]:
-        return m.plain(call, args, kwargs, local)
+        return shard.plain()
     first, second = terms
     batch = [letter for letter in out if letter in first and letter in second]
     rows, columns = ([c for c in out if c in term and c not in batch] for term in terms)
@@ -98,19 +91,12 @@ def grouped_flops(m: Match) -> str:
     return "2 g m k e n f" if m.rule.text == GROUPED[3, 3] else f"2/{m.sizes['g']} g m k e n f"
 
 
-def grouped_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def grouped_local(shard: Shard) -> Any:
     """A shard of the rows has its own ends of groups. Where groups are split, their rows are rolled to the front."""
-    given = named_arguments(m.op, args, kwargs)
-    if m.rule.text == GROUPED[3, 3]:
-        return call(m.op, *given.values())
-    turned, sums = m.rule.text == GROUPED[2, 2], m.rule.text == GROUPED[2, 3]
+    call, local, offsets, text = shard.call, shard.local, shard.offsets, shard.match.rule.text
+    if text == GROUPED[3, 3]:
+        return shard.plain()
+    given, turned, sums = dict(shard.given), text == GROUPED[2, 2], text == GROUPED[2, 3]
     rows = call(aten.permute.default, given["self"], [1, 0]) if turned else given["self"]
     number = start = None
     if "m" in offsets:
@@ -126,7 +112,7 @@ def grouped_local(
     given["self"] = call(aten.permute.default, rows, [1, 0]) if turned else rows
     if turned:
         given["mat2"] = dense(call, given["mat2"], local["m"], number, start)
-    made = call(m.op, *given.values())
+    made = shard.plain(**given)
     if start is None or not sums:
         return made
     last = call(aten.slice.Tensor, given["offs"], 0, local["g"] - 1, local["g"])
@@ -154,21 +140,14 @@ def linear(given: Arguments, outputs: Any) -> str:
     return "*b k, n k, n -> *b n ; +k ; add(2) ; lin(0,2) ; lin(1,2)"
 
 
-def linear_local(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def linear_local(shard: Shard) -> Any:
     """One mm or addmm over the rows of all leading dims."""
-    x, weight, *bias = (*args, *kwargs.values())
-    shape = m.output_shape(0, local)
+    call, shape = shard.call, shard.shape()
+    x, weight, bias = shard.given.values()
     turned = call(aten.permute.default, weight, [1, 0])
     if len(shape) != 2:
-        x = call(aten.reshape.default, x, [math.prod(shape[:-1]), local["k"]])
-    made = call(aten.addmm.default, bias[0], x, turned) if bias and bias[0] is not None else call(aten.mm.default, x, turned)
+        x = call(aten.reshape.default, x, [math.prod(shape[:-1]), shard.local["k"]])
+    made = call(aten.addmm.default, bias, x, turned) if bias is not None else call(aten.mm.default, x, turned)
     return made if len(shape) == 2 else call(aten.reshape.default, made, shape)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import Arguments, Call, Match, Write, named_arguments, rule
+from sbpc.rules.registry import Arguments, Shard, Write, rule
 
 aten = torch.ops.aten
 
@@ -31,35 +30,27 @@ def reduction(*clauses: str, empty: bool = True) -> Write:
     return write
 
 
-def _dims(rank: int, given: Any) -> tuple[list[str], list[str]]:
+def _dims(ndim: int, given: Any) -> tuple[list[str], list[str]]:
     """The names of all dims, and of those that are reduced."""
-    asked = [given] if isinstance(given, int) else list(given or range(rank))
-    chosen = {dim % rank for dim in asked} if rank else set()
-    names = [f"r{at}" if at in chosen else f"k{at}" for at in range(rank)]
+    asked = [given] if isinstance(given, int) else list(given or range(ndim))
+    chosen = {dim % ndim for dim in asked} if ndim else set()
+    names = [f"r{at}" if at in chosen else f"k{at}" for at in range(ndim)]
     return names, [name for name in names if name[0] == "r"]
 
 
-def mean(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def mean(shard: Shard) -> Any:
     """Where a reduced dim is split: the local sum, divided by the global count. A mean of local means is wrong."""
-    reduced = [name for name in m.sizes if name[0] == "r"]
-    if all(local[name] == m.sizes[name] for name in reduced):
-        return m.plain(call, args, kwargs, local)
-    given = named_arguments(m.op, args, kwargs)
+    sizes, given = shard.match.sizes, shard.given
+    reduced = [name for name in sizes if name[0] == "r"]
+    if all(shard.local[name] == sizes[name] for name in reduced):
+        return shard.plain()
     typed = {} if given["dtype"] is None else {"dtype": given["dtype"]}
-    count = math.prod(m.sizes[name] for name in reduced)
     if "dim" not in given or not given["dim"]:
         keep = [given["keepdim"]] if given.get("keepdim") else []
-        total = call(aten.sum.dim_IntList, given["self"], list(range(len(m.sizes))), *keep, **typed)
+        total = shard.call(aten.sum.dim_IntList, given["self"], list(range(len(sizes))), *keep, **typed)
     else:
-        total = call(aten.sum.dim_IntList, given["self"], given["dim"], given["keepdim"], **typed)
-    return call(aten.div.Scalar, total, count)
+        total = shard.call(aten.sum.dim_IntList, given["self"], given["dim"], given["keepdim"], **typed)
+    return shard.call(aten.div.Scalar, total, math.prod(sizes[name] for name in reduced))
 
 
 SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")

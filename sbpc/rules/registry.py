@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Union
 
+import torch
 from torch import Tensor
 
 from sbpc._compat import OpOverload
@@ -16,6 +17,7 @@ from sbpc.rules.binding import Bound, Signature, bind, divides, signatures
 from sbpc.rules.grammar import Rule, parse
 from sbpc.rules.predicate import holds
 
+aten = torch.ops.aten
 Call = Callable[..., Any]
 Arguments = Mapping[str, Any]
 Text = Union[
@@ -109,25 +111,54 @@ class Match:
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
         int64 tensor, the global index of the first local element, for the factors of `shifts` that are split.
         """
-        if self.entry.local is not None:
-            return self.entry.local(self, call, args, kwargs, local, offsets)
-        return self.plain(call, args, kwargs, local)
+        shard = Shard(self, call, args, kwargs, local, offsets)
+        return shard.plain() if self.entry.local is None else self.entry.local(shard)
 
-    def plain(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int]) -> Any:
-        """The op itself, its integer arguments at local sizes."""
-        placed, named = list(args), dict(kwargs)
-        for fill in self.bound.fills:
-            sizes = [dim.size(local) for dim in fill.dims]
-            value = sizes[0] if fill.single else sizes
-            if fill.at < len(placed):
-                placed[fill.at] = value
-            elif fill.name in named:
-                named[fill.name] = value
-        return call(self.op, *placed, **named)
+
+@dataclass(frozen=True)
+class Shard:
+    """One call on the shards of one rank, which a local kernel is to run (or emit); the fields of `Match.localize`."""
+
+    match: Match
+    call: Call
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    local: Mapping[str, int]
+    offsets: Mapping[str, Any]
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The arguments by name, defaults included; integer arguments at global sizes."""
+        return named_arguments(self.match.op, self.args, self.kwargs)
+
+    def plain(self, /, **changed: Any) -> Any:
+        """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
+        placed, named = list(self.args), dict(self.kwargs)
+        for fill in self.match.bound.fills:
+            sizes = [dim.size(self.local) for dim in fill.dims]
+            if fill.at < len(placed) or fill.name in named:
+                changed.setdefault(fill.name, sizes[0] if fill.single else sizes)
+        places = {argument.name: at for at, argument in enumerate(self.match.op._schema.arguments)} if changed else {}
+        for name, value in changed.items():
+            if places[name] < len(placed):
+                placed[places[name]] = value
+            else:
+                named[name] = value
+        return self.call(self.match.op, *placed, **named)
+
+    def shape(self, at: int = 0) -> list[int]:
+        """The local shape of output `at`."""
+        return self.match.output_shape(at, self.local)
+
+    def zeros(self) -> Any:
+        """All outputs as zeros, in the dtype of the first argument."""
+        like = next(iter(self.given.values()))
+        made = [self.call(aten.new_zeros.default, like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
+        return made[0] if len(made) == 1 else tuple(made)
 
 
 Count = Callable[[Match], str]
-Kernel = Callable[[Match, Call, Sequence[Any], Mapping[str, Any], Mapping[str, int], Mapping[str, Any]], Any]
+Kernel = Callable[[Shard], Any]
 TABLE: dict[OpOverload, Entry] = {}
 GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
 MATCHES: dict[Any, Match | None] = {}
@@ -254,6 +285,7 @@ __all__ = [
     "WRITTEN",
     "Call",
     "Match",
+    "Shard",
     "Signature",
     "entry",
     "match",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sbpc.rules.registry import FREE, WRITTEN, Arguments, Call, Match, Text, Write, rule
+from sbpc.rules.registry import FREE, WRITTEN, Arguments, Shard, Text, Write, rule
 
 aten = torch.ops.aten
 
@@ -85,16 +85,9 @@ def _refine(
             fixed.append(rest)
 
 
-def reshaped(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
+def reshaped(shard: Shard) -> Any:
     """A reshape, which copies where strides forbid a view: what a collective returns has strides of its own."""
-    return call(aten.reshape.default, args[0], m.output_shape(0, local))
+    return shard.call(aten.reshape.default, shard.args[0], shard.shape())
 
 
 # --- dims in another order or number ----------------------------------------------------------------------------------
@@ -142,22 +135,15 @@ def squeeze(given: Arguments, outputs: Any) -> str:
     )
 
 
-def squeeze_dims(
-    m: Match,
-    call: Call,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    local: Mapping[str, int],
-    offsets: Mapping[str, Any],
-) -> Any:
-    dims = m.bound.inputs[0].dims or ()
-    return call(aten.squeeze.dims, args[0], [at for at, dim in enumerate(dims) if not dim.factors])
+def squeeze_dims(shard: Shard) -> Any:
+    dims = shard.match.bound.inputs[0].dims or ()
+    return shard.call(aten.squeeze.dims, shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
 
 
 def expand(given: Arguments, outputs: Any) -> str:
-    x, rank = given["self"], outputs.dim()
+    x, ndim = given["self"], outputs.dim()
     names = _names(outputs)
-    mine = [names[at] if x.shape[at - rank] == outputs.shape[at] else "1" for at in range(rank - x.dim(), rank)]
+    mine = [names[at] if x.shape[at - ndim] == outputs.shape[at] else "1" for at in range(ndim - x.dim(), ndim)]
     return f"{' '.join(mine) or '()'}, [{' '.join(names)}] -> {' '.join(names) or '()'} ; lin(0)"
 
 
@@ -169,8 +155,8 @@ def diagonal(given: Arguments, outputs: Any) -> str:
 
 
 # --- some dims are cut, all others are free ---------------------------------------------------------------------------
-def _side(rank: int, cut: Sequence[int], mark: str) -> str:
-    return " ".join(f"{mark}{at}" if at in cut else f"d{at}" for at in range(rank)) or "()"
+def _side(ndim: int, cut: Sequence[int], mark: str) -> str:
+    return " ".join(f"{mark}{at}" if at in cut else f"d{at}" for at in range(ndim)) or "()"
 
 
 def _fixes(cut: Sequence[int], *marks: str) -> str:
@@ -179,34 +165,34 @@ def _fixes(cut: Sequence[int], *marks: str) -> str:
 
 
 def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
-    """Input and output of equal rank: the dims named by argument `dims` are fixed where the op does something there.
+    """Input and output of equally many dims: those named by argument `dims` are fixed where the op does something.
 
     sizes: the first integer argument holds the sizes of the output.
     """
 
     def write(given: Arguments, outputs: Any) -> str:
         source = given.get("self", given.get("grad_output"))
-        rank, value = source.dim(), given[dims]
+        ndim, value = source.dim(), given[dims]
         asked = [value] if isinstance(value, int) else value
         whole = dims == "dim" and source.shape == outputs.shape and given.get("step", 1) == 1
-        cut = [] if whole else sorted({dim % rank for dim in asked}) if rank else []
-        middle = f", [{_side(rank, cut, 'y')}]" if sizes else ""
-        return f"{_side(rank, cut, 'x')}{middle} -> {_side(rank, cut, 'y')} ; {linear}{_fixes(cut, 'x', 'y')}"
+        cut = [] if whole else sorted({dim % ndim for dim in asked}) if ndim else []
+        middle = f", [{_side(ndim, cut, 'y')}]" if sizes else ""
+        return f"{_side(ndim, cut, 'x')}{middle} -> {_side(ndim, cut, 'y')} ; {linear}{_fixes(cut, 'x', 'y')}"
 
     return write
 
 
 def select(given: Arguments, outputs: Any) -> str:
-    rank, at = given["self"].dim(), given["dim"] % given["self"].dim()
-    kept = [f"d{dim}" for dim in range(rank) if dim != at]
-    return f"{_side(rank, [at], 'x')} -> {' '.join(kept) or '()'} ; lin(0){_fixes([at], 'x')}"
+    ndim, at = given["self"].dim(), given["dim"] % given["self"].dim()
+    kept = [f"d{dim}" for dim in range(ndim) if dim != at]
+    return f"{_side(ndim, [at], 'x')} -> {' '.join(kept) or '()'} ; lin(0){_fixes([at], 'x')}"
 
 
 def unselect(given: Arguments, outputs: Any) -> str:
     """select_backward."""
-    rank, at = outputs.dim(), given["dim"] % outputs.dim()
-    kept = [f"d{dim}" for dim in range(rank) if dim != at]
-    whole = _side(rank, [at], "x")
+    ndim, at = outputs.dim(), given["dim"] % outputs.dim()
+    kept = [f"d{dim}" for dim in range(ndim) if dim != at]
+    whole = _side(ndim, [at], "x")
     return f"{' '.join(kept) or '()'}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
 
 
@@ -217,66 +203,66 @@ def unbind(given: Arguments, outputs: Any) -> str:
 
 
 def split(given: Arguments, outputs: Any) -> str:
-    rank = given["self"].dim()
-    at = given["dim"] % rank
-    parts = [_side(rank, [at], f"y{number}_") for number in range(len(outputs))]
+    ndim = given["self"].dim()
+    at = given["dim"] % ndim
+    parts = [_side(ndim, [at], f"y{number}_") for number in range(len(outputs))]
     marks = [f"y{number}_" for number in range(len(outputs))]
-    return f"{_side(rank, [at], 'x')} -> {', '.join(parts)} ; lin(0){_fixes([at], 'x', *marks)}"
+    return f"{_side(ndim, [at], 'x')} -> {', '.join(parts)} ; lin(0){_fixes([at], 'x', *marks)}"
 
 
 def cat(given: Arguments, outputs: Any) -> str | None:
-    rank, tensors = outputs.dim(), given["tensors"]
-    if any(tensor.dim() != rank for tensor in tensors):  # an old exception: cat skips empty 1-d tensors
+    ndim, tensors = outputs.dim(), given["tensors"]
+    if any(tensor.dim() != ndim for tensor in tensors):  # an old exception: cat skips empty 1-d tensors
         return None
-    at = given["dim"] % rank
+    at = given["dim"] % ndim
     marks = [f"x{number}_" for number in range(len(tensors))]
-    parts = ", ".join(_side(rank, [at], mark) for mark in marks)
-    return f"{parts} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
+    parts = ", ".join(_side(ndim, [at], mark) for mark in marks)
+    return f"{parts} -> {_side(ndim, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
 
 
 def stack(given: Arguments, outputs: Any) -> str:
-    rank = outputs.dim()
-    at = given["dim"] % rank
-    part = " ".join(f"d{dim}" for dim in range(rank) if dim != at) or "()"
-    return f"{', '.join([part] * len(given['tensors']))} -> {_side(rank, [at], 'y')} ; lin(all){_fixes([at], 'y')}"
+    ndim = outputs.dim()
+    at = given["dim"] % ndim
+    part = " ".join(f"d{dim}" for dim in range(ndim) if dim != at) or "()"
+    return f"{', '.join([part] * len(given['tensors']))} -> {_side(ndim, [at], 'y')} ; lin(all){_fixes([at], 'y')}"
 
 
 def pad(given: Arguments, outputs: Any) -> str:
     """constant_pad_nd; linear only where it pads with zeros. A dim that is padded by nothing on both ends is free."""
-    rank, amounts = given["self"].dim(), given["pad"]
-    cut = sorted(rank - 1 - at // 2 for at in range(0, len(amounts), 2) if any(amounts[at : at + 2]))
-    text = f"{_side(rank, cut, 'x')} -> {_side(rank, cut, 'y')}{_fixes(cut, 'x', 'y')}"
+    ndim, amounts = given["self"].dim(), given["pad"]
+    cut = sorted(ndim - 1 - at // 2 for at in range(0, len(amounts), 2) if any(amounts[at : at + 2]))
+    text = f"{_side(ndim, cut, 'x')} -> {_side(ndim, cut, 'y')}{_fixes(cut, 'x', 'y')}"
     return text + (" ; lin(0)" if given["value"] == 0 else "")
 
 
 def repeat(given: Arguments, outputs: Any) -> str:
-    rank, x = outputs.dim(), given["self"]
-    new = rank - x.dim()
-    cut = [at for at in range(rank) if given["repeats"][at] != 1 or at < new]
-    mine = " ".join(f"x{at}" if at in cut else f"d{at}" for at in range(new, rank)) or "()"
+    ndim, x = outputs.dim(), given["self"]
+    new = ndim - x.dim()
+    cut = [at for at in range(ndim) if given["repeats"][at] != 1 or at < new]
+    mine = " ".join(f"x{at}" if at in cut else f"d{at}" for at in range(new, ndim)) or "()"
     fixed = [f"x{at}" for at in cut if at >= new] + [f"y{at}" for at in cut]
-    return f"{mine} -> {_side(rank, cut, 'y')} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
+    return f"{mine} -> {_side(ndim, cut, 'y')} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
 
 
 def embed(given: Arguments, outputs: Any) -> str:
     """slice_scatter and select_scatter: src written into self, jointly linear."""
-    rank = outputs.dim()
-    at = given["dim"] % rank
+    ndim = outputs.dim()
+    at = given["dim"] % ndim
     part = (
         " ".join(
-            f"y{dim}" if dim == at else f"d{dim}" for dim in range(rank) if dim != at or given["src"].dim() == rank
+            f"y{dim}" if dim == at else f"d{dim}" for dim in range(ndim) if dim != at or given["src"].dim() == ndim
         )
         or "()"
     )
-    fixed = "x y" if given["src"].dim() == rank else "x"
-    whole = _side(rank, [at], "x")
+    fixed = "x y" if given["src"].dim() == ndim else "x"
+    whole = _side(ndim, [at], "x")
     return f"{whole}, {part} -> {whole} ; lin(0,1){_fixes([at], *fixed.split())}"
 
 
 def triangle(given: Arguments, outputs: Any) -> str:
-    rank = given["self"].dim()
-    cut = [rank - 2, rank - 1]
-    return f"{_side(rank, cut, 'x')} -> {_side(rank, cut, 'x')} ; lin(0){_fixes(cut, 'x')}"
+    ndim = given["self"].dim()
+    cut = [ndim - 2, ndim - 1]
+    return f"{_side(ndim, cut, 'x')} -> {_side(ndim, cut, 'x')} ; lin(0){_fixes(cut, 'x')}"
 
 
 def roll(given: Arguments, outputs: Any) -> Text:
