@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +57,50 @@ def print_plan(plan: Plan, console: Console) -> None:
 def parameter_table(plan: Plan) -> Table:
     """Parameters with their shapes and homes; those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
+    alike: Counter[str] = Counter()
     shapes = {port.name: node.meta["val"] for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
     for name, layout in plan.parameters.items():
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        pattern = numberless(name)
         shape = ", ".join(map(str, shapes[name].shape))
         rows.setdefault((pattern, f"[{shape}]", str(layout)), []).append(name)
+        alike[pattern] += 1
     table = Table(title="parameters", title_justify="left", box=None, pad_edge=False)
     for title in ("name", "shape", "home layout", "count"):
-        table.add_column(title, justify="right" if title == "count" else "left")
+        table.add_column(
+            title, justify="right" if title == "count" else "left", overflow="fold", no_wrap=title != "name"
+        )
     for (pattern, shape, home), names in rows.items():
-        table.add_row(names[0] if len(names) == 1 else pattern, escape(shape), escape(home), str(len(names)))
+        name = pattern if len(names) == alike[pattern] > 1 else some(names)
+        table.add_row(escape(name), escape(shape), escape(home), str(len(names)))
     return table
+
+
+def numberless(name: str) -> str:
+    """A qualified name with * in place of its numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def some(names: Sequence[str]) -> str:
+    """Names that differ only in their numbers as one.
+
+    >>> some(["blocks.0.up.weight", "blocks.1.up.weight", "blocks.2.up.weight", "blocks.5.up.weight"])
+    'blocks.{0-2,5}.up.weight'
+    """
+    columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names))]
+    if math.prod(map(len, columns)) != len(names):
+        return f"{names[0]}, ..., {names[-1]}"
+    return ".".join(column[0] if len(column) == 1 else "{" + spans(map(int, column)) + "}" for column in columns)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers with their runs: `0-2,5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def escape(text: str) -> str:
@@ -73,21 +108,27 @@ def escape(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def collective_table(plan: Plan) -> Table:
-    """Collectives by axis with how many there are and the bytes that a rank sends."""
-    count: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
+def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
+    """By axis and collective: how many there are, and the bytes that a rank sends."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
     for transfer, times in plan.cost.transfers:
         step = transfer.step
         key = plan.mesh.key(step.axes), step.collective
-        count[key] += times
-        sent[key] += times * float(wire(step, transfer.shape, transfer.itemsize, plan.mesh.sizes)[1])  # type: ignore[assignment]
+        _, each = wire(step, transfer.shape, transfer.itemsize, plan.mesh.sizes)
+        count, sent = found.get(key, (0, 0.0))
+        found[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
+    return dict(sorted(found.items()))
+
+
+def collective_table(plan: Plan) -> Table:
+    """Collectives by axis with how many there are and the bytes that a rank sends."""
     table = Table(title="collectives", title_justify="left", box=None, pad_edge=False)
     for title in ("axis", "collective", "count", "bytes sent per rank"):
         table.add_column(title, justify="right" if title in ("count", "bytes sent per rank") else "left")
-    for key in sorted(count):
-        table.add_row(*key, str(count[key]), f"{sent[key]:,.0f}")
-    if not count:
+    found = collectives(plan)
+    for key, (count, sent) in found.items():
+        table.add_row(*key, str(count), f"{sent:,.0f}")
+    if not found:
         table.add_row("none", "", "", "0")
     return table
 
@@ -115,6 +156,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "flops": cost.flops,
         "flops_one_device": cost.flops_one_device,
         "bytes_sent": cost.bytes_sent,
+        "collectives": [
+            {"axis": axis, "collective": name, "count": count, "bytes_sent": sent}
+            for (axis, name), (count, sent) in collectives(plan).items()
+        ],
         "memory": cost.memory,
         "formula": str(cost.expr),
         "times": plan.times,

@@ -87,6 +87,7 @@ def test_plan_as_json_is_json_though_the_target_prints(target, capsys):
     found = json.loads(out)
     assert "said by the target" in err
     assert found["mesh"] == {"data": 2} and found["verified_edges"] > 0 and found["flops"] < found["flops_one_device"]
+    assert sum(row["bytes_sent"] for row in found["collectives"]) == sum(found["bytes_sent"].values()) > 0
 
 
 def test_pins_are_kept(target, capsys):
@@ -107,6 +108,11 @@ def test_float64_doubles_the_bytes_of_parameters(target, capsys):
 def test_without_training_no_gradient_is_planned(target, capsys):
     assert run("plan", f"{target}:model", "--mesh", "data=2", "--no-train", "--json") == 0
     assert json.loads(capsys.readouterr().out)["memory"]["gradients"] == 0
+
+
+def test_what_cannot_have_an_effect_is_refused(target, capsys):
+    assert "--rank 1 is of no use with --stage boxed" in refused(capsys, "show", target, "--mesh", "data=2", "--rank", "1")
+    assert "plans the forward alone" in refused(capsys, "run", target, "--mesh", "data=2", "--no-train")
 
 
 def test_a_cluster_may_be_a_file(target, capsys, tmp_path):

@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
         raise SbpcError(f"--steps {options.steps}\n  Train one step at least.")
     if options.optimizer not in OPTIMIZERS:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
+    if options.no_train:
+        raise SbpcError("--no-train plans the forward alone, and `sbpc run` trains\n  Remove it.")
     if options.plan:
         without_planning(options, options.plan)
     if "RANK" in os.environ:

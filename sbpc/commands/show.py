@@ -8,6 +8,7 @@ from pathlib import Path
 from sbpc.api import load
 from sbpc.commands.options import add_planning, file_name, is_plan, plan_of, without_planning
 from sbpc.commands.output import check_file, print_json, quiet, write
+from sbpc.errors import SbpcError
 from sbpc.graphtext import graph_text
 from sbpc.picture import graph_rows, graph_svg
 
@@ -31,6 +32,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`sbpc show`."""
     check_file(options.svg)
+    if options.rank and options.stage != "local":
+        raise SbpcError(
+            f"--rank {options.rank} is of no use with --stage {options.stage}\n  Add --stage local, or remove it."
+        )
     with quiet(options):
         if is_plan(options.target):
             without_planning(options, options.target, "dtype")

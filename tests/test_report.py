@@ -1,0 +1,36 @@
+"""The report of a plan: which parameters share a row, and how they are called there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.report import plan_text, some
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.an_attention_layer_with_a_long_name = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.an_attention_layer_with_a_long_name:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def test_a_star_stands_for_all_numbers_and_a_list_for_some() -> None:
+    pins = {f"*.{at}.weight": "S(0)" if at in (0, 1, 2, 4) else "S(1)" for at in range(5)}
+    mixed = plan_text(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin=pins))
+    assert "an_attention_layer_with_a_long_name.{0-2,4}.weight  [8, 8]  [S(0)]           4" in mixed
+    assert "an_attention_layer_with_a_long_name.3.weight        [8, 8]  [S(1)]           1" in mixed
+    alike = plan_text(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin={"*.weight": "S(0)"}))
+    assert "an_attention_layer_with_a_long_name.*.weight  [8, 8]  [S(0)]           5" in alike
+
+
+def test_names_that_differ_only_in_numbers_are_one() -> None:
+    assert some([f"h.{at}.up.{even}" for at in (7, 0, 1, 2) for even in (0, 4)]) == "h.{0-2,7}.up.{0,4}"
+    assert some(["h.0.up.0", "h.1.up.0", "h.1.up.1"]) == "h.0.up.0, ..., h.1.up.1"
+    assert some(["head.weight"]) == "head.weight"
