@@ -14,16 +14,10 @@ from sbpc.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.structure import flatten, unflatten
 
 
-def shapes(plan: Plan) -> dict[Port, Tensor]:
-    """By placeholder port: a tensor without data of the shape and dtype that was planned."""
-    placeholders = [node for node in plan.graph.graph.nodes if node.op == "placeholder"]
-    return {port: node.meta["val"] for port, node in zip(plan.ports.inputs, placeholders)}
-
-
 def stored(plan: Plan, model: nn.Module) -> dict[Port, Tensor]:
     """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    planned = {port.name: (port, value) for port, value in shapes(plan).items() if port.kind in (PARAMETER, BUFFER)}
+    planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     known = {*planned, *plan.ports.tied, *plan.ports.unused}
     missing = [name for name in planned if name not in held]
     more = [name for name in dict(model.named_parameters()) if name not in known]
@@ -63,7 +57,7 @@ def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None
 
 def default_tangents(plan: Plan, tangents: Any) -> list[Tensor]:
     """The tangents as a list, ones for those not given."""
-    planned = [value for port, value in shapes(plan).items() if port.kind == TANGENT]
+    planned = [value for port, value in plan.shapes.items() if port.kind == TANGENT]
     if tangents is None:
         return [torch.ones(value.shape, dtype=value.dtype) for value in planned]
     given, _ = flatten(tangents, "tangents")

@@ -55,11 +55,11 @@ def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device:
             "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
         )
     result = skeleton(model)
-    names = {port: node.name for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
+    given = plan.given
     placed: dict[str, Any] = {}
     for port, tensor in tensors.items():
         if port.kind == PARAMETER:
-            placed[port.name] = distribute(tensor, plan.layouts[names[port]], plan.mesh, where)
+            placed[port.name] = distribute(tensor, given[port], plan.mesh, where)
         elif port.kind == BUFFER:
             placed[port.name] = of_rank_zero(tensor, where)
     fill(result, model, placed, plan, where)
@@ -157,9 +157,7 @@ class Runner:
         halves = partition(on_device(plan.local_at(rank), where))
         self.forward, self.backward = executor(halves.forward), executor(halves.backward)
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
-        names = {port: node.name for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
-        self.layouts = {port: plan.layouts[name] for port, name in names.items()}
-        self.shapes = bind.shapes(plan)
+        self.layouts, self.shapes = plan.given, plan.shapes
         self.results = [(at, port) for at, port in enumerate(plan.ports.outputs) if port.kind in (OUTPUT, MUTATION)]
         tangents = {port.name for port in plan.ports.inputs if port.kind == TANGENT}
         self.differentiable = [

@@ -53,11 +53,10 @@ def simulate(
     Raises PlanError if model or arguments are not like those planned.
     """
     mesh = plan.mesh
-    given = whole_inputs(plan, model, args, kwargs, tangents)
-    names = {port: node.name for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
+    given, layouts = whole_inputs(plan, model, args, kwargs, tangents), plan.given
     ranks: list[list[Tensor]] = [[] for _ in range(mesh.ranks)]
     for port in plan.ports.inputs:
-        parts = plan.layouts[names[port]].shards(given[port], mesh.sizes)
+        parts = layouts[port].shards(given[port], mesh.sizes)
         for held, part in zip(ranks, parts):
             held.append(part)
     for rank, held in enumerate(ranks):
@@ -66,7 +65,7 @@ def simulate(
         run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], ranks, groups(mesh))
     results = {
         port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
-        for at, (port, layout) in enumerate(zip(plan.ports.outputs, plan.assignment.outputs))
+        for at, (port, layout) in enumerate(plan.left.items())
     }
     trained = [name for name, _ in model.named_parameters()]
     return Simulation(
@@ -84,7 +83,7 @@ def whole_inputs(plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Any,
     found = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
     leaves = bind.arguments(plan, args, kwargs)
     free = iter(bind.default_tangents(plan, tangents))
-    for port, planned in bind.shapes(plan).items():
+    for port, planned in plan.shapes.items():
         if port.kind == INPUT:
             bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
             found[port] = leaves[int(port.name)].detach()

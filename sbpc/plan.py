@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.choices import Choice, value_of
@@ -17,7 +18,7 @@ from sbpc.layout import Layout
 from sbpc.measure import measure
 from sbpc.mesh import Mesh
 from sbpc.pins import closest
-from sbpc.ports import PARAMETER, Ports
+from sbpc.ports import PARAMETER, Port, Ports
 from sbpc.report import plan_text
 
 
@@ -85,6 +86,21 @@ class Plan:
         return found | {name: found[first] for name, first in self.ports.tied.items()}
 
     @property
+    def shapes(self) -> dict[Port, Tensor]:
+        """By port of a placeholder: a tensor without data of the shape and dtype that was planned."""
+        return {port: node.meta["val"] for port, node in zip(self.ports.inputs, self.graph.graph.nodes)}
+
+    @property
+    def given(self) -> dict[Port, Layout]:
+        """By port of a placeholder: the layout in which it is stored or comes in."""
+        return {port: self.layouts[node.name] for port, node in zip(self.ports.inputs, self.graph.graph.nodes)}
+
+    @property
+    def left(self) -> dict[Port, Layout | None]:
+        """By port of an output: the layout in which it is left, None for an absent one."""
+        return dict(zip(self.ports.outputs, self.assignment.outputs))
+
+    @property
     def parameters(self) -> dict[str, Layout]:
         """The home layout of every parameter by its qualified name."""
         return {port.name: self.layouts[port.name] for port in self.ports.inputs if port.kind == PARAMETER}
@@ -112,16 +128,26 @@ class Plan:
             raise PlanError(
                 f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}."
             )
-        coordinates = self.mesh.coordinates(rank)
-        key = shape_class(self.boxed, self.mesh, coordinates)
+        key = self.shape_class(rank)
         if key not in self.programs:
-            self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, coordinates)
+            self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, self.mesh.coordinates(rank))
         return self.programs[key]
+
+    def shape_class(self, rank: int) -> tuple[Any, ...]:
+        """What distinguishes the program of one rank from another's: the local sizes of everything that is cut."""
+        place = self.mesh.sizes, self.mesh.coordinates(rank)
+        return tuple(layout.local_shape(shape, *place) for layout, shape in self.cut_shapes)
+
+    @functools.cached_property
+    def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
+        """Every layout in which a tensor of the boxed graph is held, with its global shape."""
+        return cut_shapes(self.boxed)
 
     def forget(self) -> None:
         """Drop the boxed graph and the programs; they are made again on use."""
         self.programs.clear()
-        self.__dict__.pop("boxed", None)
+        for name in ("boxed", "cut_shapes"):
+            self.__dict__.pop(name, None)
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -143,18 +169,15 @@ class Plan:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
 
 
-def shape_class(boxed: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[Any, ...]:
-    """What distinguishes the program of one rank from another's: the local sizes of everything that is cut."""
-    found: dict[Any, tuple[int, ...]] = {}
+def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Every layout in which a tensor of a boxed graph is held, with its global shape; each pair once."""
+    found: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for node in boxed.graph.nodes:
         sbp, value = node.meta.get("sbp"), node.meta.get("val")
-        pairs = zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]
-        for layout, tensor in pairs:
+        for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
             if isinstance(layout, Layout) and hasattr(tensor, "shape"):
-                key = (layout, tuple(tensor.shape))
-                if key not in found:
-                    found[key] = layout.local_shape(tensor.shape, mesh.sizes, coordinates)
-    return tuple(found.values())
+                found[layout, tuple(tensor.shape)] = None
+    return list(found)
 
 
 def results(gm: GraphModule) -> list[Node | None]:
