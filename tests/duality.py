@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from sbpc.rules import Match, Signature
+from sbpc.rules.prove import Case, case
 from sbpc.states import B, P, Split, State
-from tests.proofs import Case, case
 from tests.samples import close, f, indices, x
 
 aten = torch.ops.aten

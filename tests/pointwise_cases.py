@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sbpc.rules.pointwise import pointwise
-from tests.proofs import Case, tensors
+from sbpc.rules.prove import Case, tensors
 
 aten = torch.ops.aten
 CLOSE = 1e-10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sbpc.rules.prove import Case, case
 from tests import cuda_cases, layer_cases
-from tests.proofs import Case, case
 from tests.samples import close, f, x, y
 
 aten = torch.ops.aten

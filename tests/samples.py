@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.proofs import Case
+from sbpc.rules.prove import Case
 
 CLOSE = 1e-10
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sbpc.rules.prove import Count, prove
 from tests import pointwise_cases, proof_cases
-from tests.proofs import Count, prove
 
 FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}
 
