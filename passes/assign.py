@@ -20,7 +20,7 @@ from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, results
-from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port
+from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
 from sbpc.solver import Problem, Value, Variable, solve, star, total
 from sbpc.states import Split
 
@@ -96,7 +96,7 @@ class Space:
         """By number of a node of a numbered block ("blocks.1.up"): its block's number, then what it is in the block."""
         seen: Counter[tuple[Any, ...]] = Counter()
         found: dict[int, tuple[Any, ...]] = {}
-        names = {node: port.name for port, node in zip(self.gm.meta["ports"].inputs, self.nodes)}
+        names = {node: port.name for port, node in placeholders(self.gm).items()}
         for at, node in enumerate(self.nodes):
             path = names.get(node, node.meta.get("module", "")).split(".")
             block = next((place for place, part in enumerate(path) if part.isdigit()), None)
@@ -144,15 +144,14 @@ class Space:
     def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[tuple[Node, int], list[tuple[int, list[Layout]]]]:
         """Variables for outputs that may be left in several layouts; a gradient is read in its parameter's home."""
         readers: dict[tuple[Node, int], list[tuple[int, list[Layout]]]] = {}
-        homes = {node.name: self.number[node] for node in self.nodes if node.op == "placeholder"}
         ports = self.gm.meta["ports"]
-        names = {port: node.name for port, node in zip(ports.inputs, self.nodes)}
+        homes = placeholders(self.gm)
         for at, (port, node) in enumerate(zip(ports.outputs, results(self.gm))):
             if node is None:
                 self.ports.append(None)
                 continue
             if port.kind in HOMES and at not in wishes:
-                reader = homes[names[Port(HOMES[port.kind], port.name)]]
+                reader = self.number[homes[Port(HOMES[port.kind], port.name)]]
                 allowed = self.outs[reader][0]
             else:
                 allowed = self.allowed_outputs(node, wishes.get(at))
@@ -288,10 +287,9 @@ def kept(gm: GraphModule, copies: int) -> dict[str, float]:
     """By node, how often its bytes are alive at the peak: parameters with `copies` tensors for each that is trained, and
     values of the forward that the backward reads."""
     ports = gm.meta["ports"]
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
     found = {}
-    for port, node in zip(ports.inputs, placeholders):
+    for port, node in placeholders(gm).items():
         if port.kind == PARAMETER:
             found[node.name] = 1.0 + (copies if port.name in trained else 0)
     for node in gm.graph.nodes:

@@ -15,7 +15,7 @@ from sbpc.errors import VerifyError, at_node
 from sbpc.measure import layout_at
 from sbpc.mesh import Mesh
 from sbpc.plan import Assignment, Plan, results
-from sbpc.ports import GRADIENT, HOMES
+from sbpc.ports import GRADIENT, HOMES, Port, placeholders
 
 REPORT = "This is a bug in sbpc: report it with the model and the mesh."
 
@@ -43,10 +43,10 @@ def verify_captured(gm: GraphModule) -> int:
     """Every value has a shape, every port its placeholder or output, and fx itself finds the graph sound."""
     gm.graph.lint()
     ports = gm.meta["ports"]
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    count = len(gm.graph.find_nodes(op="placeholder"))
     output = gm.graph.output_node()
     require(
-        len(placeholders) == len(ports.inputs), f"{len(placeholders)} placeholders, {len(ports.inputs)} ports", output
+        count == len(ports.inputs), f"{count} placeholders, {len(ports.inputs)} ports", output
     )
     require(len(results(gm)) == len(ports.outputs), f"{len(results(gm))} outputs, {len(ports.outputs)} ports", output)
     edges = 0
@@ -54,12 +54,12 @@ def verify_captured(gm: GraphModule) -> int:
         if node.op != "output":
             require("val" in node.meta, "a value without a shape", node)
         edges += sum(1 for _ in nodes_in((node.args, node.kwargs)))
-    shapes = {(port.kind, port.name): node.meta["val"].shape for port, node in zip(ports.inputs, placeholders)}
+    shapes = {port: node.meta["val"].shape for port, node in placeholders(gm).items()}
     for port, node in zip(ports.outputs, results(gm)):
         home = HOMES.get(port.kind)
         if home is not None and node is not None:
             require(
-                node.meta["val"].shape == shapes[home, port.name],
+                node.meta["val"].shape == shapes[Port(home, port.name)],
                 f"the {port.kind} of {port.name} has another shape",
                 node,
             )
@@ -95,7 +95,7 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
         require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
     homes = {
         port.name: assignment.choices[node.name].output(0, mesh.axes)
-        for port, node in zip(gm.meta["ports"].inputs, gm.graph.nodes)
+        for port, node in placeholders(gm).items()
     }
     for port, node, layout in zip(gm.meta["ports"].outputs, results(gm), assignment.outputs):
         if node is None:

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc.choices import nodes_in
 from sbpc.plan import results
-from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT
+from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders
 
 BACKWARD = (GRADIENT, INPUT_GRADIENT)
 
@@ -28,8 +28,7 @@ def partition(gm: GraphModule) -> Partition:
     """The two halves of a local program; a node of the backward is one marked `phase: backward` or fed by one."""
     ports = gm.meta["ports"]
     nodes = list(gm.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    tangents = [node for node, port in zip(placeholders, ports.inputs) if port.kind == TANGENT]
+    tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
     late = set(tangents)
     for node in nodes:
         if node.op in ("placeholder", "output"):
@@ -45,7 +44,7 @@ def partition(gm: GraphModule) -> Partition:
     used = [n for node in nodes if node in late for n in nodes_in((node.args, node.kwargs))]
     used += [node for node in late_results if node is not None]
     saved = list(dict.fromkeys(node for node in used if node not in late))
-    first = [node for node in placeholders if node not in late]
+    first = [node for node in nodes if node.op == "placeholder" and node not in late]
     forward = extract(gm, first, [node for node in nodes if node not in late], [*early_results, *saved])
     backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
     return Partition(forward, backward)

@@ -21,7 +21,7 @@ from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.pins import Wish, exactly, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
-from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT
+from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.structure import unflatten
 
 OBJECTIVES = ("seconds", "bytes")
@@ -121,7 +121,6 @@ def check_kinds(**given: tuple[Any, Any]) -> None:
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, spread: bool) -> dict[str, Wish]:
     """How inputs, tangents, buffers and, with `spread`, parameters are stored."""
     ports = gm.meta["ports"]
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     count = sum(port.kind == INPUT for port in ports.inputs)
     results = sum(port.kind == OUTPUT for port in ports.outputs)
     for name, given, there in (("inputs", inputs, count), ("outputs", outputs, results)):
@@ -130,7 +129,7 @@ def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, s
                 f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole."
             )
     wishes: dict[str, Wish] = {}
-    for port, node in zip(ports.inputs, placeholders):
+    for port, node in placeholders(gm).items():
         reason = f"{port.kind} {port.name}"
         if spread and port.kind in (PARAMETER, INPUT):
             wishes[node.name] = Wish(spread=wide_axes(mesh), reason=f"{reason} stored once (spread=True)")
@@ -164,7 +163,7 @@ def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str
     """Pins by node: a pattern is matched with parameters, and with values only where it matches no parameter."""
     ports = gm.meta["ports"]
     parameters: dict[str, list[str]] = {}
-    for port, node in zip(ports.inputs, gm.graph.nodes):
+    for port, node in placeholders(gm).items():
         if port.kind == PARAMETER:
             parameters[node.name] = [port.name, *(name for name, first in ports.tied.items() if first == port.name)]
     values = {

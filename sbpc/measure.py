@@ -15,7 +15,7 @@ from sbpc.choices import operands, value_of
 from sbpc.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work, numel
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
-from sbpc.ports import GRADIENT, PARAMETER
+from sbpc.ports import GRADIENT, PARAMETER, placeholders
 
 
 def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float) -> Cost:
@@ -100,11 +100,11 @@ def memory_totals(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict
     """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step in graph order."""
     nodes = list(boxed.graph.nodes)
     ports = boxed.meta["ports"]
-    kinds = {node: port.kind for node, port in zip(nodes, ports.inputs)}
+    kinds = {node: port.kind for port, node in placeholders(boxed).items()}
     parameters = sum(local_bytes(node, mesh) for node in nodes if kinds.get(node) == PARAMETER)
     outputs = nodes[-1].args[0]
     trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
-    homes = {port.name: local_bytes(node, mesh) for node, port in zip(nodes, ports.inputs) if port.kind == PARAMETER}
+    homes = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
     gradients = sum(size for name, size in homes.items() if name in trained)
     state = OPTIMIZER_STATE[optimizer] * gradients
     peak, saved = live_bytes(nodes, kinds, outputs, lambda node: local_bytes(node, mesh))

@@ -18,7 +18,7 @@ from sbpc.layout import Layout
 from sbpc.measure import measure
 from sbpc.mesh import Mesh
 from sbpc.pins import closest
-from sbpc.ports import PARAMETER, Port, Ports
+from sbpc.ports import PARAMETER, Port, Ports, placeholders
 from sbpc.report import plan_text
 
 
@@ -81,19 +81,19 @@ class Plan:
             choice = self.assignment.choices.get(producer.name)
             if choice is not None and (node is not producer or len(choice.signatures[0].outputs) == 1):
                 found[node.name] = choice.output(index, axes)
-        for port, node in zip(self.ports.inputs, self.graph.graph.nodes):
+        for port, node in placeholders(self.graph).items():
             found[port.name if port.kind != "input" else node.name] = found[node.name]
         return found | {name: found[first] for name, first in self.ports.tied.items()}
 
     @property
     def shapes(self) -> dict[Port, Tensor]:
         """By port of a placeholder: a tensor without data of the shape and dtype that was planned."""
-        return {port: node.meta["val"] for port, node in zip(self.ports.inputs, self.graph.graph.nodes)}
+        return {port: node.meta["val"] for port, node in placeholders(self.graph).items()}
 
     @property
     def given(self) -> dict[Port, Layout]:
         """By port of a placeholder: the layout in which it is stored or comes in."""
-        return {port: self.layouts[node.name] for port, node in zip(self.ports.inputs, self.graph.graph.nodes)}
+        return {port: self.layouts[node.name] for port, node in placeholders(self.graph).items()}
 
     @property
     def left(self) -> dict[Port, Layout | None]:

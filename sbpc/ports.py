@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.fx import GraphModule, Node
+
 PARAMETER, BUFFER, INPUT, TANGENT = "parameter", "buffer", "input", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
 INPUTS = (PARAMETER, BUFFER, INPUT, TANGENT)
@@ -43,3 +45,8 @@ class Ports:
     tied: dict[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+
+
+def placeholders(gm: GraphModule) -> dict[Port, Node]:
+    """The placeholder of every port of a program, in order; those of a rank's positions come after them and have none."""
+    return dict(zip(gm.meta["ports"].inputs, gm.graph.find_nodes(op="placeholder")))

@@ -58,7 +58,7 @@ def parameter_table(plan: Plan) -> Table:
     """Parameters with their shapes and homes; those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     alike: Counter[str] = Counter()
-    shapes = {port.name: node.meta["val"] for port, node in zip(plan.ports.inputs, plan.graph.graph.nodes)}
+    shapes = {port.name: value for port, value in plan.shapes.items()}
     for name, layout in plan.parameters.items():
         pattern = numberless(name)
         shape = ", ".join(map(str, shapes[name].shape))

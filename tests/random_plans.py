@@ -16,7 +16,7 @@ from sbpc.mesh import Mesh
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, results
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER
+from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, placeholders
 from sbpc.states import B
 
 
@@ -34,7 +34,7 @@ def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: ran
     choices = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
     homes = {
         (port.kind, port.name): choices[node.name].output(0, mesh.axes)
-        for port, node in zip(gm.meta["ports"].inputs, nodes)
+        for port, node in placeholders(gm).items()
     }
     kinds = {GRADIENT: PARAMETER, INPUT_GRADIENT: INPUT, MUTATION: BUFFER}
     outputs = tuple(

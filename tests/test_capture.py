@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from sbpc.errors import CaptureError
 from sbpc.passes.capture import capture
 from sbpc.passes.normalize import normalize
-from sbpc.ports import MUTATION, TANGENT, Port
+from sbpc.ports import MUTATION, TANGENT, Port, placeholders
 from sbpc.structure import unflatten
 from tests.models import MODELS, batch_norm, dataclass_output, gpt2, kwargs_model, lora, mlp, unused_parameter
 from tests.programs import assert_equal, double, eager
@@ -267,7 +267,7 @@ def test_capture_works_wherever_the_caller_stands():
 
 def test_tangents_are_contiguous_whatever_the_strides_of_the_output():
     gm = check(Model(lambda m, x: m.linear(x).t()), (x(),))
-    tangent = next(n for n, p in zip(gm.graph.nodes, gm.meta["ports"].inputs) if p.kind == TANGENT)
+    tangent = next(n for p, n in placeholders(gm).items() if p.kind == TANGENT)
     assert tangent.meta["val"].is_contiguous()
 
 
