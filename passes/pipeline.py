@@ -182,7 +182,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     from dataclasses import replace
     from math import inf
 
-    free = replace(mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, efficiency=())
+    free = replace(mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=())
     links = replace(
         free, intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0, ranks_per_node=1 << 30
     )

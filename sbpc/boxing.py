@@ -294,9 +294,9 @@ def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, f
     """Seconds of a step, and seconds more for each byte of its block."""
     if collective not in WIRE:
         return 0.0, 0.0
-    latency, bandwidth = mesh.link(axes)
+    latency, bandwidth = mesh.link(axes, collective)
     rounds, blocks = WIRE[collective](math.prod(mesh.sizes[at] for at in axes), 1)
-    return rounds * latency, blocks / bandwidth / dict(mesh.cluster.efficiency).get(collective, 1.0)
+    return rounds * latency, blocks / bandwidth
 
 
 @functools.lru_cache(maxsize=64)

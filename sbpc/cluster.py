@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from sbpc.errors import MeshError
+
+LINKS = ("intra", "inter")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How one collective runs over groups of `ranks` ranks on one link; None: over groups of any size, on either link.
+
+    latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second, as a
+    fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends.
+    """
+
+    collective: str
+    ranks: int | None = None
+    link: str | None = None
+    latency: float | None = None
+    efficiency: float = 1.0
+    traffic: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -16,8 +37,8 @@ class Cluster:
 
     peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel
     takes. ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a
-    collective, and bytes/s that one rank sends, inside a node and that one *node* sends to the others. efficiency: by
-    collective, the fraction of the bandwidth that it reaches.
+    collective, and bytes/s that one rank sends, inside a node and that one *node* sends to the others. memory: bytes of
+    one device. collectives: where one runs otherwise than in those figures.
     """
 
     name: str
@@ -30,61 +51,151 @@ class Cluster:
     inter_latency: float
     inter_bandwidth: float
     memory: float = math.inf
-    efficiency: tuple[tuple[str, float], ...] = ()
+    collectives: tuple[Rate, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise MeshError(f"cluster {self.name!r}: {name} is {getattr(self, name)!r}\n  It is a text.")
+        check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("name", "efficiency", "source"):
-                continue
-            least = 0.0 if field.name.endswith(("latency", "launch")) else 1e-30
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= least:
-                raise MeshError(
-                    f"cluster {self.name!r}: {field.name} is {value!r}\n  It is a number, {'not negative' if least == 0 else 'positive'}."
-                )
-        for collective, fraction in self.efficiency:
-            if not isinstance(fraction, (int, float)) or not fraction > 0:
-                raise MeshError(
-                    f"cluster {self.name!r}: the efficiency of {collective} is {fraction!r}\n  It is a positive number."
-                )
+            if field.name not in ("name", "source", "ranks_per_node", "collectives"):
+                delay = field.name.endswith(("latency", "launch"))
+                check_figure(f"cluster {self.name!r}: {field.name}", getattr(self, field.name), delay)
+        for rate in self.collectives:
+            check_rate(self.name, rate)
+
+    def rate(self, collective: str, ranks: int, link: str) -> Rate:
+        """How a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
+        fitting = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
+
+        def distance(rate: Rate) -> tuple[float, bool]:
+            return (math.inf if rate.ranks is None else abs(math.log(rate.ranks / ranks)), rate.link is None)
+
+        return min(fitting, key=distance, default=Rate(collective))
+
+    def figures(self) -> dict[str, Any]:
+        """Everything as JSON values; infinity is null, and what a rate leaves open is left out."""
+        found = {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
+        return found | {"collectives": rates}
+
+    @classmethod
+    def of(cls, figures: Any, what: str) -> Cluster:
+        """The cluster that `figures` describe. Raises MeshError, which begins with `what`, for missing or bad ones."""
+        given = keyed(cls, figures, what)
+        rates = given.get("collectives", ())
+        if not isinstance(rates, (tuple, list)):
+            raise MeshError(f"{what}: collectives is {rates!r}\n  It is a list of rates, each with its collective.")
+        read = tuple(Rate(**keyed(Rate, rate, f"{what}: a rate of collectives")) for rate in rates)
+        open_ended = {name: math.inf for name, value in given.items() if value is None and name in UNBOUNDED}
+        try:
+            return cls(**(given | open_ended | {"collectives": read}))
+        except MeshError as error:
+            raise MeshError(f"{what}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON; infinity is written as null."""
-        figures = {k: None if v == math.inf else v for k, v in asdict(self).items()} | {
-            "efficiency": dict(self.efficiency)
-        }
-        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(path).write_text(json.dumps(self.figures(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read what `save` wrote. Raises MeshError for a file that lacks a figure or holds a bad one."""
         try:
             figures = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise MeshError(f"cluster file {path}: {error}\n  Write one with Cluster.save.") from error
-        known = {field.name for field in fields(cls)}
-        needed = known - {"memory", "efficiency", "source"}
-        if not isinstance(figures, dict) or not needed <= figures.keys() or not figures.keys() <= known:
-            wrong = sorted(needed ^ (figures.keys() & needed)) if isinstance(figures, dict) else ["a JSON object"]
-            extra = sorted(figures.keys() - known) if isinstance(figures, dict) else []
+        except (OSError, ValueError, RecursionError) as error:
             raise MeshError(
-                f"cluster file {path}: missing {wrong}, unknown {extra}\n  It needs {', '.join(sorted(needed))}."
-            )
-        figures = {k: math.inf if v is None else v for k, v in figures.items()}
-        efficiency = figures.get("efficiency") or {}
-        if not isinstance(efficiency, dict):
-            raise MeshError(f"cluster file {path}: efficiency is {efficiency!r}\n  It maps a collective to a fraction.")
-        return cls(**(figures | {"efficiency": tuple(sorted(efficiency.items()))}))
+                f"cluster file {path}: {error}\n  Write one with Cluster.save or `sbpc profile`."
+            ) from error
+        return cls.of(figures, f"cluster file {path}")
 
 
+UNBOUNDED = ("memory_bandwidth", "memory")  # may be infinite, which JSON writes as null
+
+
+def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
+    """The figures by the names of the fields of `cls`. Raises MeshError for missing and unknown ones."""
+    known = [field.name for field in fields(cls)]
+    needed = [name for name in known if name not in vars(cls)]  # a field with a default is an attribute of its class
+    if not isinstance(figures, Mapping):
+        raise MeshError(f"{what} is {figures!r:.60}\n  It is a JSON object with {', '.join(needed)}.")
+    missing, unknown = [n for n in needed if n not in figures], [n for n in figures if n not in known]
+    if missing or unknown:
+        wrong = " and ".join(
+            f"{word} {', '.join(map(str, names))}"
+            for word, names in (("lacks", missing), ("has unknown", unknown))
+            if names
+        )
+        more = [name for name in known if name not in needed]
+        raise MeshError(f"{what} {wrong}\n  It needs {', '.join(needed)}; it may have {', '.join(more)}.")
+    return dict(figures)
+
+
+def check_figure(what: str, value: Any, delay: bool) -> None:
+    """Raise MeshError unless a value is a positive number; a delay is finite, and may be zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise MeshError(f"{what} is {value!r}\n  It is a number, {'seconds' if delay else 'positive'}.")
+    if value < 0 or (math.isinf(value) if delay else value == 0):
+        raise MeshError(f"{what} is {value!r}\n  It is {'not negative, and finite' if delay else 'positive'}.")
+
+
+def check_count(what: str, value: Any, least: int) -> None:
+    """Raise MeshError unless a value is an integer from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MeshError(f"{what} is {value!r}\n  It is an integer from {least} on.")
+
+
+def check_rate(cluster: str, rate: Rate) -> None:
+    """Raise MeshError unless a rate makes sense."""
+    what = f"cluster {cluster!r}: of {rate.collective}, "
+    if rate.collective not in COLLECTIVES:
+        raise MeshError(f"{what}a rate is given\n  The collectives are {', '.join(COLLECTIVES)}.")
+    if rate.link not in (*LINKS, None):
+        raise MeshError(f"{what}link is {rate.link!r}\n  It is {' or '.join(LINKS)}, or left out for both.")
+    if rate.ranks is not None:
+        check_count(f"{what}ranks", rate.ranks, 2)
+    if rate.latency is not None:
+        check_figure(f"{what}latency", rate.latency, True)
+    check_figure(f"{what}efficiency", rate.efficiency, False)
+    check_figure(f"{what}traffic", rate.traffic, False)
+
+
+NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
         Cluster("ideal", 1e12, math.inf, 0.0, 1 << 30, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
         Cluster(
-            "h100", 989e12, 3.35e12, 4e-6, 8, 3e-6, 450e9, 8e-6, 400e9, memory=80e9,
-            source="NVIDIA H100 SXM datasheet (bf16 dense, HBM3, NVLink 4, one direction), 8 x 400 Gbit/s per DGX node",
+            "a100", 312e12, 2.039e12, 4e-6, 8, 3.4e-6, 300e9, 14e-6, 200e9, memory=80e9,
+            source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "
+            f"8 x 200 Gbit/s InfiniBand per node; {NCCL}",
+        ),
+        Cluster(
+            "h100", 989e12, 3.35e12, 4e-6, 8, 3.4e-6, 450e9, 14e-6, 400e9, memory=80e9,
+            source="NVIDIA DGX H100 datasheet: bf16 dense, HBM3, NVLink 4 in one direction, "
+            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}",
+        ),
+        Cluster(
+            "perlmutter", 312e12, 1.555e12, 4e-6, 4, 3.4e-6, 300e9, 14e-6, 100e9, memory=40e9,
+            source="NERSC, Perlmutter architecture: 4 x A100 40GB (bf16 dense, HBM2), 12 links of NVLink 3 at 25 GB/s, "
+            f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}",
+        ),
+        Cluster(
+            "frontier", 191.5e12, 1.6e12, 4e-6, 8, 5.7e-6, 50e9, 14e-6, 100e9, memory=64e9,
+            source="OLCF, Frontier user guide: 8 dies (half an MI250X: bf16, HBM2e) per node, the slowest Infinity Fabric "
+            "link of a ring through all 8 (50 GB/s of 50 to 200), 4 x Slingshot 11 at 200 Gbit/s per node; "
+            "latencies and launch floor: as for others, PCIe and network",
+        ),
+        Cluster(
+            "workstation", 154.8e12, 768e9, 4e-6, 4, 5.7e-6, 31.5e9, 14e-6, 1.25e9, memory=48e9,
+            source="NVIDIA RTX A6000 datasheet: bf16 dense, GDDR6; 4 of them on PCIe 4.0 x16, without NVLink, "
+            f"10 Gbit/s Ethernet outside; {NCCL}",
+        ),
+        Cluster(
+            "ethernet", 0.97e12, 51.2e9, 5e-6, 1, 50e-6, 118.7e6, 50e-6, 118.7e6, memory=32e9,
+            source="one 8-core desktop per rank (AMD Ryzen 7 5800X: 8 x 3.8 GHz x 32 flops in float32; DDR4-3200, two "
+            "channels), 1 Gbit/s Ethernet (1,460 of 1,538 bytes a frame); latency and launch floor: estimated",
         ),
     )
 }  # fmt: skip

@@ -70,12 +70,11 @@ def read(path: Path) -> dict[str, Any]:
 
 def encode(plan: Plan) -> dict[str, Any]:
     """All of a plan as JSON values."""
-    assignment, cluster = plan.assignment, plan.mesh.cluster
-    figures = {k: None if v == float("inf") else v for k, v in asdict(cluster).items()}
+    assignment = plan.assignment
     return {
         "torch": torch.__version__,
         "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
-        "cluster": figures | {"efficiency": [list(item) for item in cluster.efficiency]},
+        "cluster": plan.mesh.cluster.figures(),
         "graph": [encode_node(node) for node in plan.graph.graph.nodes],
         "constants": {
             node.target: encode_constant(plan.graph, node) for node in plan.graph.graph.nodes if node.op == "get_attr"
@@ -245,9 +244,7 @@ class Decoder:
 
     def mesh(self) -> Mesh:
         """The mesh with its cluster."""
-        figures: dict[str, Any] = {k: float("inf") if v is None else v for k, v in self.body["cluster"].items()}
-        efficiency = tuple((name, value) for name, value in figures.pop("efficiency"))
-        return Mesh(cluster=Cluster(**figures, efficiency=efficiency), **dict(self.body["mesh"]))
+        return Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
 
     def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
         """The choice of a node, found again among its candidates."""

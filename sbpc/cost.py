@@ -1,7 +1,7 @@
 """What a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
 
 Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
-rounds * latency + bytes / (bandwidth * efficiency). The step takes the sum of both.
+rounds * latency + bytes / bandwidth (see `Mesh.link`). The step takes the sum of both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: An
     return functools.reduce(np.maximum, terms)
 
 
-def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, efficiency: float) -> Any:
+def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any) -> Any:
     """Seconds of one collective; every argument a number or a sympy expression."""
-    return rounds * latency + bytes_sent / (bandwidth * efficiency)
+    return rounds * latency + bytes_sent / bandwidth
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,25 @@ class Cost:
         found: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
         found |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
         for transfer, _ in self.transfers:
-            latency, bandwidth = mesh.link(transfer.step.axes)
-            key = mesh.key(transfer.step.axes).replace("+", "_")
+            latency, bandwidth = mesh.link(transfer.step.axes, transfer.step.collective)
+            key = self.link_name(transfer.step)
             found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
+        return found
+
+    def link_name(self, step: Step) -> str:
+        """What the symbols of a step's link are called: by axis, and by collective where the cluster tells them apart."""
+        key = self.mesh.key(step.axes).replace("+", "_")
+        apart = any(rate.collective == step.collective for rate in self.mesh.cluster.collectives)
+        return f"{key}_{step.collective}" if apart else key
+
+    @property
+    def bytes_on_wire(self) -> dict[str, float]:
+        """By axis, what the backend puts on the wire: `bytes_sent`, but where the cluster says that it sends others."""
+        found = dict.fromkeys(self.bytes_sent, 0.0)
+        for transfer, count in self.transfers:
+            step = transfer.step
+            _, sent = wire(step, transfer.shape, transfer.itemsize, self.mesh.sizes)
+            found[self.mesh.key(step.axes)] += count * float(sent) * self.mesh.rate(step.axes, step.collective).traffic
         return found
 
     @functools.cached_property
@@ -153,13 +169,11 @@ class Cost:
             if not kernel.free:
                 work = kernel_work(kernel, mesh.sizes, sizes)
                 terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"]))
-        efficiency = dict(mesh.cluster.efficiency)
         for transfer, count in self.transfers:
             step = transfer.step
             rounds, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes, sizes)
-            key = mesh.key(step.axes).replace("+", "_")
-            link = s[f"latency_{key}"], s[f"bandwidth_{key}"]
-            terms.append(count * collective_seconds(rounds, sent, *link, efficiency.get(step.collective, 1.0)))
+            key = self.link_name(step)
+            terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"]))
         return sympy.Add(*terms)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:

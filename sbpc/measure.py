@@ -84,15 +84,13 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
 
 def comm_totals(transfers: Mapping[Transfer, int], mesh: Mesh) -> tuple[float, dict[str, float]]:
     """Seconds of communicating, and bytes that the busiest rank sends by axis."""
-    efficiency = dict(mesh.cluster.efficiency)
     seconds, sent = 0.0, dict.fromkeys(mesh.axes, 0.0)
     for transfer, count in transfers.items():
         step = transfer.step
         rounds, each = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
         key = mesh.key(step.axes)
         sent[key] = sent.get(key, 0.0) + count * float(each)
-        link = mesh.link(step.axes)
-        seconds += count * float(collective_seconds(rounds, each, *link, efficiency.get(step.collective, 1.0)))
+        seconds += count * float(collective_seconds(rounds, each, *mesh.link(step.axes, step.collective)))
     return seconds, sent
 
 

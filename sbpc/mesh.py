@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sbpc.cluster import Cluster, named_cluster
+from sbpc.cluster import Cluster, Rate, named_cluster
 from sbpc.errors import MeshError
 
 if TYPE_CHECKING:
@@ -69,17 +69,27 @@ class Mesh:
             grouped.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(rank)
         return list(grouped.values())
 
-    def link(self, axes: Sequence[int]) -> tuple[float, float]:
-        """Latency (seconds) and bandwidth (bytes/s) of one rank in a collective over `axes` (numbers, neighbours).
+    def link(self, axes: Sequence[int], collective: str) -> tuple[float, float]:
+        """Latency of a round (seconds) and bandwidth (bytes/s) of one rank in a collective over `axes` (neighbours).
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.
         """
-        inner = math.prod(self.sizes[max(axes) + 1 :])
-        cluster = self.cluster
-        if inner * math.prod(self.sizes[at] for at in axes) <= cluster.ranks_per_node:
-            return cluster.intra_latency, cluster.intra_bandwidth
-        return cluster.inter_latency, cluster.inter_bandwidth / min(cluster.ranks_per_node, inner)
+        cluster, rate = self.cluster, self.rate(axes, collective)
+        latency, bandwidth = cluster.intra_latency, cluster.intra_bandwidth
+        if not self.inside(axes):
+            sharing = min(cluster.ranks_per_node, math.prod(self.sizes[max(axes) + 1 :]))
+            latency, bandwidth = cluster.inter_latency, cluster.inter_bandwidth / sharing
+        return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency
+
+    def inside(self, axes: Sequence[int]) -> bool:
+        """Whether the groups over `axes` stay inside a node."""
+        return math.prod(self.sizes[min(axes) :]) <= self.cluster.ranks_per_node
+
+    def rate(self, axes: Sequence[int], collective: str) -> Rate:
+        """What the cluster says of a collective over `axes`."""
+        ranks = math.prod(self.sizes[at] for at in axes)
+        return self.cluster.rate(collective, ranks, "intra" if self.inside(axes) else "inter")
 
     def key(self, axes: Sequence[int]) -> str:
         """The name of one axis or of several merged ones: "data", "data+tensor"."""

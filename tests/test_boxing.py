@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpc.boxing import Step, closure, layouts, path, seconds, steps, wire
-from sbpc.cluster import Cluster
+from sbpc.cluster import Cluster, Rate
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
@@ -23,7 +23,8 @@ from tests.boxings import boxed_layouts, meshes, shapes
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(
-    "slow", 1e12, 1e12, 0.0, 4, 1e-6, 1e11, 5e-6, 3e10, efficiency=(("all_to_all", 0.5), ("reduce_scatter", 0.8))
+    "slow", 1e12, 1e12, 0.0, 4, 1e-6, 1e11, 5e-6, 3e10,
+    collectives=(Rate("all_to_all", efficiency=0.5), Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8)),
 )
 
 
@@ -163,13 +164,12 @@ def price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Frac
     other = step.after.local_shape(shape, mesh.sizes, (0,) * len(mesh.axes))
     ranks = math.prod(mesh.sizes[at] for at in step.axes)
     block = itemsize * math.prod(map(min, local, other))
-    latency, bandwidth = map(Fraction, mesh.link(step.axes))
-    efficiency = Fraction(dict(mesh.cluster.efficiency).get(step.collective, 1.0))
     if step.collective in ("slice", "keep", "pad"):
         return Fraction(0)
+    latency, bandwidth = map(Fraction, mesh.link(step.axes, step.collective))
     if step.collective == "all_reduce":
-        return 2 * (ranks - 1) * (latency + Fraction(block, ranks) / bandwidth / efficiency)
-    return (ranks - 1) * (latency + block / bandwidth / efficiency)
+        return 2 * (ranks - 1) * (latency + Fraction(block, ranks) / bandwidth)
+    return (ranks - 1) * (latency + block / bandwidth)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -104,31 +104,15 @@ MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
     (
         lambda: Mesh(x=2, cluster="h1000"),
-        "no cluster is called 'h1000'\n  Known are ideal, h100; load others with Cluster.load.",
+        "no cluster is called 'h1000'\n  Known are ideal, a100, h100, perlmutter, frontier, workstation, ethernet; load others with Cluster.load.",
     ),
-    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number, positive."),
+    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is positive."),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), MESHES, ids=[message.splitlines()[0] for _, message in MESHES])
 def test_malformed_meshes_are_refused(call: Any, message: str) -> None:
     assert refused(MeshError, call) == message
-
-
-def test_cluster_files_are_read_back_and_checked(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.json"
-    H100.cluster.save(path)
-    assert Cluster.load(path) == H100.cluster
-    figures = json.loads(path.read_text())
-    for broken in (
-        {**figures, "peak": "fast"},
-        {**figures, "inter_bandwidth": -1},
-        {"name": "x"},
-        [1],
-        {**figures, "speed": 3},
-    ):
-        path.write_text(json.dumps(broken))
-        refused(MeshError, lambda: Cluster.load(path))
 
 
 def test_what_plan_cannot_do_is_refused() -> None:
@@ -208,14 +192,6 @@ def test_formula_of_data_parallelism_is_the_textbook_one() -> None:
     communicated = sum(term for term in plan.cost.expr.as_ordered_terms() if term.has(bandwidth) or term.has(latency))
     expected = 2 * (2 * (p - 1) * latency + 2 * (p - 1) / p * 16 * 8 * 4 / bandwidth)
     assert sympy.simplify(communicated - expected) == 0
-
-
-def test_shared_links_are_slower_for_axes_that_leave_a_node() -> None:
-    mesh = Mesh(data=4, tensor=4, pipe=2, cluster="h100")  # 8 ranks a node: tensor and pipe fit into one
-    cluster = mesh.cluster
-    assert mesh.link((2,)) == mesh.link((1,)) == mesh.link((1, 2)) == (cluster.intra_latency, cluster.intra_bandwidth)
-    assert mesh.link((0,)) == (cluster.inter_latency, cluster.inter_bandwidth / 8)
-    assert mesh.link((0, 1)) == (cluster.inter_latency, cluster.inter_bandwidth / 2)
 
 
 def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:

@@ -1,0 +1,150 @@
+"""Clusters: named ones, their files and what is wrong with them, links shared inside a node, rates of collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sbpc
+from sbpc import Cluster, Mesh
+from sbpc.cluster import CLUSTERS, Rate
+from sbpc.errors import MeshError
+from tests import models
+from tests.random_plans import random_plan
+
+H100 = CLUSTERS["h100"]
+MEASURED = dataclasses.replace(
+    H100,
+    name="measured",
+    collectives=(
+        Rate("all_reduce", 2, "intra", 1e-5, 0.8),
+        Rate("all_reduce", 8, "intra", 2e-5, 0.9),
+        Rate("all_reduce", 4, "inter", 7e-5, 0.5),
+        Rate("reduce_scatter", efficiency=0.5, traffic=2.0),
+    ),
+)
+
+
+@pytest.mark.parametrize("cluster", [*CLUSTERS.values(), MEASURED], ids=lambda cluster: cluster.name)
+def test_a_cluster_file_is_read_back_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+    assert cluster.source
+
+
+def test_a_plan_file_holds_its_cluster(tmp_path: Path) -> None:
+    model, args = models.mlp()
+    plan = sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED))
+    plan.save(tmp_path / "plan.sbpc")
+    loaded = sbpc.load(tmp_path / "plan.sbpc")
+    assert loaded.mesh.cluster == MEASURED and loaded.cost.seconds == plan.cost.seconds
+
+
+BROKEN: list[tuple[Any, str]] = [
+    ({"peak": "fast"}, "cluster 'h100': peak is 'fast'\n  It is a number, positive."),
+    ({"peak": None}, "cluster 'h100': peak is None\n  It is a number, positive."),
+    ({"peak": True}, "cluster 'h100': peak is True\n  It is a number, positive."),
+    ({"inter_bandwidth": -1}, "cluster 'h100': inter_bandwidth is -1\n  It is positive."),
+    ({"inter_bandwidth": 0}, "cluster 'h100': inter_bandwidth is 0\n  It is positive."),
+    ({"memory": math.nan}, "cluster 'h100': memory is nan\n  It is a number, positive."),
+    ({"intra_latency": -1e-6}, "cluster 'h100': intra_latency is -1e-06\n  It is not negative, and finite."),
+    ({"launch": math.inf}, "cluster 'h100': launch is inf\n  It is not negative, and finite."),
+    ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 on."),
+    ({"name": 3}, "cluster 3: name is 3\n  It is a text."),
+    ({"speed": 3}, " has unknown speed\n  It needs name, peak, memory_bandwidth, "),
+    ({"collectives": {"all_reduce": 1}}, ": collectives is {'all_reduce': 1}\n  It is a list of rates"),
+    ({"collectives": [1]}, ": a rate of collectives is 1\n  It is a JSON object with collective."),
+    ({"collectives": [{"efficiency": 1}]}, ": a rate of collectives lacks collective\n  It needs collective; it may"),
+    (
+        {"collectives": [{"collective": "gossip"}]},
+        "cluster 'h100': of gossip, a rate is given\n  The collectives are all_gather, all_reduce, all_to_all, reduce_scatter.",
+    ),
+    (
+        {"collectives": [{"collective": "all_reduce", "ranks": 1}]},
+        "cluster 'h100': of all_reduce, ranks is 1\n  It is an integer from 2 on.",
+    ),
+    (
+        {"collectives": [{"collective": "all_reduce", "link": "wire"}]},
+        "cluster 'h100': of all_reduce, link is 'wire'\n  It is intra or inter, or left out for both.",
+    ),
+    (
+        {"collectives": [{"collective": "all_reduce", "efficiency": -0.5}]},
+        "cluster 'h100': of all_reduce, efficiency is -0.5\n  It is positive.",
+    ),
+    (
+        {"collectives": [{"collective": "all_reduce", "latency": "short"}]},
+        "cluster 'h100': of all_reduce, latency is 'short'\n  It is a number, seconds.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BROKEN, ids=[repr(changed) for changed, _ in BROKEN])
+def test_a_bad_figure_in_a_cluster_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(H100.figures() | changed))
+    with pytest.raises(MeshError) as error:
+        Cluster.load(path)
+    assert str(error.value).startswith(f"cluster file {path}") and message in str(error.value)
+
+
+def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    figures = H100.figures()
+    del figures["peak"], figures["launch"]
+    path.write_text(json.dumps(figures))
+    with pytest.raises(MeshError, match="lacks peak, launch\n  It needs name, peak, "):
+        Cluster.load(path)
+    for text in ("", "[1]", "{", "null", '"h100"'):
+        path.write_text(text)
+        with pytest.raises(MeshError, match=r"cluster file .*cluster.json(: | is )"):
+            Cluster.load(path)
+    with pytest.raises(MeshError, match="No such file"):
+        Cluster.load(tmp_path / "none.json")
+
+
+def test_shared_links_are_slower_for_axes_that_leave_a_node() -> None:
+    mesh = Mesh(data=4, tensor=4, pipe=2, cluster=H100)  # 8 ranks a node: tensor and pipe fit into one
+    inside = H100.intra_latency, H100.intra_bandwidth
+    assert [mesh.link(axes, "all_gather") for axes in ((2,), (1,), (1, 2))] == [inside] * 3
+    assert mesh.link((0,), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 8)
+    assert mesh.link((0, 1), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 2)
+
+
+def test_a_collective_runs_at_the_rate_of_its_link_and_of_the_nearest_group_size() -> None:
+    mesh = Mesh(data=4, tensor=8, cluster=MEASURED)
+    assert mesh.link((1,), "all_reduce") == (2e-5, 0.9 * H100.intra_bandwidth)
+    assert mesh.link((0,), "all_reduce") == (7e-5, 0.5 * H100.inter_bandwidth / 8)
+    assert mesh.link((1,), "all_gather") == (H100.intra_latency, H100.intra_bandwidth)
+    assert mesh.link((0,), "reduce_scatter") == (H100.inter_latency, 0.5 * H100.inter_bandwidth / 8)
+    small = Mesh(data=3, cluster=MEASURED)  # 3 is nearer to 2 than to 8
+    assert small.link((0,), "all_reduce") == (1e-5, 0.8 * H100.intra_bandwidth)
+
+
+def test_solver_cost_and_formula_agree_on_measured_rates() -> None:
+    model, args = models.gpt2(layers=1)
+    slow = dataclasses.replace(MEASURED, peak=1e9, launch=0.0)  # so slow that it pays to communicate
+    plan = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slow), optimizer="sgd")
+    assert plan.cost.comm_seconds > 0 and plan.cost.gap <= 1e-3
+    assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-9)
+    rates = tuple(dataclasses.replace(rate, latency=1e-3) for rate in MEASURED.collectives)
+    slower = dataclasses.replace(slow, collectives=rates)
+    other = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slower), optimizer="sgd")
+    assert other.cost.seconds > plan.cost.seconds
+
+
+def test_bytes_on_the_wire_are_those_of_the_backend() -> None:
+    model, args = models.mlp()
+    plan = random_plan(sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED)), seed=1)
+    sent = {kind: 0.0 for kind in ("reduce_scatter", "other")}
+    for row in plan.cost.transfers:
+        one = dataclasses.replace(plan.cost, transfers=(row,), bytes_sent={"data": 0.0})
+        kind = "reduce_scatter" if row[0].step.collective == "reduce_scatter" else "other"
+        sent[kind] += one.bytes_on_wire["data"]
+    assert sent["reduce_scatter"] > 0
+    assert plan.cost.bytes_on_wire["data"] == pytest.approx(sum(sent.values()))
+    assert plan.cost.bytes_sent["data"] == pytest.approx(sent["reduce_scatter"] / 2 + sent["other"])
