@@ -9,6 +9,7 @@ from sbpc.plan import Plan
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.simulate import simulate
 from sbpc.states import B, P, Partial, S
+from sbpc.sweep import sweep
 
 __all__ = [
     "B",
@@ -24,4 +25,5 @@ __all__ = [
     "parallelize",
     "plan",
     "simulate",
+    "sweep",
 ]

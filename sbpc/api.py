@@ -1,9 +1,10 @@
-"""What a user calls to get a plan: `plan` and `load`."""
+"""What a user calls to get a plan: `plan` and `load`; `prepare` captures once for many plans."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import PinError, PlanError, SbpcError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
-from sbpc.passes.annotate import annotate
+from sbpc.passes.annotate import annotate, copied
 from sbpc.passes.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
-from sbpc.pins import Wish, exactly, parse_layout, resolve_pins
+from sbpc.pins import Wish, exactly, merge, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.structure import unflatten
@@ -61,19 +62,82 @@ def plan(
 
     Raises CaptureError, PinError, LayoutError, MemoryLimitError or SbpcError, each with what to do.
     """
-    check_options(mesh, optimizer, objective, dynamic)
+    options: dict[str, Any] = {
+        "optimizer": optimizer,
+        "memory": memory,
+        "objective": objective,
+        "pin": pin,
+        "spread": spread,
+    }
+    options |= {"inputs": inputs, "outputs": outputs, "dynamic": dynamic}
+    check_mesh(mesh)
+    check_options(**options)
+    task = prepare(
+        model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
+    )
+    return task.plan(mesh, **options)
+
+
+@dataclass
+class Task:
+    """A captured and annotated step, to be planned on one mesh or on many."""
+
+    gm: GraphModule
+    stages: Stages
+    about: dict[str, Any]  # what every plan's options say: the model's name, train
+
+    def plan(
+        self,
+        mesh: Mesh,
+        *,
+        optimizer: str | None = "adamw",
+        memory: float | None = None,
+        pin: Mapping[str, str] | None = None,
+        inputs: Sequence[str | Layout | None] | None = None,
+        outputs: Sequence[str | Layout | None] | None = None,
+        spread: bool = False,
+        objective: str = "seconds",
+        dynamic: Any = None,
+    ) -> Plan:
+        """The plan on `mesh`; options are those of `plan`, and are taken to be checked."""
+        wishes = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
+        for name, wish in pin_wishes(self.gm, mesh, pin or {}).items():
+            if name in wishes and wishes[name].states:
+                raise PinError(
+                    f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
+                )
+            wishes[name] = merge(wishes[name], wish, name, mesh) if name in wishes else wish
+        options = {
+            "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
+            "pin": dict(pin or {}), "spread": spread, **self.about,
+        }  # fmt: skip
+        return finish(self.gm, mesh, wishes, output_wishes(self.gm, mesh, outputs, spread), options, self.stages)
+
+    def again(self) -> Task:
+        """The same step with a graph and clocks of its own, for a further plan beside the others."""
+        return Task(copied(self.gm), Stages(times=dict(self.stages.times)), self.about)
+
+
+def prepare(
+    model: nn.Module,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    dtype: Any = None,
+    capture: str = "light",
+    dump: str | Path | None = None,
+) -> Task:
+    """Capture and annotate a step; arguments are those of `plan`."""
     check_kinds(
         model=(model, nn.Module),
         kwargs=(kwargs, Mapping),
-        pin=(pin, Mapping),
         loss=(loss, Callable),
         dump=(dump, (str, Path)),
+        train=(train, bool),
     )
-    check_kinds(
-        inputs=(inputs, (tuple, list)), outputs=(outputs, (tuple, list)), spread=(spread, bool), train=(train, bool)
-    )
-    if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
-        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
     stages = Stages(None if dump is None else Path(dump))
@@ -81,31 +145,38 @@ def plan(
         captured = capture_graph(
             model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
         )
-    gm = front(captured, stages)
-    wishes = placeholder_wishes(gm, mesh, inputs, outputs, spread)
-    for name, wish in pin_wishes(gm, mesh, pin or {}).items():
-        if name in wishes and wishes[name].states:
-            raise PinError(
-                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
-            )
-        wishes[name] = wish
-    options = {
-        "optimizer": optimizer if train else None, "train": train, "memory": memory, "objective": objective,
-        "pin": dict(pin or {}), "spread": spread, "model": type(model).__name__,
-    }  # fmt: skip
-    return finish(gm, mesh, wishes, output_wishes(gm, mesh, outputs, spread), options, stages)
+    return Task(front(captured, stages), stages, {"train": train, "model": type(model).__name__})
 
 
-def check_options(mesh: Mesh, optimizer: str | None, objective: str, dynamic: Any) -> None:
-    """Refuse what `plan` cannot do."""
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh."""
     if not isinstance(mesh, Mesh):
         raise SbpcError(
             f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
         )
+
+
+def check_options(
+    *,
+    optimizer: Any = None,
+    memory: Any = None,
+    objective: Any = "seconds",
+    pin: Any = None,
+    spread: Any = False,
+    inputs: Any = None,
+    outputs: Any = None,
+    dynamic: Any = None,
+) -> None:
+    """Refuse options of the wrong kind and what cannot be planned, before anything is captured."""
+    check_kinds(
+        pin=(pin, Mapping), inputs=(inputs, (tuple, list)), outputs=(outputs, (tuple, list)), spread=(spread, bool)
+    )
     if optimizer not in OPTIMIZER_STATE:
         raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
     if objective not in OBJECTIVES:
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
+    if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
+        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
     if dynamic is not None:
         raise SbpcError("symbolic dims (dynamic=) cannot be planned yet\n  Plan once for every shape.")
 
@@ -211,6 +282,6 @@ def check_loaded(plan: Plan) -> None:
     leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
     unflatten(plan.ports.results, leaves)
     unflatten(plan.ports.arguments, [None] * len(names))
-    check_options(plan.mesh, plan.options.get("optimizer"), plan.options["objective"], None)
+    check_options(optimizer=plan.options.get("optimizer"), objective=plan.options["objective"])
     verify_boxed(plan.boxed, plan.mesh)
     str(plan)

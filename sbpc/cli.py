@@ -9,18 +9,19 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.commands import demo, plan, run, show
+from sbpc.commands import demo, plan, run, show, sweep
 from sbpc.errors import SbpcError
 from sbpc.runtime.launch import RankError
 from sbpc.target import USAGE
 
-COMMANDS = (plan, show, run, demo)
+COMMANDS = (plan, show, run, sweep, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
   sbpc show  train.py:model --mesh data=2,tensor=2 --stage boxed --svg graph.svg
   sbpc run   train.py:model --mesh data=2,tensor=2 --steps 100
   torchrun --nproc-per-node 4 -m sbpc run train.py:model --mesh data=2,tensor=2
+  sbpc sweep train.py:model --devices 64 --cluster h100
 
 Exit codes: 0 all is well, 2 something of yours is to be mended (the message says what), 130 interrupted.
 """

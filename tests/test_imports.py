@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    ("errors", "_compat"),
+    ("errors", "_compat", "bounds"),
     ("states", "ports", "cluster", "frames", "writer"),
     ("layout", "structure"),
     ("mesh",),
@@ -22,6 +22,7 @@ LEVELS = (
     ("passes",),
     ("runtime",),
     ("api",),
+    ("sweep",),
     ("",),  # the package itself
     ("target", "train"),
     ("demo",),

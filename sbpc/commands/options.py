@@ -20,23 +20,15 @@ PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # of no use
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def add_planning(one: argparse.ArgumentParser) -> None:
-    """The options of everything that plans."""
-    one.add_argument(
-        "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
-    )
+def add_planning(one: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """The options of everything that plans; without `mesh` those of what plans on many meshes."""
+    if mesh:
+        add_mesh(one)
     one.add_argument(
         "--cluster",
         type=file_name,
         metavar="NAME_OR_FILE",
         help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)",
-    )
-    one.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="NAME=LAYOUT",
-        help="as in '*.up.weight=S(0)@tensor'; may be given again",
     )
     one.add_argument("--no-train", action="store_true", help="plan the forward alone")
     names = [name for name in OPTIMIZER_STATE if name is not None]
@@ -46,6 +38,20 @@ def add_planning(one: argparse.ArgumentParser) -> None:
     one.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
     one.add_argument(
         "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
+    )
+
+
+def add_mesh(one: argparse.ArgumentParser) -> None:
+    """The options of what plans on one mesh."""
+    one.add_argument(
+        "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
+    )
+    one.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME=LAYOUT",
+        help="as in '*.up.weight=S(0)@tensor'; may be given again",
     )
     one.add_argument("--dump", type=file_name, metavar="DIR", help="write the graph after every pass into this folder")
 
@@ -91,12 +97,17 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
     """The mesh that the options describe."""
     if options.mesh is None:
         raise MeshError("there is no mesh\n  Give one, as in --mesh data=2,tensor=2.")
-    cluster = options.cluster
-    known = cluster is None or cluster in CLUSTERS or not Path(cluster).exists()
     try:
-        return Mesh(cluster=cluster if known else Cluster.load(cluster), **options.mesh)
+        return Mesh(cluster=cluster_of(options), **options.mesh)
     except TypeError:  # an axis called "cluster" or "self"
         raise MeshError(f"no axis can have one of the names {', '.join(options.mesh)}\n  Call it otherwise.") from None
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
+    """The cluster that the options name, or the one in the file that they name."""
+    cluster: str | None = options.cluster
+    known = cluster is None or cluster in CLUSTERS or not Path(cluster).exists()
+    return cluster if known else Cluster.load(str(cluster))
 
 
 def pins_of(options: argparse.Namespace) -> dict[str, str]:

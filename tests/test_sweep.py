@@ -1,0 +1,111 @@
+"""Meshes of a number of devices, and matrix products that move no more than they must."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.bounds import matmul_words
+from sbpc.cli import main
+from sbpc.sweep import Row, meshes
+from tests import models
+
+
+def product(m: int, n: int, k: int, devices: int, **options: Any) -> list[Row]:
+    """The meshes for one linear layer [m, k] -> [m, n], every matrix stored once."""
+    with torch.device("meta"):
+        model, x = nn.Linear(k, n, bias=False), torch.empty(m, k)
+    return sbpc.sweep(model, (x,), devices=devices, train=False, objective="bytes", spread=True, **options)
+
+
+PRODUCTS = [  # m, n, k, ranks, axes to look at, the grid
+    (65536, 1024, 1024, 16, 4, (16,)),
+    (16384, 16384, 1024, 16, 4, (4, 4)),
+    (1024, 16384, 16384, 16, 4, (4, 4)),
+    (8192, 8192, 8192, 8, 4, (2, 2, 2)),
+    (8192, 8192, 8192, 64, 3, (4, 4, 4)),
+    (8192, 8192, 8192, 512, 3, (8, 8, 8)),
+    (16384, 4096, 8192, 64, 3, (2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("m", "n", "k", "devices", "axes", "grid"), PRODUCTS, ids=str)
+def test_best_mesh_of_a_product_moves_what_the_tight_bound_says(
+    m: int, n: int, k: int, devices: int, axes: int, grid: tuple[int, ...]
+) -> None:
+    best, *others = product(m, n, k, devices, axes=axes)
+    least = 4 * matmul_words(m, n, k, devices)
+    assert sorted(best.mesh.sizes) == sorted(grid)
+    assert best.cost == pytest.approx(least, rel=1e-9)
+    assert all(row.cost >= least * (1 - 1e-9) for row in others)
+    stored = [best.plan.layout("weight"), best.plan.layout("input_1"), best.plan.assignment.outputs[0]]
+    assert all(isinstance(state, sbpc.S) for layout in stored for state in layout.states)  # type: ignore[union-attr]
+    assert best.plan.verify() > 0
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("devices", [64, 512])
+def test_no_mesh_of_four_axes_beats_the_tight_bound(devices: int) -> None:
+    rows = product(8192, 8192, 8192, devices)
+    least = 4 * matmul_words(8192, 8192, 8192, devices)
+    assert rows[0].cost == pytest.approx(least, rel=1e-9) and all(row.cost >= least * (1 - 1e-9) for row in rows)
+
+
+def test_rows_are_sorted_and_equal_plans_made_one_by_one() -> None:
+    model, args = models.mlp()
+    rows = sbpc.sweep(model, args, devices=8, cluster="h100")
+    assert [row.cost for row in rows] == sorted(row.cost for row in rows)
+    for row in rows:
+        alone = sbpc.plan(model, args, row.mesh)
+        assert row.cost == alone.cost.seconds and row.plan.layouts == alone.layouts
+        mirrored = Mesh(cluster="h100", **dict(zip("abcd", row.mesh.sizes[::-1])))
+        assert sbpc.plan(model, args, mirrored).cost.seconds == pytest.approx(row.cost, rel=1e-9)
+        assert {node.name: node.meta["sbp"] for node in row.plan.graph.graph.nodes if "sbp" in node.meta}.items() <= (
+            row.plan.layouts.items()
+        )
+
+
+def test_meshes_whose_links_differ_are_all_tried() -> None:
+    inside = [mesh.sizes for mesh in meshes(8, "h100", 4)]  # 8 ranks a node
+    assert inside == [(8,), (2, 4), (2, 2, 2)]
+    across = [mesh.sizes for mesh in meshes(16, "h100", 2)]
+    assert across == [(16,), (2, 8), (4, 4), (8, 2)]
+    assert [mesh.sizes for mesh in meshes(1, None, 4)] == [(1,)]
+    assert len(meshes(512, "h100", 4)) == 93 and len(meshes(7, None, 4)) == 1
+
+
+def test_meshes_that_do_not_fit_have_no_row() -> None:
+    model, args = models.mlp(batch=12)
+    every = sbpc.sweep(model, args, devices=4)
+    limit = min(row.plan.cost.memory["total"] for row in every) * 1.2
+    rows = sbpc.sweep(model, args, devices=4, memory=limit)
+    assert rows and all(row.plan.cost.memory["total"] <= limit for row in rows)
+    with pytest.raises(sbpc.SbpcError, match="on none of 2 meshes: the step needs at least"):
+        sbpc.sweep(model, args, devices=4, memory=10)
+
+
+def test_what_sweep_cannot_do_is_refused() -> None:
+    model, args = models.mlp()
+    with pytest.raises(sbpc.SbpcError, match="devices is 0\n  It is a number from 1"):
+        sbpc.sweep(model, args, devices=0)
+    with pytest.raises(sbpc.SbpcError, match="axes is 5\n  A mesh has 1 to 4 axes"):
+        sbpc.sweep(model, args, devices=8, axes=5)
+    with pytest.raises(sbpc.SbpcError, match="no objective 'joy' is known"):
+        sbpc.sweep(model, args, devices=8, objective="joy")
+
+
+def test_sweep_on_the_command_line_prints_rows_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    target = ["sweep", "examples/01_two_layers.py:two_layers", "--devices", "4", "--objective", "bytes"]
+    assert main([*target, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["mesh"] for row in rows] in ([{"a": 4}, {"a": 2, "b": 2}], [{"a": 2, "b": 2}, {"a": 4}])
+    assert rows[0]["cost"] == sum(rows[0]["bytes_sent"].values())
+    assert main([*target, "--top", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "a=" in table and table.endswith("2 meshes of 4 ranks\n")
