@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import OpOverload
+from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.choices import Candidates, nodes_in, of_match, of_replicated, of_stored
 from sbpc.errors import SbpcError, at_node
 from sbpc.rules import match
@@ -38,14 +37,12 @@ def annotate(gm: GraphModule) -> GraphModule:
 
 def copied(gm: GraphModule) -> GraphModule:
     """A copy of the module whose nodes have metas of their own."""
-    result = GraphModule(gm, copy.deepcopy(gm.graph, memo=shared_values(gm)))
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
     return result
-
-
-def shared_values(gm: GraphModule) -> dict[int, Any]:
-    """What a deep copy of the graph is to share and not to copy: the metas' contents."""
-    return {id(item): item for node in gm.graph.nodes for item in node.meta.values()}
 
 
 def set_candidates(node: Node, candidates: Candidates) -> None:

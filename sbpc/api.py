@@ -18,7 +18,7 @@ from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate, copied
 from sbpc.passes.capture import capture as capture_graph
-from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.passes.pipeline import Stages, finish, front, make_plan, uncollected
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.pins import Wish, exactly, merge, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
@@ -86,6 +86,7 @@ class Task:
     stages: Stages
     about: dict[str, Any]  # what every plan's options say: the model's name, train
 
+    @uncollected()
     def plan(
         self,
         mesh: Mesh,
@@ -118,6 +119,7 @@ class Task:
         return Task(copied(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
+@uncollected()
 def prepare(
     model: nn.Module,
     args: Sequence[Any],

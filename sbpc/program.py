@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc import ports
-from sbpc._compat import FakeTensor, FakeTensorMode, composite_ops
+from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops
 from sbpc.errors import CaptureError
 from sbpc.ports import Port, Ports
 from sbpc.structure import flatten, paths, unflatten
@@ -171,11 +171,12 @@ def finish(
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+    known: dict[Any, Tensor] = {}
     for node in graph.nodes:
         if node is not end:
-            node.meta["val"] = _snapshot(values[node], source.mode)
+            node.meta["val"] = _snapshot(values[node], source.mode, known)
     held = {node.target: constants[node.target] for node in graph.find_nodes(op="get_attr")}
-    gm = GraphModule(held, graph)
+    gm: GraphModule = LazyGraphModule(held, graph)
     done = {port.name for port, _ in outputs if port.kind == ports.GRADIENT}
     trainable = [name for name, value in source.parameters.items() if value.requires_grad]
     gm.meta["ports"] = Ports(
@@ -197,11 +198,15 @@ def placeholder(graph: Graph, label: str) -> Node:
     return node
 
 
-def _snapshot(value: Any, mode: FakeTensorMode) -> Any:
+def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any:
+    """A value free of autograd; values that look alike share one fake."""
     if isinstance(value, Tensor):
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return FakeTensor(mode, meta, value.device)
-    return tuple(_snapshot(item, mode) for item in value) if isinstance(value, (tuple, list)) else None
+        key = (value.shape, value.stride(), value.dtype, value.device)
+        if key not in known:
+            meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            known[key] = FakeTensor(mode, meta, value.device)
+        return known[key]
+    return tuple(_snapshot(item, mode, known) for item in value) if isinstance(value, (tuple, list)) else None
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import FakeTensorMode
+from sbpc._compat import FakeTensorMode, LazyGraphModule
 
 aten = torch.ops.aten
 
@@ -27,6 +27,7 @@ class Writer:
         self.mode = mode
         self.graph = Graph()
         self.about: Any = None
+        self.known: dict[Any, Any] = {}  # what an op gives, by the op and its arguments, tensors by their metadata
 
     @property
     def target(self) -> Any:
@@ -46,11 +47,14 @@ class Writer:
         return {arg.name: given.get(arg.name, arg.default_value) for arg in schema}
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """A node of `op` with its value recomputed."""
+        """A node of `op` with its value recomputed; calls that are alike share one fake tensor."""
         node = self.graph.create_node("call_function", op, args, kwargs, name=str(op._schema.name).split("::")[1])
-        given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
-        with self.mode, torch.no_grad():
-            return self._described(node, op(*given, **named))
+        key = (op, _picture(args), _picture(kwargs))
+        if key not in self.known:
+            given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
+            with self.mode, torch.no_grad():
+                self.known[key] = op(*given, **named)
+        return self._described(node, self.known[key])
 
     def part(self, source: Node, at: int) -> Node:
         """One of the results of an op that gives several."""
@@ -75,9 +79,22 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
         if new.get(node) is None:
             new[node] = writer.graph.node_copy(node, new.__getitem__)
     _erase_dead(writer.graph)
-    result = GraphModule(gm, writer.graph)
+    result = LazyGraphModule(gm, writer.graph)  # nobody runs it
     result.meta.update(gm.meta)
     return result
+
+
+def _picture(value: Any) -> Any:
+    """A hashable picture of an argument: nodes by the metadata of their values."""
+    if isinstance(value, Node):
+        return _picture(value.meta["val"])
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_picture, value))
+    if isinstance(value, Mapping):
+        return (dict, *((name, _picture(item)) for name, item in value.items()))
+    return type(value), value
 
 
 def _erase_dead(graph: Graph) -> None:

@@ -1,0 +1,95 @@
+"""How fast large models are planned and how good the plans are: `python -m tests.bench.planning [cases] [--json FILE]`.
+
+Every case runs in a process of its own. Seconds are CPU seconds by pass; "outside" is all but capture; memory is the
+peak of the process, the libraries included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "llama 32x8": ("llama", {}, {"x": 32, "y": 8}),
+    "block 4x4x4": ("block", {}, {"x": 4, "y": 4, "z": 4}),
+    "llama 16x4x4": ("llama", {}, {"x": 16, "y": 4, "z": 4}),
+    "gpt3-12 8x4x4x8": ("gpt3", {"layers": 12}, {"x": 8, "y": 4, "z": 4, "w": 8}),
+    "gpt3 8x4x4x8": ("gpt3", {}, {"x": 8, "y": 4, "z": 4, "w": 8}),
+    "gpt3 32x8": ("gpt3", {}, {"x": 32, "y": 8}),
+    "t5 16x8": ("t5", {}, {"x": 16, "y": 8}),
+    "mixtral 8x8": ("mixtral", {}, {"x": 8, "y": 8}),
+    "unet 8x8": ("unet", {}, {"x": 8, "y": 8}),
+}
+
+
+def measured(name: str, certify: float) -> dict[str, Any]:
+    """One case in this process."""
+    import sbpc
+    from sbpc import Mesh
+    from tests.bench import zoo
+
+    model_name, options, axes = CASES[name]
+    model, args, kwargs = getattr(zoo, model_name)(**options)
+    gc.collect()
+    start = time.process_time()
+    plan = sbpc.plan(model, args, Mesh(cluster="h100", **axes), kwargs=kwargs)
+    cost = plan.cost
+    row = {
+        "case": name, "nodes": len(plan.graph.graph.nodes), "times": {k: round(v, 3) for k, v in plan.times.items()},
+        "total": time.process_time() - start, "seconds": cost.seconds, "lower_bound": cost.lower_bound, "gap": cost.gap,
+    }  # fmt: skip
+    row["outside"] = row["total"] - plan.times["capture"]
+    row["mebibytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if certify:
+        start = time.process_time()
+        plan.certify(seconds=certify)
+        row |= {"certify": time.process_time() - start, "certified gap": plan.cost.gap}
+    start = time.process_time()
+    local = plan.local
+    row["local ms per node"] = (time.process_time() - start) / len(local.graph.nodes) * 1e3
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as text."""
+    passes = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["times"].items())
+    more = f" certified {row['certified gap']:.2%} in {row['certify']:.0f} s" if "certify" in row else ""
+    return (
+        f"{row['case']:18} {row['nodes']:6} nodes  outside {row['outside']:6.2f} s  {row['mebibytes']:5.0f} MiB  "
+        f"plan {row['seconds']:.5g} s  bound {row['lower_bound']:.5g} s  gap {row['gap']:.3%}{more}  "
+        f"local {row['local ms per node']:.2f} ms/node  ({passes})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all without")
+    parser.add_argument("--json", type=Path, help="a file for the rows")
+    parser.add_argument("--certify", type=float, default=0.0, help="seconds for tightening each bound")
+    parser.add_argument("--here", action="store_true", help="run one case in this process and print its row as JSON")
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(json.dumps(measured(arguments.cases[0], arguments.certify)))
+        return
+    rows = []
+    for name in arguments.cases or CASES:
+        command = [sys.executable, "-m", "tests.bench.planning", name, "--here", "--certify", str(arguments.certify)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"{name:18} failed", flush=True)
+            continue
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        print(line(rows[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
