@@ -23,7 +23,8 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
 
     Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over named
     groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position, int64 [1].
-    `meta["local_shape"]` is the shape on this rank of every value that stands for one of the boxed graph.
+    For every value that stands for one of the boxed graph, `meta["local_shape"]` is its shape on this rank,
+    `meta["whole_shape"]` that of the whole.
     """
     return Localizer(gm, mesh, coordinates).run()
 
@@ -78,7 +79,7 @@ class Localizer:
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
             shape = layout.local_shape(value.shape, self.mesh.sizes, self.coordinates)
-            local.meta["local_shape"] = shape
+            local.meta |= {"local_shape": shape, "whole_shape": tuple(value.shape)}
             local.meta["val"] = torch.empty(shape, dtype=value.dtype, device="meta")
         return local
 

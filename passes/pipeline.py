@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc import codec
+from sbpc import codec, programs
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MemoryLimitError
 from sbpc.graphtext import graph_text
@@ -31,7 +31,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
 
 log = logging.getLogger("sbpc")
-REWRITER = Rewriter(box, localize, verify, codec.save)
+REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("lift", lift, verify_captured),

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from sbpc.errors import PlanError
 from sbpc.plan import Plan
 from sbpc.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
+from sbpc.programs import Programs
 from sbpc.structure import flatten, unflatten
 
 
-def stored(plan: Plan, model: nn.Module) -> dict[Port, Tensor]:
+def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
     """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
@@ -34,7 +35,7 @@ def stored(plan: Plan, model: nn.Module) -> dict[Port, Tensor]:
     return {port: held[name] for name, (port, _) in planned.items()}
 
 
-def arguments(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+def arguments(plan: Plan | Programs, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
     """The tensor leaves of the arguments. Raises PlanError if structure, shapes or dtypes are not those planned."""
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
     if structure != plan.ports.arguments:
@@ -55,7 +56,7 @@ def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None
         )
 
 
-def default_tangents(plan: Plan, tangents: Any) -> list[Tensor]:
+def default_tangents(plan: Plan | Programs, tangents: Any) -> list[Tensor]:
     """The tangents as a list, ones for those not given."""
     planned = [value for port, value in plan.shapes.items() if port.kind == TANGENT]
     if tangents is None:
@@ -68,13 +69,13 @@ def default_tangents(plan: Plan, tangents: Any) -> list[Tensor]:
     return given
 
 
-def outputs(plan: Plan, results: Mapping[Port, Any]) -> Any:
+def outputs(plan: Plan | Programs, results: Mapping[Port, Any]) -> Any:
     """The results in the structure that the model returns."""
     count = sum(port.kind == OUTPUT for port in plan.ports.outputs)
     return unflatten(plan.ports.results, [results[Port(OUTPUT, str(at))] for at in range(count)])
 
 
-def gradients(plan: Plan, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
+def gradients(plan: Plan | Programs, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
     """Gradients by parameter in the order of `names`; unused parameters have None, frozen ones are absent."""
     found = {port.name: value for port, value in results.items() if port.kind == GRADIENT}
     return {name: found.get(name) for name in names if name in found or name in plan.ports.unused}

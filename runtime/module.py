@@ -21,6 +21,7 @@ from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.ports import BUFFER, GRADIENT, INPUT, MUTATION, OUTPUT, PARAMETER, TANGENT
+from sbpc.programs import Programs
 from sbpc.runtime import bind, groups
 from sbpc.runtime.partition import on_device, partition
 from sbpc.states import Split
@@ -31,7 +32,7 @@ EXECUTORS: dict[str, Callable[[GraphModule], Callable[..., Any]]] = {
 }
 
 
-def parallelize(model: nn.Module, plan: Plan, *, executor: str = "code", device: str | None = None) -> nn.Module:
+def parallelize(model: nn.Module, plan: Plan | Programs, *, executor: str = "code", device: str | None = None) -> nn.Module:
     """`model` as each rank of `plan.mesh` runs it, under torchrun: same names, DTensor parameters, same forward.
 
     The result is a new module of a subclass of the model's class; the model itself is left as it was. Its parameters
@@ -89,7 +90,7 @@ def skeleton(module: nn.Module) -> nn.Module:
     return copied(module)
 
 
-def fill(result: nn.Module, model: nn.Module, placed: dict[str, Any], plan: Plan, where: torch.device) -> None:
+def fill(result: nn.Module, model: nn.Module, placed: dict[str, Any], plan: Plan | Programs, where: torch.device) -> None:
     """Put the placed tensors under their names; parameters that no output needs are whole on every rank."""
     whole = broadcast(plan.mesh.axes)
     for name, old in model.named_parameters(remove_duplicate=False):
@@ -149,7 +150,7 @@ class Runner:
     """Runs a plan's programs on this rank's shards; made once per module."""
 
     def __init__(
-        self, plan: Plan, module: nn.Module, executor: Callable[[GraphModule], Callable[..., Any]], where: torch.device
+        self, plan: Plan | Programs, module: nn.Module, executor: Callable[[GraphModule], Callable[..., Any]], where: torch.device
     ) -> None:
         self.plan, self.module, self.training = plan, [module], module.training
         rank = dist.get_rank()

@@ -13,6 +13,7 @@ from sbpc.errors import PlanError
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, Port
+from sbpc.programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.lockstep import lockstep
 
@@ -38,7 +39,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan,
+    plan: Plan | Programs,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
@@ -78,7 +79,7 @@ def simulate(
     )
 
 
-def whole_inputs(plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any) -> dict[Port, Tensor]:
+def whole_inputs(plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any) -> dict[Port, Tensor]:
     """Every placeholder's whole tensor, checked against the plan."""
     found = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
     leaves = bind.arguments(plan, args, kwargs)

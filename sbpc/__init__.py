@@ -3,6 +3,7 @@
 from sbpc.api import load, plan
 from sbpc.cluster import Cluster
 from sbpc.errors import SbpcError
+from sbpc.exported import load_module, load_programs
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
@@ -22,6 +23,8 @@ __all__ = [
     "S",
     "SbpcError",
     "load",
+    "load_module",
+    "load_programs",
     "parallelize",
     "plan",
     "simulate",

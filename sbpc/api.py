@@ -259,7 +259,7 @@ def load(path: str | Path) -> Plan:
     decoder = codec.decode(Path(path))
     try:
         mesh = decoder.mesh()
-        gm = annotate(decoder.graph())
+        gm = annotate(decoder.graph(decoder.body))
         choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
         body = decoder.body
         assignment = Assignment(choices, aliases, tuple(outputs))

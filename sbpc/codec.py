@@ -28,12 +28,20 @@ if TYPE_CHECKING:
 FORMAT = "sbpc plan"
 VERSION = 1
 NAMESPACES = ("aten", "prims")
+WAIT = "_c10d_functional.wait_tensor.default"
+STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
+COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
 NOTED = ("module", "stack_trace", "phase")
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan; see `load`. A temporary file is moved into place, so that a reader never sees half a plan."""
-    body = json.dumps(encode(plan), separators=(",", ":"), sort_keys=True)
+    """Write a plan; see `load`."""
+    write(encode(plan), path)
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Write a file's content. A temporary file is moved into place, so that a reader never sees half a plan."""
+    body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     temporary = path.with_name(path.name + ".part")
     try:
@@ -56,8 +64,7 @@ def read(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
     if head.get("version") != VERSION:
         raise PlanError(f"{path} has version {head.get('version')}, this sbpc reads {VERSION}\n  Plan anew.")
-    body = body.removesuffix("\n")
-    if hashlib.sha256(body.encode()).hexdigest() != head.get("sha256"):
+    if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
         raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
     try:
         content = json.loads(body)
@@ -75,10 +82,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "torch": torch.__version__,
         "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.figures(),
-        "graph": [encode_node(node) for node in plan.graph.graph.nodes],
-        "constants": {
-            node.target: encode_constant(plan.graph, node) for node in plan.graph.graph.nodes if node.op == "get_attr"
-        },
+        **encode_graph(plan.graph),
         "ports": asdict(plan.ports),
         "choices": {
             name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)]
@@ -91,11 +95,22 @@ def encode(plan: Plan) -> dict[str, Any]:
     }
 
 
+def encode_graph(gm: GraphModule) -> dict[str, Any]:
+    """The nodes of a graph and its constants."""
+    nodes = list(gm.graph.nodes)
+    return {
+        "graph": [encode_node(node) for node in nodes],
+        "constants": {node.target: encode_constant(gm, node) for node in nodes if node.op == "get_attr"},
+    }
+
+
 def encode_node(node: Node) -> dict[str, Any]:
     """One node; values as dtype, shape and strides."""
     found = {"name": node.name, "op": node.op, "target": target_name(node), "val": encode_value(node.meta.get("val"))}
     args = node.args[0] if node.op == "output" else node.args
     found |= {"args": encode_argument(args), "kwargs": encode_argument(dict(node.kwargs))}
+    if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
+        found["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
     return found | {key: node.meta[key] for key in NOTED if key in node.meta}
 
 
@@ -147,19 +162,29 @@ class Decoder:
     def __init__(self, body: dict[str, Any], path: Path) -> None:
         self.body, self.path = body, path
         self.nodes: dict[str, Node] = {}
+        self.collectives = False  # whether the graph that is read may name them: that of a rank may
 
     def fail(self, what: str) -> PlanError:
         """The error for a file whose content makes no sense."""
         return PlanError(f"{self.path}: {what}\n  Plan anew with this version of sbpc and torch.")
 
-    def graph(self) -> GraphModule:
-        """The captured graph, with its ports."""
+    def program(self, body: dict[str, Any]) -> GraphModule:
+        """The program of a rank, with its ports."""
+        self.collectives = True
+        try:
+            return self.graph(body)
+        finally:
+            self.collectives = False
+
+    def graph(self, body: dict[str, Any]) -> GraphModule:
+        """The graph that `encode_graph` gave, with the ports of the file."""
         graph = Graph()
         root = torch.nn.Module()
-        for name, (dtype, shape, items) in self.body["constants"].items():
+        self.nodes = {}
+        for name, (dtype, shape, items) in body["constants"].items():
             data = torch.tensor([self.argument(item) for item in items], dtype=getattr(torch, dtype))
             root.register_buffer(name, data.reshape(shape))
-        for item in self.body["graph"]:
+        for item in body["graph"]:
             args = self.argument(item["args"])
             if item["op"] == "output":
                 node = graph.output(tuple(args))
@@ -171,6 +196,10 @@ class Decoder:
             node.meta = {key: item[key] for key in NOTED if key in item}
             if item["op"] != "output":
                 node.meta["val"] = self.value(item["val"])
+                if "part" in item:
+                    layout, whole = item["part"]
+                    node.meta["sbp"] = Layout.parse(layout, [name for name, _ in self.body["mesh"]])
+                    node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
             self.nodes[item["name"]] = node
         gm = GraphModule(root, graph)
         gm.meta["ports"] = self.ports()
@@ -199,13 +228,14 @@ class Decoder:
         if name == "getitem":
             return operator.getitem
         parts = name.split(".")
-        if len(parts) != 3 or parts[0] not in NAMESPACES:
+        collective = self.collectives and name in COLLECTIVES
+        if not collective and (len(parts) != 3 or parts[0] not in NAMESPACES):
             raise self.fail(f"{name!r} is no op that a plan may call")
         try:
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError) as error:
             raise self.fail(f"this torch ({torch.__version__}) has no op {name}") from error
-        if not isinstance(found, OpOverload) or not may_call(found):
+        if not isinstance(found, OpOverload) or not (collective or may_call(found)):
             raise self.fail(f"{name!r} is no op that a plan may call")
         arguments = {argument.name for argument in found._schema.arguments}
         if not set(self.argument(item["kwargs"])) <= arguments:

@@ -43,6 +43,7 @@ class Rewriter:
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
     verify: Callable[[Plan], int]
     save: Callable[[Plan, Path], None]
+    export: Callable[[Plan, Path, Plan | None], None]
 
 
 @dataclass
@@ -161,6 +162,13 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         self.rewriter.save(self, Path(path))
+
+    def export(self, path: str | Path, inference: Plan | None = None) -> None:
+        """Write the plan with the programs of all its ranks, and those of a plan for inference; see `sbpc.load_module`.
+
+        The file holds no weights, no pickle and no code. Raises PlanError if it cannot be written.
+        """
+        self.rewriter.export(self, Path(path), inference)
 
     def __str__(self) -> str:
         return plan_text(self)

@@ -73,6 +73,27 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     raise PlanError(f"a structure holds {structure!r:.100}\n  It is not one that sbpc wrote: plan the model again.")
 
 
+def plain(structure: Any) -> Any:
+    """The structure with a dict for every dataclass, and a tuple for every named tuple, whose class is not loaded.
+
+    >>> plain(["dataclass", "nowhere:Output", [["loss", ["tensor", 0]], ["cache", None]]])
+    ['dict', [['loss', ['tensor', 0]], ['cache', None]]]
+    """
+    match structure:
+        case ["dataclass", str(name), list(pairs)]:
+            known = isinstance(_loaded(name), type)
+            pairs = [[key, plain(item)] for key, item in pairs]
+            return ["dataclass", name, pairs] if known else ["dict", pairs]
+        case ["named tuple", str(name), list(items)]:
+            items = [plain(item) for item in items]
+            return ["named tuple", name, items] if isinstance(_loaded(name), type) else ["tuple", items]
+        case ["dict" | "ordered dict" as kind, list(pairs)]:
+            return [kind, [[key, plain(item)] for key, item in pairs]]
+        case ["tuple" | "list" as kind, list(items)]:
+            return [kind, [plain(item) for item in items]]
+    return structure
+
+
 def paths(structure: Any) -> list[tuple[Any, ...]]:
     """The path of keys, numbers and field names to every tensor leaf, by leaf number.
 

@@ -17,11 +17,12 @@ LEVELS = (
     ("measure", "graphtext", "rows"),
     ("picture",),
     ("codec", "report"),
+    ("programs",),
     ("plan",),
     ("page",),
     ("passes",),
     ("runtime",),
-    ("api",),
+    ("api", "exported"),
     ("sweep",),
     ("",),  # the package itself
     ("target", "train"),

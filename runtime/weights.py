@@ -1,0 +1,71 @@
+"""Weights as a safetensors file, the form for strangers' files: names and numbers, no code, on one device or on many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sbpc.errors import PlanError
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: str | Path) -> None:
+    """Write whole tensors by name; the file is moved into place, so that a reader never sees half of it."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        save_file(owned, part)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise PlanError(f"{path} cannot be written: {error}\n  Name a file in a folder that exists.") from error
+
+
+def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or those of some names. Raises PlanError if it is none, or lacks one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            there = list(file.keys())
+            wanted = there if names is None else list(names)
+            missing = [name for name in wanted if name not in there]
+            if missing:
+                raise PlanError(f"{path} lacks {', '.join(missing[:3])}\n  It holds {', '.join(there[:5])}.")
+            return {name: file.get_tensor(name) for name in wanted}
+    except (OSError, SafetensorError) as error:
+        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from error
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, tied ones once, also what `state_dict` leaves out."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def tree(tensors: Mapping[str, Any], tied: Mapping[str, str], parameters: Iterable[str], frozen: Iterable[str]) -> nn.Module:
+    """A module of plain modules that holds tensors under qualified names; those of `parameters` as parameters."""
+    root = nn.Module()
+    trained, fixed = set(parameters), set(frozen)
+    made = {
+        name: nn.Parameter(tensor, name not in fixed) if name in trained else tensor for name, tensor in tensors.items()
+    }
+    for name, first in [*((name, name) for name in made), *tied.items()]:
+        *path, leaf = name.split(".")
+        parent = root
+        for part in path:
+            if part not in parent._modules:
+                parent._modules[part] = nn.Module()
+            parent = parent.get_submodule(part)
+        if first in trained:
+            parent._parameters[leaf] = made[first]
+        else:
+            parent._buffers[leaf] = made[first]
+    return root
+
+
+def zeros(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros of the given shapes."""
+    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in values.items()}
