@@ -66,8 +66,7 @@ def annotate_call(node: Node, notes: list[str]) -> None:
         )
         return set_candidates(node, of_replicated(len(inputs), len(outputs)))
     node.meta["match"] = found
-    dtypes = tuple(tuple(getattr(v, "dtype", None) for v in values) for values in (inputs, outputs))
-    return set_candidates(node, of_match(found, (dtypes[0], dtypes[1])))
+    return set_candidates(node, of_match(found))
 
 
 def require_dense(node: Node, inputs: list[Any]) -> None:

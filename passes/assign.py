@@ -13,14 +13,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing import closure
-from sbpc.choices import Candidates, Choice, local_sizes, may_cut, of_stored, operands, stored, value_of
-from sbpc.cost import kernel_seconds
+from sbpc.choices import Candidates, Choice, may_cut, of_stored, operands, stored, value_of
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, results
 from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
+from sbpc.pricing import apart_seconds, call_seconds
 from sbpc.solver import Problem, Value, Variable, solve, star, total
 from sbpc.states import Split
 
@@ -226,22 +226,12 @@ class Table:
 
     def compute_seconds(self, node: Node, candidates: Candidates, mesh: Mesh) -> np.ndarray:
         """Seconds of the local op under every choice."""
-        match = node.meta.get("match")
-        if match is not None and match.view:
-            return self.seconds
-        first = (0,) * len(mesh.sizes)
-        rows = [local_sizes(candidates.sizes, choice, mesh.sizes, first) for choice in self.choices]
-        local = {factor: np.array([row[factor] for row in rows], dtype=float) for factor, _ in candidates.sizes}
-        flops = float(np.prod(shape_of(node, 0)[0])) if match is None else match.flops(local)
-        moved = np.zeros(len(self.choices))
-        for (itemsize, shape), column in zip(tensors_of(node), (*self.ins, *self.outs)):
-            held = {
-                layout: float(np.prod(layout.local_shape(shape, mesh.sizes, first))) for layout in dict.fromkeys(column)
-            }
-            moved += itemsize * np.array([held[layout] for layout in column])
-        cluster = mesh.cluster
-        seconds = kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
-        return np.broadcast_to(seconds, (len(self.choices),)).astype(float)
+        match, tensors, columns = node.meta.get("match"), tensors_of(node), (*self.ins, *self.outs)
+        seconds = call_seconds(match, self.choices, tensors, columns, float(np.prod(shape_of(node, 0)[0])), mesh)
+        apart = [at for at, choice in enumerate(self.choices) if candidates.apart(choice)]
+        if apart:
+            seconds[apart] = apart_seconds(candidates, [self.choices[at] for at in apart], tensors[: len(self.ins)], mesh)
+        return seconds
 
 
 def tensors_of(node: Node) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -10,10 +10,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.boxing import path
-from sbpc.choices import operands, value_of, with_operands
+from sbpc.choices import Choice, operands, value_of, with_operands
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.plan import Assignment, results
+
+ABOUT = ("phase", "stack_trace", "module")
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -38,6 +40,7 @@ class Boxer:
         self.gm, self.assignment, self.mesh = gm, assignment, mesh
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
+        self.parts: dict[Node, list[Any]] = {}  # the results of a node of several outputs that is taken apart
         self.made: dict[tuple[Node, int, Layout], Node] = {}
         self.due: dict[Node, list[Layout]] = {}
         for node, layout in zip(results(gm), assignment.outputs):
@@ -65,19 +68,47 @@ class Boxer:
         """Copy one node with its operands in the layouts that its choice reads."""
         axes = self.mesh.axes
         if node.target is operator.getitem:
-            copy = self.graph.node_copy(node, lambda n: self.copies[n])
             producer, index = value_of(node)
+            if producer in self.parts:
+                self.copies[node] = self.parts[producer][index]
+                return
+            copy = self.graph.node_copy(node, lambda n: self.copies[n])
             copy.meta["sbp"] = self.copies[producer].meta["sbp"][index]
             self.copies[node] = copy
             return
         choice = self.assignment.choices[node.name]
         boxed = [self.at(operand, choice.input(slot, axes), node) for slot, operand in enumerate(operands(node))]
+        if node.meta["candidates"].apart(choice):
+            self.take_apart(node, choice, boxed)
+            return
         copy = self.graph.node_copy(node, lambda n: self.copies.get(n, n))
         copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(boxed))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0]}
         self.copies[node] = copy
+
+    def take_apart(self, node: Node, choice: Choice, boxed: list[Node]) -> None:
+        """The calls that stand for a node of which a factor is split that the op alone cannot bear, and their boxings."""
+        candidates, axes = node.meta["candidates"], self.mesh.axes
+        names = {index: user.name for user, index in ((user, value_of(user)[1]) for user in node.users)}
+        several = isinstance(node.meta["val"], (tuple, list))
+        outputs = {n: names.get(at, node.name) if several else node.name for at, n in enumerate(candidates.phases.outputs)}
+        about = {key: node.meta[key] for key in ABOUT if key in node.meta}
+        values: dict[int, Node] = dict(enumerate(boxed))
+        for at, part in enumerate(candidates.phases.parts):
+            name = outputs.get(part.number) or f"{node.name}_{part.match.op._schema.name.split('::')[1]}"
+            args, kwargs = part.arguments(values)
+            made = self.graph.create_node("call_function", part.match.op, args, kwargs, name=name)
+            inner = candidates.part(at, choice)
+            meta = {"val": part.val, "match": part.match, "choice": inner, "sbp": inner.output(0, axes)}
+            made.meta = {**about, **meta}
+            values[part.number] = self.walk(made, candidates.read(part.number, choice, axes), made, node)
+        results: list[Any] = [None if number is None else values[number] for number in candidates.phases.outputs]
+        if several:
+            self.parts[node] = results
+        else:
+            (self.copies[node],) = results
 
     def at(self, node: Node, layout: Layout, reader: Node | None = None) -> Node:
         """The value of `node` in `layout`, boxed if it is not there yet."""
@@ -97,8 +128,6 @@ class Boxer:
         value = node.meta["val"]
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
             source = self.graph.create_node("call_function", boxing, (source, str(step)), name=f"box_{node.name}")
-            about: dict[str, Any] = {
-                key: reader.meta[key] for key in ("phase", "stack_trace", "module") if key in reader.meta
-            }
+            about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
             source.meta = {"val": value, "sbp": step.after, "step": step, **about}
         return source

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BufferAOTInput",
@@ -42,6 +43,7 @@ __all__ = [
     "PlainAOTOutput",
     "StridedShard",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "autograd_node",
     "compiling",

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from sbpc.layout import Layout
-from sbpc.rules import Match, Signature
-from sbpc.states import B, Partial, Split, State, chunk_sizes
+from sbpc.rules import Match, Phases, Signature
+from sbpc.states import B, Split, State, chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Candidates:
 
     sizes: the global size of each factor. divides: factors of which every cut must come out even. nonempty: factors of
     which no rank may be left an empty shard. mesh_order: a dim that does not come out even is cut in mesh order only
-    (what DTensor can describe).
+    (what DTensor can describe). phases: what the node is taken apart into where a choice splits one of their factors.
     """
 
     signatures: tuple[Signature, ...]
@@ -71,15 +70,38 @@ class Candidates:
     divides: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     mesh_order: bool = False
+    phases: Phases | None = None
 
     def legal(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
-        """Whether every cut of every factor keeps its condition."""
+        """Whether every cut of every factor keeps its condition, in the node and in all that it is taken apart into."""
         sizes = dict(self.sizes)
         for factor, axes in choice.cuts().items():
             even = factor in self.divides or (self.mesh_order and axes != tuple(sorted(axes)))
             if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes), even, factor in self.nonempty):
                 return False
-        return True
+        return not self.apart(choice) or self.legal_apart(choice, mesh_sizes)
+
+    def apart(self, choice: Choice) -> bool:
+        """Whether the node is taken apart under this choice."""
+        return self.phases is not None and self.phases.apart(choice.signatures)
+
+    def legal_apart(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+        """Whether all axes go together in the small graph, and every cut of every part keeps its condition."""
+        assert self.phases is not None
+        if self.phases.along(choice.signatures) is None:
+            return False
+        strict = [at for at, part in enumerate(self.phases.parts) if part.match.divides or part.match.nonempty]
+        return all(of_match(self.phases.parts[at].match).legal(self.part(at, choice), mesh_sizes) for at in strict)
+
+    def part(self, at: int, choice: Choice) -> Choice:
+        """The choice of part number `at` of a node that is taken apart."""
+        assert self.phases is not None
+        return Choice(tuple(self.phases.ways[s].signatures[at] for s in choice.signatures), choice.order)
+
+    def read(self, number: int, choice: Choice, axes: tuple[str, ...]) -> Layout:
+        """The layout in which value `number` of the small graph is read."""
+        assert self.phases is not None
+        return layout_of(axes, tuple(self.phases.ways[s].states[number] for s in choice.signatures), choice.order)
 
     def choices(self, mesh_sizes: tuple[int, ...]) -> tuple[Choice, ...]:
         """All legal choices on a mesh of `mesh_sizes`, in a fixed order."""
@@ -142,15 +164,11 @@ def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordi
     return size
 
 
-def of_match(match: Match, dtypes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Candidates:
-    """The candidates of a matched op; a boolean tensor is never partial. dtypes: of the inputs, of the outputs."""
-
-    def fits(signature: Signature) -> bool:
-        pairs = (*zip(signature.inputs, dtypes[0]), *zip(signature.outputs, dtypes[1]))
-        return not any(isinstance(state, Partial) and dtype == torch.bool for state, dtype in pairs)
-
-    kept = tuple(s for s in match.signatures if fits(s))
-    return Candidates(kept, tuple(match.sizes.items()), match.divides, match.nonempty)
+def of_match(match: Match) -> Candidates:
+    """The candidates of a matched op."""
+    return Candidates(
+        match.signatures, tuple(match.sizes.items()), match.divides, match.nonempty, phases=match.phases
+    )
 
 
 def of_replicated(inputs: int, outputs: int) -> Candidates:

@@ -35,6 +35,11 @@ def transposed(state: State) -> State:
     return state if isinstance(state, Split) else P if state == B else B
 
 
+def covers(state: State) -> tuple[State, ...]:
+    """The states that are as good for a gradient: where P would do, B is boxed to it for nothing."""
+    return (P, B) if state == P else (state,)
+
+
 def missing(dual: Dual) -> list[Signature]:
     """The forward signatures whose transpose the backward rule lacks."""
     ahead, back = dual.forward.match(), dual.backward.match()
@@ -62,7 +67,7 @@ def _fits(dual: Dual, signature: Signature, other: Signature, back: Match) -> bo
             return False
     gradients = zip(dual.gives, other.outputs, back.bound.outputs)
     return all(
-        given is None or value.dims is None or state == transposed(signature.inputs[given])
+        given is None or value.dims is None or state in covers(transposed(signature.inputs[given]))
         for given, state, value in gradients
     )
 

@@ -38,7 +38,7 @@ def test_blanks_do_not_matter():
 def test_every_clause_is_read():
     rule = parse(
         "a b c d e f, a, a -> a, () ; +b ; max c ; min d ; fix e f ; same(a -> 1) ; add(1, 2) ; lin(0, 1) ; "
-        "lin(2 -> 0) ; lin(1 -> ) ; idx a @ 1 ; idx b ; via f = softmax2p ; halo e : f (3, k) ; rng ; mut(0) ; "
+        "lin(2 -> 0) ; lin(1 -> ) ; idx a @ 1 ; idx b ; via e f = softmax ; halo e : f (3, k) ; rng ; mut(0) ; "
         "when(not causal and (a > 1 or p == 0))"
     )
     assert (rule.summed, rule.maxed, rule.minned, rule.fixed) == (("b",), ("c",), ("d",), ("e", "f"))
@@ -46,7 +46,7 @@ def test_every_clause_is_read():
     assert rule.added == (1, 2)
     assert rule.linear == (((0, 1), (0, 1)), ((2,), (0,)), ((1,), ()))
     assert rule.idx == (("a", 1), ("b", None))
-    assert (rule.via, rule.halo) == ((("f", "softmax2p"),), (("e", "f", ("3", "k")),))
+    assert (rule.via, rule.halo) == (((("e", "f"), "softmax"),), (("e", "f", ("3", "k")),))
     assert (rule.rng, rule.mutated, rule.when) == (True, (0,), "not causal and (a > 1 or p == 0)")
 
 
@@ -83,7 +83,12 @@ ERRORS = {
     "m -> m ; lin(0": ("expected ')' at the end of the clause, found the end", 14, GRAMMAR),
     "m -> m ; idx m @ 4": ("input 4 is no tensor of this rule", 17, NUMBERED),
     "m -> m ; same(m 0)": ("expected '->' after the factors, found '0'", 16, GRAMMAR),
-    "m -> m ; via m softmax": ("expected '=' after the factor, found 'softmax'", 15, GRAMMAR),
+    "m -> m ; via m, softmax": ("expected '=' after the factors, found ','", 14, GRAMMAR),
+    "m n -> m n ; via m = a ; via n = b": (
+        "a second decomposition",
+        33,
+        "All factors are split through one function.",
+    ),
     "m -> m ; when(m > )": ("'m >' is no predicate", 14, COMPARE),
     "m -> m ; when(f(m))": ("a predicate cannot hold Call", 14, COMPARE),
     "m -> m ; when(m": ("expected ')' at the end of the clause, found the end", 15, GRAMMAR),

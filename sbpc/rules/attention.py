@@ -1,4 +1,4 @@
-"""Attention and softmax: the reduced dim is fixed, for no rank can normalise over a shard.
+"""Attention and softmax: no rank can normalise over a shard; the dim of a softmax is split through a function.
 
 Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
@@ -67,12 +67,12 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
     return write
 
 
-def along(operands: int, *clauses: str) -> Write:
-    """The rule of an op along dim `dim` of operands of one shape, that dim fixed."""
+def along(operands: int, function: str, *clauses: str) -> Write:
+    """The rule of an op along dim `dim` of operands of one shape, that dim split through `function`."""
 
     def write(given: Arguments, outputs: Any) -> str:
         names = [f"d{at}" for at in range(outputs.dim())]
-        fixed = [f"fix {names[given['dim']]}"] if names else []
+        fixed = [f"via {names[given['dim']]} = {function}"] if names else []
         dims = " ".join(names) or "()"
         return " ; ".join([f"{', '.join([dims] * operands)} -> {dims}", *fixed, *clauses])
 
@@ -83,9 +83,9 @@ SEEDS = ", philox_seed=*p, philox_offset=*o"
 ENDS = ", max_q=[s], max_k=[t]"
 AHEAD, BACK = "4 b g r s t d", "10 b g r s t d"
 
-rule(aten._log_softmax.default, along(1))
-rule(aten._log_softmax_backward_data.default, along(2, "lin(0)"))
-rule(aten._safe_softmax.default, along(1))
+rule(aten._log_softmax.default, along(1, "log_softmax"))
+rule(aten._log_softmax_backward_data.default, along(2, "log_softmax_backward", "lin(0)"))
+rule(aten._safe_softmax.default, along(1, "safe_softmax"))
 for name, mask, lse, absent, more in (
     ("cudnn", "attn_bias", EXACT, 7, SEEDS + ENDS),
     ("efficient", "attn_bias", PADDED, 2, SEEDS),
@@ -101,5 +101,5 @@ rule(
     flops=BACK,
     nonempty="g",
 )
-rule(aten._softmax.default, along(1))
-rule(aten._softmax_backward_data.default, along(2, "lin(0)"))
+rule(aten._softmax.default, along(1, "softmax"))
+rule(aten._softmax_backward_data.default, along(2, "softmax_backward", "lin(0)"))

@@ -151,7 +151,7 @@ def signatures(bound: Bound) -> tuple[Signature, ...]:
     """All signatures of a bound rule, all-B first, then by factor in the order of the text, then the linear ones."""
     rule = bound.rule
     found = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
-    held = {*rule.fixed, *(factor for factor, _ in rule.via), *(factor for factor, *_ in rule.halo)}
+    held = {*rule.fixed, *(factor for factor, *_ in rule.halo)}
     for factor, size in bound.sizes.items():
         if size > 1 and _base(factor) not in held and not rule.rng:
             found += _split(bound, factor)

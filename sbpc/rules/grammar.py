@@ -20,7 +20,7 @@ from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
 CLAUSES = (
-    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f = NAME, halo f : g (...), "
+    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, halo f : g (...), "
     "rng, mut(ins), when(...)"
 )
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Rule:
     added: tuple[int, ...] = ()
     linear: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     idx: tuple[tuple[str, int | None], ...] = ()
-    via: tuple[tuple[str, str], ...] = ()
+    via: tuple[tuple[tuple[str, ...], str], ...] = ()
     halo: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     rng: bool = False
     mutated: tuple[int, ...] = ()
@@ -233,7 +233,7 @@ class _Parser:
     def clause(self) -> None:
         at, word = self.skip(), self.take()
         plain: dict[str, Callable[[], object]] = {
-            "same": self.same, "lin": self.lin, "idx": self.index, "via": self.named_factor,
+            "same": self.same, "lin": self.lin, "idx": self.index, "via": self.named_factors,
             "halo": self.neighbours, "rng": lambda: True, "when": self.predicate,
         }  # fmt: skip
         lists = {"+": "summed", "max": "maxed", "min": "minned", "fix": "fixed"}
@@ -331,10 +331,13 @@ class _Parser:
         factor = self.factor()
         return factor, self.number(self.inputs) if self.accept("@") else None
 
-    def named_factor(self) -> tuple[str, str]:
-        factor = self.factor()
-        self.expect("=", "after the factor")
-        return factor, self.names_once()
+    def named_factors(self) -> tuple[tuple[str, ...], str]:
+        factors = self.factors()
+        self.expect("=", "after the factors")
+        at, name = self.skip(), self.names_once()
+        if any(name != other for _, other in self.clauses.get("via", ())):
+            self.fail("a second decomposition", "All factors are split through one function.", at)
+        return factors, name
 
     def neighbours(self) -> tuple[str, str, tuple[str, ...]]:
         factor = self.factor()
@@ -366,7 +369,7 @@ class _Parser:
     # --- what the signature and the clauses say together --------------------------------------------------------------
     def check_outputs(self, rule: Rule) -> None:
         """Refuse a factor that an output lacks for no stated reason: nobody could say what a split of it gives."""
-        held = {*rule.fixed, *(factor for factor, _ in rule.via), *(factor for factor, *_ in rule.halo)}
+        held = {*rule.fixed, *(f for factors, _ in rule.via for f in factors), *(factor for factor, *_ in rule.halo)}
         reduced = (*rule.summed, *rule.maxed, *rule.minned)
         for factor in reduced:
             if reduced.count(factor) > 1:

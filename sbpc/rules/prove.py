@@ -8,6 +8,7 @@ each output state and asks that the check then fails.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from torch import Tensor
 from sbpc.errors import LayoutError, RuleError
 from sbpc.layout import Layout
 from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.rules.phases import Phases
 from sbpc.rules.registry import Match, match, named_arguments
 from sbpc.states import B, P, Split, State, chunk_sizes
 
@@ -145,17 +147,43 @@ def run(
     axes, order = AXES[: len(ranks)], tuple(order)
     generator = torch.Generator().manual_seed(7)
     ins = [Layout(axes, tuple(s.inputs[at] for s in chosen), order) for at in range(len(chosen[0].inputs))]
+    held = [layout.shards(value, ranks, generator) for layout, value in zip(ins, one.operands)]
+    if m.phases is not None and m.phases.apart(chosen):
+        return run_apart(m, m.phases, chosen, ranks, order, held)
+    return run_call(m, chosen, ranks, order, [swapped(one, [parts[rank] for parts in held]) for rank in range(math.prod(ranks))])
+
+
+def run_call(
+    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int], given: Any
+) -> list[list[Any]]:
+    """The flat outputs of one call on every rank. given: the arguments by rank."""
     places = itertools.product(*map(range, ranks))
     sized = [locate(m, chosen, ranks, at, order or range(len(ranks))) for at in places]
-    held = [layout.shards(value, ranks, generator) for layout, value in zip(ins, one.operands)]
     results = []
-    for rank, (local, offsets) in enumerate(sized):
-        args, kwargs = swapped(one, [parts[rank] for parts in held])
+    for rank, ((local, offsets), (args, kwargs)) in enumerate(zip(sized, given)):
         try:
             results.append(flat_outputs(m.localize(call, args, kwargs, local, offsets)))
         except BROKEN as error:
             raise Refuted(f"rank {rank} cannot run it: {str(error).strip().splitlines()[0]}") from error
     return results
+
+
+def run_apart(
+    m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Sequence[int], order: tuple[int, ...], held: Any
+) -> list[list[Any]]:
+    """The same of a call that is taken apart; where a value is read in other states than it comes out, it is boxed."""
+    locate(m, chosen, ranks, (0,) * len(ranks), order or range(len(ranks)))
+    ways, axes, values = phases.along(chosen), AXES[: len(ranks)], dict(enumerate(held))
+    if ways is None:
+        raise Inapplicable("one of them has no way through the small graph")
+    for at, part in enumerate(phases.parts):
+        inner = [way.signatures[at] for way in ways]
+        given = [part.arguments({n: parts[rank] for n, parts in values.items()}) for rank in range(math.prod(ranks))]
+        made = [result for (result,) in run_call(part.match, inner, ranks, order, given)]
+        before = Layout(axes, tuple(s.outputs[0] for s in inner), order)
+        after = Layout(axes, tuple(way.states[part.number] for way in ways), order)
+        values[part.number] = made if before == after else after.shards(before.whole(made, ranks), ranks)
+    return [[None if n is None else values[n][rank] for n in phases.outputs] for rank in range(math.prod(ranks))]
 
 
 def agree(

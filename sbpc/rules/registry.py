@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
-from sbpc.rules.binding import Bound, Signature, bind, divides, signatures
+from sbpc.rules.binding import Bound, Signature, bind, divides, flat_outputs, signatures
 from sbpc.rules.grammar import Rule, parse
+from sbpc.rules.phases import Phases, take_apart
 from sbpc.rules.predicate import holds
 
 aten = torch.ops.aten
@@ -46,7 +47,8 @@ class Match:
 
     sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one
     must divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an
-    input. shifts: factors of which `localize` wants the offset where they are split.
+    input. shifts: factors of which `localize` wants the offset where they are split. phases: what runs in the place of the
+    op where a factor is split `via` a function.
     """
 
     op: OpOverload
@@ -58,6 +60,7 @@ class Match:
     view: bool
     bound: Bound
     entry: Entry
+    phases: Phases | None = None
 
     @cached_property
     def shifts(self) -> frozenset[str]:
@@ -264,7 +267,14 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     if parsed.when is not None and not holds(parsed.when, {**named, **bound.sizes}):
         return None
     nonempty = frozenset(f for f in bound.sizes if f in made.nonempty or f.rstrip("0123456789.") in made.nonempty)
-    return Match(op, parsed, bound.sizes, signatures(bound), divides(bound), nonempty, made.view, bound, made)
+    found, phases = signatures(bound), None
+    through = {name: function for factors, function in parsed.via for name in factors}
+    factors = frozenset(s.factor for s in found if s.factor is not None and s.factor.split(".")[0] in through)
+    if factors:
+        (name,) = set(through.values())
+        phases = take_apart(name, named, flat_outputs(outputs), factors, found, match)
+        found = tuple(s for s in found if s.factor not in factors or s in phases.ways)
+    return Match(op, parsed, bound.sizes, found, divides(bound), nonempty, made.view, bound, made, phases)
 
 
 def _key(value: Any) -> Any:

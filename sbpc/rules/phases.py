@@ -1,0 +1,222 @@
+"""Two-phase splits: an op taken apart into ATen calls, in which a factor may be split that the op alone cannot bear.
+
+A softmax over a split dim takes each rank's maxima, then the largest of them, each rank's sum, then the sum of those. The
+calls are traced at global shapes from a plain function, and each signature of the op gives every one of them a
+signature by its ordinary rule; where a factor is split through the function, what comes out P is boxed to B at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sbpc._compat import OpOverload, TorchDispatchMode
+from sbpc.errors import RuleError
+from sbpc.rules.binding import Signature
+from sbpc.states import B, Partial, State
+
+if TYPE_CHECKING:
+    from sbpc.rules.registry import Match
+
+NARROW = (torch.float16, torch.bfloat16)
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
+
+
+def decomposition(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let rules name `function`: it takes the arguments of the op in schema order and returns its outputs.
+
+    Tensors of 16 bits come in as float32; outputs are cast to the dtypes of the op's. What the op does not return may
+    be anything.
+    """
+    DECOMPOSITIONS[function.__name__] = function
+    return function
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where value `number` stands among the arguments of a call: the op's operands first, then what each call gives."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One call of the small graph: it gives value `number`, of the shape and dtype of `val`, and reads others."""
+
+    number: int
+    match: Match
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    val: Tensor
+
+    def arguments(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with values in the places."""
+        return _filled(self.args, values), _filled(self.kwargs, values)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How the small graph runs on one axis: a signature for every part, and by number the state in which it is read."""
+
+    signatures: tuple[Signature, ...]
+    states: Mapping[int, State]
+
+
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """An op taken apart. factors: those that may be split only so. outputs: numbers of values, None for an absent one.
+
+    ways: by signature of the op; one that is missing cannot stand on one axis while another axis splits these factors.
+    """
+
+    factors: frozenset[str]
+    parts: tuple[Part, ...]
+    outputs: tuple[int | None, ...]
+    ways: Mapping[Signature, Way]
+
+    def apart(self, chosen: Iterable[Signature]) -> bool:
+        """Whether signatures, one per axis, split a factor that only the small graph may split."""
+        return any(signature.factor in self.factors for signature in chosen)
+
+    def along(self, chosen: Iterable[Signature]) -> list[Way] | None:
+        """The way on each axis, None if some signature has none."""
+        found = [self.ways.get(signature) for signature in chosen]
+        return None if None in found else found  # type: ignore[return-value]
+
+
+def take_apart(
+    name: str, named: Mapping[str, Any], outputs: Sequence[Any], factors: frozenset[str],
+    signatures: Sequence[Signature], match: Callable[..., Match | None],
+) -> Phases:  # fmt: skip
+    """The phases of a call of an op. named: its arguments. match: finds the rule of a part.
+
+    Raises RuleError if there is no function of this name, or if it does not give what the op gives.
+    """
+    if name not in DECOMPOSITIONS:
+        raise RuleError(f"no decomposition is called {name!r}\n  There are {', '.join(sorted(DECOMPOSITIONS))}.")
+    recorder, wanted = _traced(DECOMPOSITIONS[name], named, outputs)
+    live, parts = {number for number in wanted if number is not None}, []
+    for number, op, args, kwargs, val in reversed(recorder.calls):
+        if number in live:
+            reads = tuple(place.number for place in _places((args, kwargs)))
+            fake = tuple(_filled(item, recorder.values) for item in (args, kwargs))
+            found = match(op, *fake, val)
+            if found is None:
+                raise RuleError(f"{name} calls {op}, which has no rule\n  Write it in ops that have one.")
+            parts.append(Part(number, found, args, kwargs, reads, val))
+            live.update(reads)
+    ordered = tuple(reversed(parts))
+    ways = {s: way for s in signatures if (way := _way(s, ordered, wanted, s.factor in factors, name)) is not None}
+    return Phases(factors, ordered, tuple(wanted), ways)
+
+
+def _way(
+    signature: Signature, parts: Sequence[Part], outputs: Sequence[int | None], at_once: bool, name: str
+) -> Way | None:
+    """The signatures of all parts where the op has `signature`; at_once: what comes out P is boxed to B, but for outputs."""
+    states: dict[int, State] = dict(enumerate(signature.inputs))
+    claims = {number: claimed for number, claimed in zip(outputs, signature.outputs) if number is not None}
+    chosen = []
+    for part in parts:
+        read = tuple(states[number] for number in part.reads)
+        found = next((s for s in part.match.signatures if s.inputs == read), None)
+        if found is None:
+            return None
+        chosen.append(found)
+        made = found.outputs[0]
+        reduced = at_once and isinstance(made, Partial) and claims.get(part.number) != made
+        states[part.number] = B if reduced else made
+    for number, claimed in claims.items():
+        if states[number] != claimed:
+            if at_once:
+                raise RuleError(f"{name} gives {states[number]} for {claimed} in {signature}\n  Mend the rule or it.")
+            return None
+    return Way(tuple(chosen), states)
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records the ATen calls made on tensors without data, and which value each argument is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, Tensor] = {}
+        self.numbers: dict[int, int] = {}
+        self.calls: list[tuple[int, OpOverload, tuple[Any, ...], dict[str, Any], Tensor]] = []
+
+    def add(self, value: Tensor) -> Tensor:
+        """Give a value its number."""
+        self.numbers[id(value)] = len(self.values)  # it stays in `values`, so that its id is its own
+        self.values[len(self.values)] = value
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        assert isinstance(made, Tensor), f"{func} gives several values: use ops that give one"
+        number = len(self.values)
+        places = tuple(self.place(item) for item in (tuple(args), dict(kwargs or {})))
+        self.calls.append((number, func, *places, made))
+        return self.add(made)
+
+    def place(self, value: Any) -> Any:
+        """An argument, tensors as places."""
+        if isinstance(value, Tensor):
+            assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
+            return Place(self.numbers[id(value)])
+        return _mapped(value, self.place)
+
+
+def _traced(
+    function: Callable[..., Any], named: Mapping[str, Any], outputs: Sequence[Any]
+) -> tuple[_Recorder, list[int | None]]:
+    """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs."""
+    recorder = _Recorder()
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return recorder.add(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+        return _mapped(value, operand)
+
+    given = [operand(value) for value in named.values()]
+    with torch.no_grad(), recorder:
+        made = function(*(_mapped(value, _widened) if not isinstance(value, Tensor) else _widened(value) for value in given))
+        flat = list(made) if isinstance(made, (tuple, list)) else [made]
+        found: list[int | None] = []
+        for value, expected in itertools.zip_longest(flat, outputs):
+            if not isinstance(expected, Tensor):
+                found.append(None)
+                continue
+            if value is None or value.shape != expected.shape:
+                shape = None if value is None else list(value.shape)
+                raise RuleError(f"{function.__name__} gives {shape} for {list(expected.shape)}\n  Return what the op does.")
+            found.append(recorder.numbers[id(value.to(expected.dtype))])
+    return recorder, found
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments with every item changed."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(change(item) for item in value)
+    return {key: change(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _filled(value: Any, values: Mapping[int, Any]) -> Any:
+    return values[value.number] if isinstance(value, Place) else _mapped(value, lambda item: _filled(item, values))
+
+
+def _places(value: Any) -> Iterator[Place]:
+    if isinstance(value, Place):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _places(item)
