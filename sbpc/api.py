@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from sbpc import codec
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import PinError, PlanError, SbpcError
+from sbpc.formulas import declare
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate, copied
@@ -57,8 +58,9 @@ def plan(
     autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout text, `"S(0)@tensor"`.
     inputs, outputs: one layout per tensor among the arguments or results; without, they are whole on every rank. With an
     input layout each rank is given its own shard. spread: inputs, parameters and outputs are stored exactly once over the
-    ranks. objective: "seconds", or "bytes" alone. capture: "light", or "aot" for torch's own tracer. dump: a folder for
-    the text of the graph after every pass.
+    ranks. objective: "seconds", or "bytes" alone. dynamic: name of an input or parameter -> what its dims are called in
+    `plan.cost.expr`, as in ("b", "4*h"); name of a symbol that no dim has alone -> its number. capture: "light", or "aot"
+    for torch's own tracer. dump: a folder for the text of the graph after every pass.
 
     Raises CaptureError, PinError, LayoutError, MemoryLimitError or SbpcError, each with what to do.
     """
@@ -112,6 +114,8 @@ class Task:
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
             "pin": dict(pin or {}), "spread": spread, **self.about,
         }  # fmt: skip
+        if dynamic is not None:
+            options["dynamic"] = name_dims(self.gm, mesh, dynamic)
         return finish(self.gm, mesh, wishes, output_wishes(self.gm, mesh, outputs, spread), options, self.stages)
 
     def again(self) -> Task:
@@ -150,6 +154,21 @@ def prepare(
     return Task(front(captured, stages), stages, {"train": train, "model": type(model).__name__})
 
 
+def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the dims of the graph symbolic; `meta["dynamic"]` has the symbols' numbers. `dynamic` as JSON values."""
+    numbers = declare(gm, dynamic)
+    taken = sorted(numbers.keys() & {*mesh.axes, "peak", "memory_bandwidth", "launch"})
+    if taken:
+        raise SbpcError(
+            f"dynamic: {taken[0]!r} is the name of something else in the formula\n  Call the dim otherwise."
+        )
+    gm.meta["dynamic"] = numbers
+    return {
+        name: dims if isinstance(dims, int) else [None if dim is None else str(dim) for dim in dims]
+        for name, dims in dynamic.items()
+    }
+
+
 def check_mesh(mesh: Any) -> None:
     """Refuse what is no mesh."""
     if not isinstance(mesh, Mesh):
@@ -179,8 +198,6 @@ def check_options(
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
     if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
-    if dynamic is not None:
-        raise SbpcError("symbolic dims (dynamic=) cannot be planned yet\n  Plan once for every shape.")
 
 
 def check_kinds(**given: tuple[Any, Any]) -> None:
@@ -262,6 +279,8 @@ def load(path: str | Path) -> Plan:
         gm = annotate(decoder.graph(decoder.body))
         choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
         body = decoder.body
+        if "dynamic" in body["options"]:
+            name_dims(gm, mesh, body["options"]["dynamic"])
         assignment = Assignment(choices, aliases, tuple(outputs))
         plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
         check_loaded(plan)

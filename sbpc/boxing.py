@@ -119,11 +119,17 @@ def _targets(state: State, rank: int, merged: bool) -> list[State]:
 
 
 def wire(
-    step: Step, shape: Sequence[int], itemsize: int, sizes: Sequence[int], symbols: Sequence[Any] | None = None
+    step: Step,
+    shape: Sequence[int],
+    itemsize: int,
+    sizes: Sequence[int],
+    symbols: Sequence[Any] | None = None,
+    dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:
     """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
 
     With `symbols` for the sizes of the axes the same as formulas: a cut is n/p where `sizes` divide, else ceiling(n/p).
+    dims: what stands for the sizes in `shape` then.
 
     >>> both = Layout(("x", "y"), (Split(0), Split(0)))
     >>> step = Step("all_gather", (1,), both, Layout(("x", "y"), (Split(0), B)))
@@ -135,7 +141,7 @@ def wire(
     over = sizes if symbols is None else symbols
     block = itemsize
     for dim, size in enumerate(shape):
-        local: Any = size
+        local: Any = dims[dim] if dims else size
         for axis in max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len):
             if symbols is None:
                 local = -(-local // sizes[axis])

@@ -17,6 +17,8 @@ import sympy
 from sbpc.boxing import Step, wire
 from sbpc.mesh import Mesh
 
+CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
+
 
 def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any) -> Any:
     """Seconds of one kernel; every argument a number, a numpy array or a sympy expression."""
@@ -36,7 +38,8 @@ class Kernel:
     """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
 
     tensors: per tensor read or written, its bytes per element, its global shape and the axes that cut each dim.
-    free: a view, for which no kernel runs. work: local factor sizes -> flops.
+    free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: what stands for the factors' sizes
+    in formulas, then for those of each tensor's dims; none: the numbers.
     """
 
     op: str
@@ -44,14 +47,18 @@ class Kernel:
     tensors: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
     free: bool
     work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
+    dims: tuple[tuple[Any, ...], ...] = ()
 
 
-def cut(size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> Any:
+def cut(
+    size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None, dim: Any = None
+) -> Any:
     """The largest local size of a dim of `size` that `axes` cut one after the other.
 
-    With symbols for the axis sizes: n / p where that is even at the sizes given, ceiling(n / p) where it is not.
+    With symbols for the axis sizes: n / p where that is even at the sizes given, ceiling(n / p) where it is not; `dim`
+    stands for n.
     """
-    number, formula = size, sympy.Integer(size) if symbols else None
+    number, formula = size, sympy.Integer(size) if dim is None else dim
     for axis in axes:
         even = number % sizes[axis] == 0
         number = -(-number // sizes[axis])
@@ -61,31 +68,40 @@ def cut(size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[
 
 
 def numel(
-    shape: Sequence[int], cuts: Sequence[Sequence[int]], sizes: Sequence[int], symbols: Sequence[Any] | None = None
+    shape: Sequence[int],
+    cuts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    symbols: Sequence[Any] | None = None,
+    dims: Sequence[Any] = (),
 ) -> Any:
     """The elements of the largest shard of a tensor."""
     total: Any = 1
-    for size, axes in zip(shape, cuts):
-        total = total * cut(size, axes, sizes, symbols)
+    for size, axes, dim in zip(shape, cuts, dims or (None,) * len(shape)):
+        total = total * cut(size, axes, sizes, symbols, dim)
     return total
 
 
 def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
     """Flops and bytes of memory traffic of one op on the busiest rank."""
-    flops = kernel.work({factor: cut(size, axes, sizes, symbols) for factor, size, axes in kernel.factors})
+    factors, *tensors = kernel.dims or ((None,) * len(kernel.factors), *((),) * len(kernel.tensors))
+    local = {name: cut(size, axes, sizes, symbols, dim) for (name, size, axes), dim in zip(kernel.factors, factors)}
     moved: Any = 0
-    for itemsize, shape, cuts in kernel.tensors:
-        moved = moved + itemsize * numel(shape, cuts, sizes, symbols)
-    return flops, moved
+    for (itemsize, shape, cuts), dims in zip(kernel.tensors, tensors):
+        moved = moved + itemsize * numel(shape, cuts, sizes, symbols, dims)
+    return kernel.work(local), moved
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a plan: the boxing step, and the global shape and bytes per element of the tensor it moves."""
+    """One collective of a plan: the boxing step, and the global shape and bytes per element of the tensor it moves.
+
+    dims: what stands for the sizes of the shape in formulas; none: the numbers.
+    """
 
     step: Step
     shape: tuple[int, ...]
     itemsize: int
+    dims: tuple[Any, ...] = ()
 
 
 OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
@@ -110,6 +126,7 @@ class Cost:
     lower_bound: float
     kernels: tuple[tuple[Kernel, int], ...]  # equal ones once, with their count
     transfers: tuple[tuple[Transfer, int], ...]
+    dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
 
     @property
     def seconds(self) -> float:
@@ -128,7 +145,7 @@ class Cost:
 
     @functools.cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:
-        """The symbols of `expr` by name: axis sizes by their axis, then the cluster's figures."""
+        """The symbols of `expr` by name: axis sizes by their axis, the cluster's figures, the symbolic dims."""
         return {name: sympy.Symbol(name, positive=True) for name in self.numbers}
 
     @property
@@ -141,7 +158,7 @@ class Cost:
             latency, bandwidth = mesh.link(transfer.step.axes, transfer.step.collective)
             key = self.link_name(transfer.step)
             found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
-        return found
+        return found | self.dynamic
 
     def link_name(self, step: Step) -> str:
         """What the symbols of a step's link are called: by axis, and by collective where the cluster tells them apart."""
@@ -161,7 +178,7 @@ class Cost:
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
-        """`seconds` as a formula in the axis sizes, latencies and bandwidths; see `symbols` and `numbers`."""
+        """`seconds` as a formula in dims, axis sizes, latencies and bandwidths; see `symbols` and `numbers`."""
         s, mesh = self.symbols, self.mesh
         sizes = tuple(s[name] for name in mesh.axes)
         terms = []
@@ -170,21 +187,47 @@ class Cost:
                 work = kernel_work(kernel, mesh.sizes, sizes)
                 terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"]))
         for transfer, count in self.transfers:
-            step = transfer.step
-            rounds, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes, sizes)
-            key = self.link_name(step)
+            rounds, sent = self.wire_expr(transfer)
+            key = self.link_name(transfer.step)
             terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"]))
         return sympy.Add(*terms)
+
+    @functools.cached_property
+    def bytes_expr(self) -> dict[str, sympy.Expr]:
+        """`bytes_sent` as formulas, by axis."""
+        terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent}
+        for transfer, count in self.transfers:
+            terms[self.mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
+        return {key: sympy.Add(*found) for key, found in terms.items()}
+
+    def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
+        """Rounds and bytes of one collective as formulas."""
+        sizes = tuple(self.symbols[name] for name in self.mesh.axes)
+        return wire(transfer.step, transfer.shape, transfer.itemsize, self.mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
         """`expr` with the cluster's numbers put in, those given by name here instead of the mesh's own.
 
-        Where a size divided on this mesh it is taken to divide at the new sizes too.
+        Where a size divided on this mesh it is taken to divide at the new sizes too. Raises KeyError for a name that
+        the formula lacks.
         """
+        return float(self.evaluate(values, **more))
+
+    def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
+        """As `subs`, for arrays of values that broadcast: a million configurations in a second."""
         numbers = self.numbers | dict(values or {}) | more
         unknown = sorted(numbers.keys() - self.symbols.keys())
         if unknown:
             raise KeyError(f"{', '.join(unknown)}: the formula has {', '.join(self.symbols)}")
-        names = list(self.symbols)
-        function = sympy.lambdify([self.symbols[name] for name in names], self.expr, "math")
-        return float(function(*(numbers[name] for name in names)))
+        arrays = np.broadcast_arrays(*(np.asarray(numbers[name], dtype=float) for name in self.symbols))
+        flat = [array.ravel() for array in arrays]
+        found = np.empty(flat[0].size)
+        for start in range(0, len(found), CHUNK):
+            piece = slice(start, start + CHUNK)
+            found[piece] = self.compiled(*(column[piece] for column in flat))
+        return found.reshape(arrays[0].shape)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """`expr` as a function of arrays, one per symbol."""
+        return sympy.lambdify(list(self.symbols.values()), self.expr, "numpy", cse=True)

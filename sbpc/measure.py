@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: 
     for node in boxed.graph.nodes:
         if "step" in node.meta:
             value = node.meta["val"]
-            transfers[Transfer(node.meta["step"], tuple(value.shape), value.element_size())] += 1
+            transfers[Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))] += 1
         elif "choice" in node.meta and node.op == "call_function":
             kernels[kernel_of(node)] += 1
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
@@ -34,8 +35,9 @@ def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: 
     memory = memory_totals(boxed, mesh, optimizer)
     parts = tuple(kernels.items()), tuple(moving.items())
     return Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts
-    )
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts,
+        boxed.meta.get("dynamic", {}),
+    )  # fmt: skip
 
 
 def kernel_of(node: Node) -> Kernel:
@@ -52,12 +54,27 @@ def kernel_of(node: Node) -> Kernel:
         for v, layout in zip(values, layouts)
         if isinstance(v, torch.Tensor)
     )
-    if match is None:
-        first = values[len(operands(node))]
-        elements = float(first.numel()) if isinstance(first, torch.Tensor) else 0.0
-        return Kernel(str(node.target), (), tensors, False, lambda local: elements)
+    dims: tuple[tuple[Any, ...], ...] = ()
+    if "dims" in node.meta:
+        each = [*(dims_at(operand) for operand in operands(node)), *node.meta["dims"]]
+        dims = tuple(dim for dim, v in zip(each, values) if isinstance(v, torch.Tensor))
+    if match is None:  # one flop per element of the first output
+        first, symbols = values[len(operands(node))], node.meta.get("dims", ((),))[0]
+        shape = tuple(first.shape) if isinstance(first, torch.Tensor) else (0,)
+        factors = tuple((str(dim), size, ()) for dim, size in enumerate(shape))
+        dims = (symbols, *dims) if "dims" in node.meta else ()
+        return Kernel(str(node.target), factors, tensors, False, lambda local: math.prod(local.values()), dims)
     factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
-    return Kernel(str(node.target), factors, tensors, match.view, match.flops)
+    dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if "dims" in node.meta else ()
+    return Kernel(str(node.target), factors, tensors, match.view, match.flops, dims)
+
+
+def dims_at(node: Node) -> tuple[Any, ...]:
+    """The symbolic dims of the value that a node stands for; none if the graph has none."""
+    while "step" in node.meta:
+        (node,) = operands(node)
+    producer, index = value_of(node)
+    return producer.meta["dims"][index] if "dims" in producer.meta else ()
 
 
 def layout_at(node: Node) -> Layout:

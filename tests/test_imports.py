@@ -14,7 +14,7 @@ LEVELS = (
     ("mesh",),
     ("boxing", "lowering", "rules", "solver", "pins"),
     ("choices", "cost", "program", "writer"),
-    ("measure", "graphtext", "pricing", "rows"),
+    ("formulas", "measure", "graphtext", "pricing", "rows"),
     ("picture",),
     ("codec", "report"),
     ("programs",),

@@ -118,7 +118,6 @@ def test_malformed_meshes_are_refused(call: Any, message: str) -> None:
 def test_what_plan_cannot_do_is_refused() -> None:
     assert "no optimizer 'lion' is known" in refused(sbpc.SbpcError, two_layers(optimizer="lion"))
     assert "no objective 'joy' is known" in refused(sbpc.SbpcError, two_layers(objective="joy"))
-    assert "symbolic dims (dynamic=)" in refused(sbpc.SbpcError, two_layers(dynamic={"b": 0}))
     assert "inputs= has 2 layouts for 1 tensors" in refused(PinError, two_layers(inputs=["B", "B"]))
     assert "[P] cannot be stored" in refused(PinError, two_layers(outputs=["P"]))
     assert "the mesh is a int" in refused(sbpc.SbpcError, two_layers(mesh=4))

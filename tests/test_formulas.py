@@ -1,0 +1,131 @@
+"""Symbolic dims: carried by the rules, and right at other sizes, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.api import name_dims, prepare
+from sbpc.measure import measure
+from sbpc.passes.box import box
+from tests import models
+
+GPT: dict[str, Any] = {
+    "tokens": ("b", "s"), "targets": ("b", "s"), "tokens.weight": ("v", "h"), "positions.weight": ("s", "h"),
+    "*.qkv.weight": ("3*h", "h"), "*.qkv.bias": ("3*h",), "*.proj.weight": ("h", "h"), "*.proj.bias": ("h",),
+    "*.up.weight": ("4*h", "h"), "*.up.bias": ("4*h",), "*.down.weight": ("h", "4*h"), "*.down.bias": ("h",),
+    "*norm*": ("h",), "heads": 4,
+}  # fmt: skip
+H100 = Mesh(data=2, tensor=2, cluster="h100")
+
+
+class Pair(nn.Module):
+    """Two linear layers on [b, s, h]."""
+
+    def __init__(self, width: int = 8, hidden: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+PAIR = {"x": ("b", "s", "h"), "up.weight": ("4*h", "h"), "down.weight": ("h", "4*h")}
+
+
+def pair(dynamic: Any = None, mesh: Mesh | None = None, **options: Any) -> sbpc.Plan:
+    """The plan of two layers on [6, 10, 8]."""
+    return sbpc.plan(Pair(), (torch.randn(6, 10, 8),), mesh or Mesh(t=2), dynamic=dynamic, **options)
+
+
+SIZES = [
+    {"batch": 24, "seq": 16, "vocab": 160, "width": 96, "heads": 8},
+    {"batch": 8, "seq": 12, "vocab": 52, "width": 24, "heads": 12},
+]
+
+
+@pytest.mark.parametrize("mesh", [H100, Mesh(x=2, y=2)], ids=repr)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh, sizes: dict[str, int]) -> None:
+    model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
+    plan = sbpc.plan(model, args, mesh, dynamic=GPT)
+    assert not plan.notes and plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
+    model, args = models.gpt2(**sizes)
+    there = measure(box(prepare(model, args).gm, plan.assignment, mesh), mesh, "adamw", 0.0)
+    names = {"batch": "b", "seq": "s", "vocab": "v", "width": "h", "heads": "heads"}
+    found = {names[name]: size for name, size in sizes.items()}
+    assert plan.cost.subs(found) == pytest.approx(there.seconds, rel=1e-12)
+    numbers = {plan.cost.symbols[name]: value for name, value in (plan.cost.numbers | found).items()}
+    for axis, sent in there.bytes_sent.items():
+        assert float(plan.cost.bytes_expr[axis].subs(numbers)) == pytest.approx(sent, rel=1e-12)
+
+
+def test_bytes_of_a_column_row_pair_read_as_in_the_textbook() -> None:
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    pins = {"up.weight": "S(0)", "down.weight": "S(1)"}
+    cost = sbpc.plan(Pair(64, 256), (x,), Mesh(t=2), dynamic=PAIR, pin=pins).cost
+    assert str(sympy.simplify(cost.bytes_expr["t"])) == "16*b*h*s*(t - 1)/t"
+
+
+def test_formula_is_evaluated_for_arrays_that_broadcast() -> None:
+    cost = pair(PAIR, Mesh(t=2, cluster="h100")).cost
+    batches, widths = np.arange(1, 20_001), np.array([[8], [512]])
+    found = cost.evaluate(b=batches, h=widths)
+    assert found.shape == (2, 20_000)
+    for batch, width in ((1, 8), (777, 512), (20_000, 8)):
+        assert found[int(width == 512), batch - 1] == cost.subs(b=batch, h=width)
+
+
+def test_dims_survive_a_file(tmp_path: Path) -> None:
+    plan = pair(PAIR)
+    plan.save(tmp_path / "plan")
+    read = sbpc.load(tmp_path / "plan")
+    assert read.cost.expr == plan.cost.expr and read.cost.dynamic == {"b": 6, "s": 10, "h": 8}
+
+
+def test_what_only_a_number_tells_is_a_symbol_where_one_is_meant_and_else_a_number_with_a_note() -> None:
+    class Ramp(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + torch.zeros(x.shape[0]), y
+
+    def dims(*sizes: int) -> tuple[str, tuple[str, ...]]:
+        gm = prepare(Ramp(), (torch.randn(sizes[0]), torch.randn(sizes[1])), train=False).gm
+        name_dims(gm, Mesh(t=2), {"x": ("a",), "y": ("b",)})
+        (zeros,) = [node for node in gm.graph.nodes if "zeros" in str(node.target)]
+        return str(zeros.meta["dims"]), gm.meta["notes"]
+
+    assert dims(6, 10) == ("((a,),)", ())
+    assert dims(6, 6) == ("((6,),)", ("zeros: a dim of 6 elements may be a or b; in formulas it is a number",))
+
+
+WRONG: list[tuple[Any, str]] = [
+    (3, "dynamic is 3\n  Give a mapping such as"),
+    ({"z": ("b",)}, "dynamic: 'z' is no parameter and no input\n  The closest names are"),
+    ({"x": ("b", "s")}, "dynamic: 'x' has the dims ('b', 's'), %x the shape [6, 10, 8]\n  Give one per dim"),
+    ({"x": ("b", "s", "f(h)")}, "dynamic: dim 2 of 'x' is 'f(h)'\n  Give names, integers and + - * / of them"),
+    ({"x": ("b", "s", "h*")}, "dynamic: dim 2 of 'x' is 'h*'\n  Give names"),
+    (
+        {"x": ("b", "s", "h"), "up.weight": ("3*h", "h")},
+        "dynamic: a dim of %up_weight is 3*h, which is 24, and has 32 elements\n  With h = 8: mend one of them.",
+    ),
+    ({"x": ("b*s", "b/s", "h")}, "dynamic: the number of b, s cannot be told\n  Give it, as in {'b': 12}."),
+    ({"x": ("t", "s", "h")}, "dynamic: 't' is the name of something else in the formula\n  Call the dim otherwise."),
+    ({"heads": 1}, "dynamic: heads is 1\n  Plan at sizes from 2 on"),
+]
+
+
+@pytest.mark.parametrize(("dynamic", "message"), WRONG, ids=[message.splitlines()[0] for _, message in WRONG])
+def test_dims_that_make_no_sense_are_refused(dynamic: Any, message: str) -> None:
+    with pytest.raises(sbpc.SbpcError) as error:
+        pair(dynamic)
+    assert str(error.value).startswith(message)
