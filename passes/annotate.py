@@ -5,33 +5,38 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.choices import Candidates, nodes_in, of_match, of_replicated, of_stored
 from sbpc.errors import SbpcError, at_node
 from sbpc.rules import match
+from sbpc.rules.own import UNPROVED
 
 
 def annotate(gm: GraphModule) -> GraphModule:
     """Put candidates on every node.
 
     Before: a joint graph at global shapes. After: `meta["candidates"]` and `meta["signatures"]` on every placeholder and
-    call, `meta["match"]` on every call that has a rule; `meta["notes"]` of the module names the calls that have none.
+    call, `meta["match"]` on every call that has a rule; `meta["notes"]` and `meta["remarks"]` of the module say loudly
+    and quietly which rules are not sbpc's own.
     """
     result = copied(gm)
-    notes: list[str] = []
     for node in result.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             whole_only = node.op == "get_attr"
             shape = () if whole_only else tuple(node.meta["val"].shape)
             set_candidates(node, of_stored(shape))
         elif node.op == "call_function" and node.target is not operator.getitem:
-            annotate_call(node, notes)
+            annotate_call(node)
         elif node.op not in ("output", "call_function"):
             raise SbpcError(at_node(f"{node.op} nodes cannot be planned", node, "Capture the model anew."))
-    result.meta["notes"] = tuple(notes)
+    matched = [node.meta["match"].entry for node in result.graph.nodes if "match" in node.meta]
+    rules = dict.fromkeys(made for made in matched if made.source)
+    unproved = [made for made in rules if made.source == UNPROVED]
+    result.meta["notes"] = tuple(f"unproved rule for {r.op}: it was registered without example inputs" for r in unproved)
+    result.meta["remarks"] = tuple(f"{made.source} rule for {made.op}" for made in rules if made not in unproved)
     return result
 
 
@@ -51,19 +56,15 @@ def set_candidates(node: Node, candidates: Candidates) -> None:
     node.meta["signatures"] = candidates.signatures
 
 
-def annotate_call(node: Node, notes: list[str]) -> None:
-    """Match one call with its rule; without one it is replicated, and the notes say so."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+def annotate_call(node: Node) -> None:
+    """Match one call with its rule; without one it is replicated, and the plan's notes say what that costs."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     inputs = [n.meta["val"] for n in nodes_in((node.args, node.kwargs))]
     value = node.meta["val"]
     outputs = list(value) if isinstance(value, (tuple, list)) else [value]
     found = match(node.target, args, dict(kwargs), value) if isinstance(node.target, OpOverload) else None
     if found is None:
         require_dense(node, inputs)
-        size = sum(o.numel() * o.element_size() for o in outputs if isinstance(o, torch.Tensor))
-        notes.append(
-            f"{node.name}: no rule for {node.target}, so every rank computes all of it ({size:,} bytes of results)"
-        )
         return set_candidates(node, of_replicated(len(inputs), len(outputs)))
     node.meta["match"] = found
     return set_candidates(node, of_match(found))

@@ -7,6 +7,8 @@ from sbpc.exported import load_module, load_programs
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
+from sbpc.rules.own import rule
+from sbpc.rules.reviewed import load_rules
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.simulate import simulate
 from sbpc.states import B, P, Partial, S
@@ -25,8 +27,10 @@ __all__ = [
     "load",
     "load_module",
     "load_programs",
+    "load_rules",
     "parallelize",
     "plan",
+    "rule",
     "simulate",
     "sweep",
 ]

@@ -50,6 +50,8 @@ __all__ = [
     "composite_ops",
     "enable_python_dispatcher",
     "next_sequence_number",
+    "op_names",
+    "overload_of",
     "register_process_group",
     "rename",
     "unregister_process_group",
@@ -95,6 +97,19 @@ def compiling() -> Iterator[None]:
 def next_sequence_number() -> int:
     """The number that the next autograd node made in this thread will have."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def op_names() -> list[str]:
+    """The names of all ops that are registered, `space::name` or `space::name.overload`."""
+    return sorted(map(str, torch._C._dispatch_get_all_op_names()))
+
+
+def overload_of(op: Any) -> OpOverload | None:
+    """The overload that `op` is: itself, the default one of a packet, or what `torch.library.custom_op` returned."""
+    found = getattr(op, "_opoverload", op)
+    if isinstance(found, torch._ops.OpOverloadPacket) and "default" in found.overloads():
+        found = found.default
+    return found if isinstance(found, OpOverload) else None
 
 
 def register_process_group(name: str, group: object) -> None:

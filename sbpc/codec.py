@@ -20,7 +20,7 @@ from sbpc.errors import PlanError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.ports import INPUTS, OUTPUTS, Port, Ports
-from sbpc.rules.registry import row
+from sbpc.rules.registry import TABLE, row
 
 if TYPE_CHECKING:
     from sbpc.plan import Plan
@@ -229,8 +229,9 @@ class Decoder:
             return operator.getitem
         parts = name.split(".")
         collective = self.collectives and name in COLLECTIVES
-        if not collective and (len(parts) != 3 or parts[0] not in NAMESPACES):
-            raise self.fail(f"{name!r} is no op that a plan may call")
+        if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
+            what = f"{name!r} is no op that a plan may call"
+            raise self.fail(what if len(parts) != 3 else f"{what}, unless sbpc.rule gives it a rule first")
         try:
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError) as error:

@@ -17,6 +17,7 @@ from sbpc.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer, collective_second
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.rules.binding import flat_outputs
 
 
 def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float) -> Cost:
@@ -25,8 +26,7 @@ def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: 
     transfers: Counter[Transfer] = Counter()
     for node in boxed.graph.nodes:
         if "step" in node.meta:
-            value = node.meta["val"]
-            transfers[Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))] += 1
+            transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             kernels[kernel_of(node)] += 1
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
@@ -47,7 +47,7 @@ def kernel_of(node: Node) -> Kernel:
     layouts = [layout_at(operand) for operand in operands(node)]
     values = [operand.meta["val"] for operand in operands(node)]
     value, sbp = node.meta["val"], node.meta["sbp"]
-    values += list(value) if isinstance(value, (tuple, list)) else [value]
+    values += flat_outputs(value)
     layouts += list(sbp) if isinstance(sbp, tuple) else [sbp]
     tensors = tuple(
         (v.element_size(), tuple(v.shape), tuple(layout.cuts.get(dim, ()) for dim in range(v.dim())))
@@ -75,6 +75,45 @@ def dims_at(node: Node) -> tuple[Any, ...]:
         (node,) = operands(node)
     producer, index = value_of(node)
     return producer.meta["dims"][index] if "dims" in producer.meta else ()
+
+
+def lacks_rule(node: Node) -> bool:
+    """Whether the node is a call that every rank does whole, for want of a rule."""
+    return node.op == "call_function" and "candidates" in node.meta and "match" not in node.meta
+
+
+def replicated(boxed: GraphModule, mesh: Mesh) -> tuple[str, ...]:
+    """A line for every op without a rule: what it costs that every rank computes all of it, and reads all of its operands."""
+    calls: dict[str, list[Node]] = {}
+    for node in boxed.graph.nodes:
+        if lacks_rule(node):
+            calls.setdefault(str(node.target), []).append(node)
+    return tuple(replicated_line(op, nodes, mesh) for op, nodes in calls.items())
+
+
+def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
+    """See `replicated`; a boxing that several of the calls read is counted once."""
+    compute, *_ = compute_totals(Counter(kernel_of(node) for node in nodes), mesh)
+    values = [value for node in nodes for value in flat_outputs(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    size = sum(value.numel() * value.element_size() for value in values)
+    steps: dict[Node, None] = {}
+    for node in nodes:
+        for operand in operands(node):
+            while "step" in operand.meta:
+                steps[operand] = None
+                operand = operands(operand)[0]
+    moved = Counter(transfer_of(node) for node in steps)
+    waiting, sent = comm_totals(moved, mesh)
+    where = nodes[0].meta.get("module") or "the model"
+    which = f"%{nodes[0].name} in {where}" + (f" and {len(nodes) - 1} more calls" if len(nodes) > 1 else "")
+    costs = f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, {waiting:.3g} s"
+    return f"no rule for {op}, so every rank computes all of it ({which}): {costs}"
+
+
+def transfer_of(node: Node) -> Transfer:
+    """What a boxing step moves."""
+    value = node.meta["val"]
+    return Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))
 
 
 def layout_at(node: Node) -> Layout:

@@ -15,7 +15,7 @@ from sbpc.choices import Choice, value_of
 from sbpc.cost import Cost
 from sbpc.errors import PlanError
 from sbpc.layout import Layout
-from sbpc.measure import measure
+from sbpc.measure import lacks_rule, measure, replicated
 from sbpc.mesh import Mesh
 from sbpc.pins import closest
 from sbpc.ports import PARAMETER, Port, Ports, placeholders
@@ -51,7 +51,8 @@ class Plan:
     """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
 
     graph: the annotated fx GraphModule at global shapes. options: what `sbpc.plan` was asked (pins, optimizer, ...).
-    times: CPU seconds by pass. notes: what a user should know, such as ops without a rule.
+    times: CPU seconds by pass. notes, remarks: what a user should know, loudly and
+    quietly.
     """
 
     mesh: Mesh
@@ -68,10 +69,16 @@ class Plan:
         """What goes into and comes out of the program."""
         return self.graph.meta["ports"]
 
-    @property
+    @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Loud lines: ops that are replicated for want of a rule."""
-        return self.graph.meta["notes"]
+        """Loud lines: rules without a proof, and ops that are replicated for want of a rule, with what that costs."""
+        lacking = any(map(lacks_rule, self.graph.graph.nodes))
+        return (*self.graph.meta["notes"], *(replicated(self.boxed, self.mesh) if lacking else ()))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of."""
+        return self.graph.meta["remarks"]
 
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:

@@ -51,7 +51,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for note in plan.notes:
-        console.print(f"[bold red]LOUD[/]      {note}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]LOUD[/]      {escape(note)}", highlight=False, soft_wrap=True)
+    for remark in plan.remarks:
+        console.print(f"note      {escape(remark)}", highlight=False, soft_wrap=True)
 
 
 def parameter_table(plan: Plan) -> Table:
@@ -164,4 +166,5 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "formula": str(cost.expr),
         "times": plan.times,
         "notes": list(plan.notes),
+        "remarks": list(plan.remarks),
     }

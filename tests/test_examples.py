@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from sbpc import demo
 from sbpc.errors import SbpcError
+from sbpc.rules import registry
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -21,6 +23,25 @@ def test_two_layers_prints_every_stage_and_equal_gradients(capsys):
     assert [line for line in out.splitlines() if line.startswith("---")] == stages
     errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("gradient")]
     assert len(errors) == 2 and max(errors) < 1e-5
+
+
+def test_own_rule_splits_an_op_of_ones_own(capsys):
+    with own_rules():
+        runpy.run_path(str(EXAMPLES / "05_own_rule.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "LOUD" not in out and "note      proved rule for example.gated_backward.default" in out
+    assert "25.0 % of one device's" in out
+    errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("gradient")]
+    assert len(errors) == 4 and max(errors) < 1e-5
+
+
+@contextlib.contextmanager
+def own_rules():
+    """Take out again what is registered meanwhile."""
+    before = dict(registry.TABLE)
+    yield
+    for op in [op for op in registry.TABLE if op not in before]:
+        registry.put(op, None)
 
 
 def test_the_text_of_the_demo_is_the_same_in_every_run():

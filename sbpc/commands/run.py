@@ -69,7 +69,8 @@ def run_rank(options: argparse.Namespace) -> int:
     """Train as one rank of those that torchrun or `launch` has started."""
     with quiet(options):
         if options.plan:
-            found, target = load(options.plan), load_target(options.target, options.dtype)
+            target = load_target(options.target, options.dtype)  # first: it may register ops and rules of its own
+            found = load(options.plan)
         else:
             found, target = plan_of(options, options.target)
         if not found.options["train"]:

@@ -238,7 +238,7 @@ def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[tuple[
     found: list[tuple[int, Operand, Any]] = []
     for argument in schema.arguments:
         value, mine = named.get(argument.name), numbers.get(argument.name, [])
-        if _is_list(argument) and isinstance(value, (list, tuple)):
+        if is_list(argument) and isinstance(value, (list, tuple)):
             found += [(number, rule.inputs[number], item) for number, item in zip(mine, value)]
         elif mine:
             number = mine[0]
@@ -253,7 +253,7 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
     order: list[str] = []
     for argument in schema.arguments:
         value = named.get(argument.name)
-        order += [argument.name] * (len(value) if _is_list(argument) and isinstance(value, (list, tuple)) else 1)
+        order += [argument.name] * (len(value) if is_list(argument) and isinstance(value, (list, tuple)) else 1)
     found = []
     for number, operand in enumerate(rule.inputs):
         if operand.name is None and number >= len(order):
@@ -267,7 +267,8 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _is_list(argument: Any) -> bool:
+def is_list(argument: Any) -> bool:
+    """Whether an argument of a schema is a list of tensors."""
     text = str(argument.type)
     return text.startswith("List[") and "Tensor" in text
 

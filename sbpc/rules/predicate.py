@@ -27,6 +27,15 @@ def predicate_fault(text: str) -> tuple[str, int] | None:
     return None
 
 
+def names_in(text: str) -> list[str]:
+    """The names that a predicate speaks of, in order.
+
+    >>> names_in("not causal and s > 1")
+    ['causal', 's']
+    """
+    return [node.id for node in ast.walk(ast.parse(text or "True", mode="eval")) if isinstance(node, ast.Name)]
+
+
 def holds(predicate: str, names: dict[str, object]) -> bool:
     """Whether a predicate is true of these arguments and sizes.
 

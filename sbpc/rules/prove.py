@@ -115,7 +115,7 @@ def prove(
             except Inapplicable:
                 continue
             except Refuted as error:
-                raise refusal(one, m, f"{signature} on {number} ranks", error) from error
+                raise refusal(one, m, signature_on(signature, number), error) from error
             proved += 1
             if mutants and proved == 1:
                 count.mutants += reject(one, m, signature, number, results)
@@ -276,7 +276,7 @@ def reject(one: Case, m: Match, signature: Signature, ranks: int, results: Seque
             count += 1
             continue
         raise RuleError(
-            f"{one}: with {signature} on {ranks} ranks output {at} passes as {other}\n  {m.rule}\n"
+            f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}\n"
             "  Give inputs that tell right from wrong: values that differ, none of them zero."
         )
     return count
@@ -293,16 +293,27 @@ def prove_pair(one: Case, m: Match, first: Signature, second: Signature, meshes:
         except Inapplicable:
             continue
         except Refuted as error:
-            raise refusal(one, m, f"{first} and {second} on {ranks}, order {order}", error) from error
+            both = f"{short(first)} and {short(second)} in the order {order}, on {ranks} ranks"
+            raise refusal(one, m, both, error) from error
     return proved
+
+
+def short(signature: Signature) -> str:
+    """A signature without alignment."""
+    return str(signature).replace("    split", ", split")
+
+
+def signature_on(signature: Signature, ranks: int) -> str:
+    """Which signature, and on how many ranks."""
+    return f"{short(signature)}, on {ranks} ranks"
 
 
 def refusal(one: Case, m: Match, what: str, why: Refuted) -> RuleError:
     """The error for a rule that does not hold: the signature, the inputs and both results."""
     lines = [f"{one.op}: the rule is refuted: {what}: {why}", f"  {m.rule}", f"  {one}"]
-    lines += [f"  input {at}   {values(operand)}" for at, operand in enumerate(one.operands)]
+    lines += [f"  operand {at}: {values(operand)}" for at, operand in enumerate(one.operands)]
     if why.expected is not None:
-        lines += [f"  on one device   {values(why.expected)}", f"  on {what.split(' on ')[-1].split(',')[0]}   {values(why.found)}"]
+        lines += [f"  one device: {values(why.expected)}", f"  the ranks:  {values(why.found)}"]
     return RuleError("\n".join([*lines, "  Fix the rule: leave the factor fixed (fix f) where no split of it is right."]))
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Union
 
 import torch
@@ -31,7 +32,10 @@ WRITTEN = "written"  # one flop per element of the outputs
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table: how the rule of `op` is written, what it costs, how it runs on shards."""
+    """One row of the table: how the rule of `op` is written, what it costs, how it runs on shards.
+
+    source: "" for a rule of sbpc's own, else "proved", "unproved" or "reviewed, FILE:LINE".
+    """
 
     op: OpOverload
     text: str | Write
@@ -39,6 +43,7 @@ class Entry:
     local: Kernel | None
     nonempty: tuple[str, ...]
     view: bool
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,14 @@ def rule(
         raise RuleError(
             f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place."
         )
-    TABLE[op] = entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view)
+    put(op, entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view))
+
+
+def put(op: OpOverload, made: Entry | None) -> None:
+    """Make this the row of `op`; None takes its row away."""
+    TABLE.pop(op, None)
+    if made is not None:
+        TABLE[op] = made
     MATCHES.clear()
 
 
@@ -259,13 +271,10 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     if written is None:
         return None
     text, known = (written, {}) if isinstance(written, str) else written
-    parsed = parse(text)
-    try:
-        bound = bind(parsed, op._schema, named, outputs, known)
-    except RuleError as error:
-        raise RuleError(f"{op}: {error}") from None
-    if parsed.when is not None and not holds(parsed.when, {**named, **bound.sizes}):
+    bound = applied(op, text, named, outputs, known)
+    if bound is None:
         return None
+    parsed = bound.rule
     nonempty = frozenset(f for f in bound.sizes if f in made.nonempty or f.rstrip("0123456789.") in made.nonempty)
     found, phases = signatures(bound), None
     through = {name: function for factors, function in parsed.via for name in factors}
@@ -275,6 +284,18 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
         phases = take_apart(name, named, flat_outputs(outputs), factors, found, match)
         found = tuple(s for s in found if s.factor not in factors or s in phases.ways)
     return Match(op, parsed, bound.sizes, found, divides(bound), nonempty, made.view, bound, made, phases)
+
+
+def applied(
+    op: OpOverload, text: str, named: Arguments, outputs: Any, known: Mapping[str, int] = MappingProxyType({})
+) -> Bound | None:
+    """A rule string bound to a call, None if its when(...) does not hold. Raises RuleError if it does not fit the call."""
+    parsed = parse(text)
+    try:
+        bound = bind(parsed, op._schema, named, outputs, known)
+    except RuleError as error:
+        raise RuleError(f"{op}: {error}") from None
+    return bound if parsed.when is None or holds(parsed.when, {**named, **bound.sizes}) else None
 
 
 def _key(value: Any) -> Any:
@@ -293,13 +314,20 @@ __all__ = [
     "GENERATORS",
     "TABLE",
     "WRITTEN",
+    "Arguments",
     "Call",
+    "Count",
+    "Entry",
+    "Kernel",
     "Match",
     "Shard",
     "Signature",
+    "Write",
+    "applied",
     "entry",
     "match",
     "named_arguments",
+    "put",
     "row",
     "rule",
 ]
