@@ -18,6 +18,7 @@ from sbpc import ports
 from sbpc._compat import enable_python_dispatcher
 from sbpc.errors import CaptureError, SbpcError
 from sbpc.frames import traceback_stack, user_error
+from sbpc.passes.draws import streams
 from sbpc.passes.joint import joint
 from sbpc.passes.tracer import Light, NeedsAot
 from sbpc.ports import Port
@@ -51,10 +52,12 @@ def capture(
     with environment(train):  # fresh fakes for each method: the first may have written into its own
         if method == "light":
             try:
-                return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
+                with streams():
+                    return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
             except NeedsAot as reason:
                 log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
-        return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
+        with streams():
+            return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
 
 
 def _light(source: Program, train: bool) -> GraphModule:

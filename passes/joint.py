@@ -24,8 +24,9 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error
-from sbpc.passes.tracer import Watch, refuse_random
-from sbpc.ports import Port
+from sbpc.passes.draws import is_random, restart
+from sbpc.passes.tracer import Watch
+from sbpc.ports import SEED_PORT, Port
 from sbpc.program import Program, finish, placeholder
 
 ORDER = (ports.OUTPUT, ports.MUTATION, ports.GRADIENT, ports.INPUT_GRADIENT)
@@ -47,14 +48,16 @@ class Flat(nn.Module):
         for at, value in enumerate(source.buffers.values()):
             self.register_buffer(f"buffer_{at}", value)
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The leaves of the result, then the buffers that were replaced.
 
         All are clones: AOTAutograd leaves the gradient of an output that is a view of another to its own runtime.
         """
         source = self.source[0]
+        restart()  # AOTAutograd runs this more than once
         parameters = dict(zip(source.parameters, self.parameters()))
         buffers = dict(zip(source.buffers, self.buffers()))
+        *inputs, self.watch.given_seed = given
         values = [*parameters.values(), *buffers.values(), *inputs]
         with source.substituted(parameters, buffers) as replaced, compiling(), self.watch, self.watch.watching(values):
             outputs, self.results = source(inputs)
@@ -73,6 +76,8 @@ class Flat(nn.Module):
                 return Port(ports.PARAMETER, list(source.parameters)[int(target.rpartition("_")[2])])
             case BufferAOTInput(target):
                 return Port(ports.BUFFER, list(source.buffers)[int(target.rpartition("_")[2])])
+            case PlainAOTInput(number) if number == len(source.inputs):
+                return SEED_PORT
             case PlainAOTInput(number):
                 return Port(ports.INPUT, str(number))
             case TangentAOTInput(PlainAOTOutput(number)):
@@ -95,7 +100,7 @@ def joint(source: Program, train: bool) -> GraphModule:
     with contextlib.ExitStack() as stack:
         for context in (source.mode, torch.fx.traceback.preserve_node_meta()):
             stack.enter_context(context)
-        traced = aot_export_joint_with_descriptors(stack, flat, tuple(source.inputs)).graph_module
+        traced = aot_export_joint_with_descriptors(stack, flat, (*source.inputs, source.seed())).graph_module
     return _ported(source, traced, flat, train)
 
 
@@ -113,8 +118,10 @@ def _ported(source: Program, traced: GraphModule, flat: Flat, train: bool) -> Gr
     constants: dict[str, Tensor] = {}
     inputs: list[Port] = []
     place = ("", "")  # of the op before: what adds up gradients has none of its own
-    labels = {port: label for port, label, _ in source.placeholders()}
+    labels = {port: label for port, label, _ in source.placeholders()} | {SEED_PORT: SEED_PORT.name}
     for node in traced.graph.nodes:
+        if node.op == "placeholder" and flat.port(node.meta["desc"]) == SEED_PORT and not node.users:
+            continue
         if node.op == "placeholder":
             inputs.append(flat.port(node.meta["desc"]))
             new[node] = placeholder(graph, labels.get(inputs[-1], f"tangent_{inputs[-1].name}"))
@@ -124,8 +131,9 @@ def _ported(source: Program, traced: GraphModule, flat: Flat, train: bool) -> Gr
             new[node] = graph.create_node("get_attr", name, name=name)
         elif node.op == "call_function":
             new[node] = graph.node_copy(node, new.__getitem__)
-            if isinstance(node.target, OpOverload):
-                refuse_random(node.target, node.args, node.kwargs, _place(node)[1])
+            if isinstance(node.target, OpOverload) and is_random(node.target, node.args, node.kwargs):
+                what = f"{node.target} is computed anew in the backward, and AOTAutograd does not tell what it drew before"
+                raise user_error(what, place[1], "Leave out the writes for which the light tracer gave up: see the log.")
         if node.op != "output":
             path, stack = place = _place(node) if node.op == "placeholder" or _place(node)[1] else place
             backward = node.meta.get("partitioner_tag") == "is_backward"

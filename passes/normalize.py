@@ -33,6 +33,12 @@ def same(_: Writer, x: Node) -> Node:
     return x
 
 
+def overwritten(write: Writer, x: Node, values: Node, *_: Any) -> Node | None:
+    """A copy over all of a tensor is the copy, where it needs no conversion."""
+    same = all(getattr(x.meta["val"], key) == getattr(values.meta["val"], key) for key in ("shape", "dtype", "device"))
+    return values if same else None
+
+
 def part(_: Writer, x: Any, at: int) -> Any:
     """A result of an op that was rewritten into several."""
     return x[at] if isinstance(x, tuple) else None
@@ -119,6 +125,7 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.alias.default: same,
     aten.binary_cross_entropy.default: loss_of_points,
     aten.binary_cross_entropy_backward.default: loss_of_points_backward,
+    aten.copy.default: overwritten,
     aten.detach.default: same,
     aten.expand.default: unchanged_shape,
     aten.huber_loss.default: loss_of_points,

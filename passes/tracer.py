@@ -25,7 +25,8 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error, user_stack
-from sbpc.ports import Port
+from sbpc.passes.draws import drawn, is_random
+from sbpc.ports import SEED_PORT, Port
 from sbpc.program import Program, placeholder
 
 aten = torch.ops.aten
@@ -48,14 +49,16 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, source: Program) -> None:
         super().__init__()
-        self.known = source.known
+        self.source, self.known = source, source.known
         self.modules = {id(part): name for name, part in source.module.named_modules()}
         self.path = [""]
+        self.given_seed: Tensor | None = None
         self.memory: dict[int, tuple[int, Tensor]] = {}  # by id of a tensor, which is kept alive: its storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        refuse_random(func, args, kwargs)
+        if is_random(func, args, kwargs):
+            return drawn(self.again, self.seed, func, args, kwargs)
         for value in _leaves((args, kwargs)):
             if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
                 raise unregistered(value)
@@ -67,6 +70,15 @@ class Watch(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self.check_memory(value)
         return out
+
+    def again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run another op in the place of one that was dispatched."""
+        return self.__torch_dispatch__(op, (), args, kwargs)
+
+    def seed(self) -> Tensor:
+        """The seed of the step, as an input of the program."""
+        assert self.given_seed is not None
+        return self.given_seed
 
     def check_memory(self, value: Tensor) -> None:
         """Remember the memory of `value`. Raises CaptureError if it is another one than before."""
@@ -104,7 +116,6 @@ class Light(Watch):
     def __init__(self, source: Program) -> None:
         super().__init__(source)
         self.graph = Graph()
-        self.mode = source.mode
         self.phase = "forward"
         self.ports: list[Port] = []
         self.front: Node | None = None  # the last placeholder
@@ -125,6 +136,13 @@ class Light(Watch):
         self._keep(node, value)
         self.owners[_storage(value)] += 1
 
+    def seed(self) -> Tensor:
+        """The seed of the step; the first draw makes it an input."""
+        if self.given_seed is None:
+            self.given_seed = self.source.seed()
+            self.placeholder(SEED_PORT, SEED_PORT.name, self.given_seed)
+        return self.given_seed
+
     def node_of(self, value: Tensor) -> Node:
         """The node that made `value`. Raises NeedsAot if it was made behind the tracer's back."""
         node = self.nodes.get(id(value))
@@ -139,7 +157,8 @@ class Light(Watch):
             return args[0].device
         if func in LIFTS and type(args[0]) in PLAIN:
             return self._fresh_constant(func, args[0])
-        refuse_random(func, args, kwargs)
+        if is_random(func, args, kwargs):
+            return drawn(self.again, self.seed, func, args, kwargs)
         if any(type(value) in PLAIN for value in _leaves((args, kwargs))):
             args, kwargs = _map((args, kwargs), self._registered)
         if any(args[at] is not None for at in STATISTICS.get(func, ())) and args[5]:
@@ -238,7 +257,7 @@ class Light(Watch):
                 raise unregistered(value)
             fake = self.known[id(value)][1]
             if fake is None:
-                fake = self.mode.from_tensor(value)
+                fake = self.source.mode.from_tensor(value)
                 self._keep(self._constant(value), fake)
                 self.owners[_storage(fake)] += 1
             self.fakes[id(value)] = fake
@@ -253,23 +272,6 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         what = f"{func} needs the values of a tensor, and a captured graph has none"
         todo = "Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides."
         raise user_error(what, user_stack(), todo) from error
-
-
-def refuse_random(func: Any, args: Any, kwargs: Any, stack: str | None = None) -> None:
-    """Raise CaptureError for an op that draws random numbers; with a probability of 0 it draws none."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return
-    schema = func._schema.arguments
-    given = {arg.name: arg.default_value for arg in schema}
-    given.update(zip(given, args), **kwargs)
-    chance = given.get("dropout_p", given.get("p"))
-    if chance == 0 or given.get("train") is False or given.get("training") is False:
-        return
-    todo = "Pass the random tensor as an argument."
-    if chance is not None:
-        todo = "Set the probability of the dropout to 0, or call model.eval()."
-    what = f"{func} draws random numbers, which is not supported yet"
-    raise user_error(what, user_stack() if stack is None else stack, todo)
 
 
 def unregistered(value: Tensor) -> CaptureError:

@@ -20,8 +20,9 @@ from sbpc.errors import PlanError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
-from sbpc.ports import BUFFER, GRADIENT, INPUT, MUTATION, OUTPUT, PARAMETER, TANGENT
+from sbpc.ports import BUFFER, GRADIENT, INPUT, MUTATION, OUTPUT, PARAMETER, SEED, TANGENT
 from sbpc.programs import Programs
+from sbpc.random import seed_of_step, wrap
 from sbpc.runtime import bind, groups
 from sbpc.runtime.partition import on_device, partition
 from sbpc.states import Split
@@ -38,6 +39,9 @@ def parallelize(model: nn.Module, plan: Plan | Programs, *, executor: str = "cod
     The result is a new module of a subclass of the model's class; the model itself is left as it was. Its parameters
     hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
     shards where the plan was made with `inputs=`; results likewise. executor: "code" (generated) or "interpreter".
+    Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
+    every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
+    kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
 
     Raises MeshError if there are not as many processes as ranks, PlanError if model and plan do not belong together.
     """
@@ -69,7 +73,12 @@ def parallelize(model: nn.Module, plan: Plan | Programs, *, executor: str = "cod
     result.__class__ = type(
         f"Parallel{cls.__name__}",
         (cls,),
-        {"forward": lambda self, *a, **k: runner.step(a, k), "__module__": cls.__module__},
+        {
+            "forward": lambda self, *a, **k: runner.step(a, k),
+            "random_state": lambda self: dict(runner.random),
+            "set_random_state": lambda self, state: runner.set_random(state),
+            "__module__": cls.__module__,
+        },
     )
     return result
 
@@ -128,6 +137,13 @@ def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
     return found
 
 
+def agreed_seed(where: torch.device) -> int:
+    """The seed that rank 0's torch was started with."""
+    seed = torch.tensor(wrap(torch.initial_seed()), device=where)
+    dist.broadcast(seed, 0)
+    return int(seed)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense row-major tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -159,6 +175,7 @@ class Runner:
         self.forward, self.backward = executor(halves.forward), executor(halves.backward)
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
         self.layouts, self.shapes = plan.given, plan.shapes
+        self.random = {"seed": agreed_seed(where), "step": 0}
         self.results = [(at, port) for at, port in enumerate(plan.ports.outputs) if port.kind in (OUTPUT, MUTATION)]
         tangents = {port.name for port in plan.ports.inputs if port.kind == TANGENT}
         self.differentiable = [
@@ -198,7 +215,17 @@ class Runner:
                 local = self.layouts[port].local_shape(planned.shape, self.plan.mesh.sizes, self.coordinates)
                 bind.check(f"argument {port.name}", given, planned, local)
                 found.append(given)
+            elif port.kind == SEED:
+                found.append(torch.tensor(seed_of_step(**self.random), device=self.positions[0].device))
+                self.random["step"] += 1
         return found
+
+    def set_random(self, state: dict[str, int]) -> None:
+        """Draw on as the module did whose `random_state` this is. Raises PlanError if it is none."""
+        known = isinstance(state, dict) and list(state) == ["seed", "step"]
+        if not known or not all(type(number) is int for number in state.values()):
+            raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
+        self.random = dict(state)
 
 
 class Step(Function):

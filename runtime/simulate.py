@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from sbpc.errors import PlanError
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
-from sbpc.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, Port
+from sbpc.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
 from sbpc.programs import Programs
+from sbpc.random import wrap
 from sbpc.runtime import bind
 from sbpc.runtime.lockstep import lockstep
 
@@ -49,12 +50,12 @@ def simulate(
     """One step of `plan` on all its ranks, in this process, running the programs that torchrun runs.
 
     args are whole, on one device; so is what comes back. tangents: the gradients of the outputs, ones if not given.
-    seed: for ops that draw random numbers (none are planned yet). The model is left unchanged.
+    seed: of all random numbers; one seed gives the same numbers on every mesh. The model is left unchanged.
 
     Raises PlanError if model or arguments are not like those planned.
     """
     mesh = plan.mesh
-    given, layouts = whole_inputs(plan, model, args, kwargs, tangents), plan.given
+    given, layouts = whole_inputs(plan, model, args, kwargs, tangents, seed), plan.given
     ranks: list[list[Tensor]] = [[] for _ in range(mesh.ranks)]
     for port in plan.ports.inputs:
         parts = layouts[port].shards(given[port], mesh.sizes)
@@ -79,7 +80,9 @@ def simulate(
     )
 
 
-def whole_inputs(plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any) -> dict[Port, Tensor]:
+def whole_inputs(
+    plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any, seed: int
+) -> dict[Port, Tensor]:
     """Every placeholder's whole tensor, checked against the plan."""
     found = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
     leaves = bind.arguments(plan, args, kwargs)
@@ -88,6 +91,8 @@ def whole_inputs(plan: Plan | Programs, model: nn.Module, args: Sequence[Any], k
         if port.kind == INPUT:
             bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
             found[port] = leaves[int(port.name)].detach()
+        elif port.kind == SEED:
+            found[port] = torch.tensor(wrap(seed))
         elif port not in found:
             found[port] = next(free)
     real = [tensor for port, tensor in found.items() if port.kind == PARAMETER]

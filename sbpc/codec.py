@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = "sbpc plan"
 VERSION = 1
-NAMESPACES = ("aten", "prims")
+NAMESPACES = ("aten", "prims", "sbpc")
 WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))

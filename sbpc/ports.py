@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-PARAMETER, BUFFER, INPUT, TANGENT = "parameter", "buffer", "input", "tangent"
+PARAMETER, BUFFER, INPUT, SEED, TANGENT = "parameter", "buffer", "input", "seed", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
-INPUTS = (PARAMETER, BUFFER, INPUT, TANGENT)
+INPUTS = (PARAMETER, BUFFER, INPUT, SEED, TANGENT)
 OUTPUTS = (OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT)
 HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
 """Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
@@ -20,13 +20,17 @@ class Port:
     """One placeholder or one output of a program.
 
     Kinds of placeholders: parameter, buffer (by qualified name; a tied one by its first), input (named "0", "1", ...
-    by its place among the tensor leaves of the arguments), tangent ("0", ... of which output). Kinds of outputs:
+    by its place among the tensor leaves of the arguments), seed (0-dim int64, where random numbers are drawn),
+    tangent ("0", ... of which output). Kinds of outputs:
     output ("0", ... by its place among the tensor leaves of the outputs), mutation (the new value of a buffer),
     gradient (of the parameter of that name), input_gradient (of the input of that name).
     """
 
     kind: str
     name: str
+
+
+SEED_PORT = Port(SEED, "seed")
 
 
 @dataclass(frozen=True)

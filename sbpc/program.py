@@ -86,8 +86,13 @@ class Program:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
 
+    def seed(self) -> Tensor:
+        """A fake for the seed of a step."""
+        with self.mode:
+            return torch.empty((), dtype=torch.int64, device=self.device)
+
     def placeholders(self) -> Iterator[tuple[Port, str, Tensor]]:
-        """Every placeholder but the tangents, in order: its port, the name it should have, its fake."""
+        """Every placeholder but the seed and the tangents, in order: its port, the name it should have, its fake."""
         for name, value in self.parameters.items():
             yield Port(ports.PARAMETER, name), name.replace(".", "_"), value
         for name, value in self.buffers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sbpc.random import BITS
 from sbpc.rules.prove import Case, case
 from tests import cuda_cases, layer_cases
 from tests.samples import close, f, x, y
@@ -152,6 +153,8 @@ def factories() -> list[Case]:
         case(aten._assert_tensor_metadata.default, x(3, 4), None, None, torch.float64),
         case(aten.native_dropout.default, x(3, 4), 0.0, True),
         case(aten.native_dropout.default, x(3, 4), 0.5, False),
+        case(BITS, torch.tensor(3), [3, 4], 1),
+        case(BITS, torch.tensor(4), [5, 2, 3], 0),
         case(aten.arange.default, 7),
         case(aten.arange.default, 7, dtype=torch.float64),
         case(aten.arange.start, 3, 10, dtype=torch.float64),

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = (
     ("errors", "_compat", "bounds"),
-    ("states", "ports", "cluster", "frames", "writer"),
+    ("states", "ports", "random", "cluster", "frames", "writer"),
     ("layout", "structure"),
     ("mesh",),
     ("boxing", "lowering", "rules", "solver", "pins"),
@@ -83,7 +83,7 @@ def test_imports_go_down_only() -> None:
 
 def test_passes_share_only_the_pipeline_and_verify() -> None:
     wrong = []
-    helpers = {"joint", "tracer", "program"}
+    helpers = {"draws", "joint", "tracer", "program"}
     for name, path in files():
         if not name.startswith("passes.") or name == "passes.pipeline":
             continue

@@ -1,4 +1,4 @@
-"""Factories: made of sizes alone, so any split is free; arange starts where the shard starts."""
+"""Factories: made of sizes alone, so any split is free; arange and random bits start where the shard starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sbpc.random import BITS, row_major
 from sbpc.rules.registry import FREE, Shard, rule
 
 aten = torch.ops.aten
@@ -29,6 +30,18 @@ def arange(shard: Shard) -> Any:
     return index if dtype == torch.int64 else call(aten._to_copy.default, index, dtype=dtype)
 
 
+def bits(shard: Shard) -> Any:
+    """The bits of this rank's elements, by where they stand in the whole tensor."""
+    if not shard.offsets:
+        return shard.plain()
+    sizes, start = shard.match.sizes, None
+    strides = dict(zip(sizes, row_major(list(sizes.values()))))
+    for factor, offset in shard.offsets.items():
+        here = shard.call(aten.mul.Scalar, offset, strides[factor])
+        start = here if start is None else shard.call(aten.add.Tensor, start, here)
+    return shard.plain(strides=list(strides.values()), start=start)
+
+
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
     rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
 for op in (
@@ -44,3 +57,4 @@ for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.defau
 for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
     rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
 rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)
+rule(BITS, "(), [*a], _ -> *a ; idx a", local=bits, flops="16 *a")

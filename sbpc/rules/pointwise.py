@@ -20,7 +20,8 @@ UNTAGGED = (
     aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rsub.Tensor, aten.softplus_backward.default,
+    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rrelu_with_noise_backward.default,
+    aten.rsub.Tensor, aten.softplus_backward.default,
     aten.softshrink_backward.default, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 # Tagged pointwise, yet not a tensor (equal) or random (rrelu).
@@ -62,6 +63,7 @@ LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "neg.default": (("self",),),
     "positive.default": (("self",),),
     "rad2deg.default": (("self",),),
+    "rrelu_with_noise_backward.default": (("grad_output",),),
     "rsub.Tensor": (("self", "other"),),
     "sigmoid_backward.default": (("grad_output",),),
     "silu_backward.default": (("grad_output",),),
