@@ -23,13 +23,14 @@ def annotate(gm: GraphModule) -> GraphModule:
     and quietly which rules are not sbpc's own.
     """
     result = copied(gm)
+    known: dict[int, Candidates] = {}
     for node in result.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             whole_only = node.op == "get_attr"
             shape = () if whole_only else tuple(node.meta["val"].shape)
             set_candidates(node, of_stored(shape))
         elif node.op == "call_function" and node.target is not operator.getitem:
-            annotate_call(node)
+            annotate_call(node, known)
         elif node.op not in ("output", "call_function"):
             raise SbpcError(at_node(f"{node.op} nodes cannot be planned", node, "Capture the model anew."))
     matched = [node.meta["match"].entry for node in result.graph.nodes if "match" in node.meta]
@@ -56,8 +57,9 @@ def set_candidates(node: Node, candidates: Candidates) -> None:
     node.meta["signatures"] = candidates.signatures
 
 
-def annotate_call(node: Node) -> None:
-    """Match one call with its rule; without one it is replicated, and the plan's notes say what that costs."""
+def annotate_call(node: Node, known: dict[int, Candidates]) -> None:
+    """Match one call with its rule; without one it is replicated, and the plan's notes say what that costs. Calls that
+    are alike share their match and their candidates, those in `known`."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     inputs = [n.meta["val"] for n in nodes_in((node.args, node.kwargs))]
     value = node.meta["val"]
@@ -67,7 +69,9 @@ def annotate_call(node: Node) -> None:
         require_dense(node, inputs)
         return set_candidates(node, of_replicated(len(inputs), len(outputs)))
     node.meta["match"] = found
-    return set_candidates(node, of_match(found))
+    if id(found) not in known:
+        known[id(found)] = of_match(found)
+    return set_candidates(node, known[id(found)])
 
 
 def require_dense(node: Node, inputs: list[Any]) -> None:

@@ -13,16 +13,19 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing import closure
-from sbpc.choices import Candidates, Choice, may_cut, of_stored, operands, stored, value_of
+from sbpc.choices import Choice, may_cut, of_stored, operands, value_of
+from sbpc.codes import decode, elements
 from sbpc.errors import LayoutError, PinError, at_node
-from sbpc.layout import Layout, broadcast
+from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
-from sbpc.pins import Wish
+from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
-from sbpc.pricing import apart_seconds, call_seconds
 from sbpc.solver import Problem, Value, Variable, solve, star, total
 from sbpc.states import Split
+from sbpc.tables import Table, tabulate
+
+ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 
 
 class Space:
@@ -37,21 +40,17 @@ class Space:
         self.gm, self.mesh = gm, mesh
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
-        self.tables: dict[Any, Table] = {}
-        self.choices: list[tuple[Choice, ...]] = []
-        self.variables: list[Variable] = []
-        self.ins: list[list[list[Layout]]] = []  # by node, operand and label
-        self.outs: list[list[list[Layout]]] = []  # by node, output and label
-        for node in self.nodes:
-            self.add_node(node, wishes.get(node.name))
+        self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape
+        self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
+        self.variables = [Variable(node.name, t.seconds, t.digits) for node, t in zip(self.nodes, self.tables)]
         self.values: list[Value] = []
-        self.layouts: list[list[Layout]] = []
+        self.codes: list[np.ndarray] = []  # by value the codes of its layouts
         self.keys: list[tuple[Node, int]] = []
         self.ports: list[int | None] = []
         readers = self.add_outputs(outputs)
-        for node in self.nodes:
+        for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
-                readers.setdefault(value_of(operand), []).append((self.number[node], self.ins[self.number[node]][slot]))
+                readers.setdefault(value_of(operand), []).append((at, self.tables[at].ins[slot]))
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
@@ -84,7 +83,7 @@ class Space:
             tried = list(best)
             for at, place in self.places.items():
                 source = pattern.get(place[1:]) if place else None
-                if source is not None and self.choices[at] == self.choices[source]:
+                if source is not None and self.tables[at] is self.tables[source]:
                     tried[at] = best[source]
             seconds = total(problem, tried)
             if tried != best and seconds <= least * (1 + 1e-12):
@@ -112,126 +111,95 @@ class Space:
 
     def bytes_of(self, at: int) -> np.ndarray:
         """Bytes of all outputs of node number `at` on the busiest rank, by label."""
-        total = np.zeros(len(self.choices[at]))
-        for index, column in enumerate(self.outs[at]):
+        total = np.zeros(len(self.tables[at]))
+        for index, codes in enumerate(self.tables[at].outs):
             shape, itemsize = shape_of(self.nodes[at], index)
-            total += [
-                itemsize * float(np.prod(layout.local_shape(shape, self.mesh.sizes, (0,) * len(self.mesh.sizes))))
-                for layout in column
-            ]
+            total += itemsize * elements(codes, shape, self.mesh.sizes)
         return total
 
-    def add_node(self, node: Node, wish: Wish | None) -> None:
-        """One variable whose labels are the legal choices of the node."""
-        table = self.table(node)
-        keep = list(range(len(table.choices)))
-        if wish is not None:
-            keep = [at for at in keep if wish.admits(table.outs[0][at])]
-            if not keep:
-                raise PinError(refusal(node, wish, table, self.mesh))
-        self.choices.append(tuple(table.choices[at] for at in keep))
-        self.ins.append([[column[at] for at in keep] for column in table.ins])
-        self.outs.append([[column[at] for at in keep] for column in table.outs])
-        self.variables.append(Variable(node.name, table.seconds[keep], table.digits[keep]))
+    def table(self, node: Node, wish: Wish | None) -> Table:
+        """The labels of a node; equal nodes share one table."""
+        candidates, match = node.meta["candidates"], node.meta.get("match")
+        tensors = tensors_of(node)
+        key: tuple[Any, ...] = (id(candidates), id(match), tensors)
+        if key not in self.known:
+            free = node.op != "call_function" or (match is not None and match.view)
+            every = node.op == "placeholder" or sum(size > 1 for size in self.mesh.sizes) <= ORDERED
+            self.known[key] = tabulate(candidates, match, tensors, self.mesh, free, every)
+        table: Table = self.known[key]
+        if wish is None:
+            return table
+        key = (*key, wish.states, wish.order, wish.spread)
+        if key not in self.known:
+            self.known[key] = table.admitted(wish)
+        if not len(self.known[key]):
+            raise PinError(refusal(node, wish, table, self.mesh))
+        return self.known[key]
 
-    def table(self, node: Node) -> Table:
-        """The choices of a node with their layouts and seconds; equal nodes share one."""
-        key = (node.meta["candidates"], node.target if node.op == "call_function" else node.op, tensors_of(node))
-        if key not in self.tables:
-            self.tables[key] = Table(node, self.mesh)
-        return self.tables[key]
-
-    def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[tuple[Node, int], list[tuple[int, list[Layout]]]]:
+    def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[tuple[Node, int], list[tuple[int, np.ndarray]]]:
         """Variables for outputs that may be left in several layouts; a gradient is read in its parameter's home."""
-        readers: dict[tuple[Node, int], list[tuple[int, list[Layout]]]] = {}
-        ports = self.gm.meta["ports"]
-        homes = placeholders(self.gm)
-        for at, (port, node) in enumerate(zip(ports.outputs, results(self.gm))):
+        readers: dict[tuple[Node, int], list[tuple[int, np.ndarray]]] = {}
+        homes = {port: self.number[node] for port, node in placeholders(self.gm).items()}
+        for at, (port, node) in enumerate(zip(self.gm.meta["ports"].outputs, results(self.gm))):
             if node is None:
                 self.ports.append(None)
                 continue
             if port.kind in HOMES and at not in wishes:
-                reader = self.number[homes[Port(HOMES[port.kind], port.name)]]
-                allowed = self.outs[reader][0]
+                reader = homes[Port(HOMES[port.kind], port.name)]
             else:
-                allowed = self.allowed_outputs(node, wishes.get(at))
-                reader = len(self.variables)
-                self.choices.append(tuple(stored(layout) for layout in allowed))
-                digits = np.array(
-                    [
-                        [state.dim + 1 if isinstance(state, Split) else 0 for state in layout.states]
-                        for layout in allowed
-                    ]
-                )
-                self.variables.append(Variable(f"output {at}", np.zeros(len(allowed)), digits))
-                self.ins.append([])
-                self.outs.append([allowed])
+                table = self.output_table(node, wishes.get(at))
+                reader = len(self.tables)
+                self.tables.append(table)
+                self.variables.append(Variable(f"output {at}", table.seconds, table.digits))
             self.ports.append(reader)
-            readers.setdefault(value_of(node), []).append((reader, allowed))
+            readers.setdefault(value_of(node), []).append((reader, self.tables[reader].outs[0]))
         return readers
 
-    def allowed_outputs(self, node: Node, wish: Wish | None) -> list[Layout]:
+    def output_table(self, node: Node, wish: Wish | None) -> Table:
         """The layouts that an output may be left in: whole on every rank, or as wished."""
-        whole = broadcast(self.mesh.axes)
-        if wish is None:
-            return [whole]
-        shape, _ = shape_of(*value_of(node))
-        found = [choice.output(0, self.mesh.axes) for choice in of_stored(shape).choices(self.mesh.sizes)]
-        found = [layout for layout in found if wish.admits(layout)]
-        if not found:
+        shape, itemsize = shape_of(*value_of(node))
+        found = tabulate(of_stored(shape), None, ((itemsize, shape),), self.mesh, True, True)
+        found = found.admitted(exactly(broadcast(self.mesh.axes), "") if wish is None else wish)
+        if not len(found):
+            assert wish is not None
             raise PinError(
                 at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout.")
             )
         return found
 
-    def add_value(self, key: tuple[Node, int], readers: list[tuple[int, list[Layout]]]) -> None:
+    def add_value(self, key: tuple[Node, int], readers: list[tuple[int, np.ndarray]]) -> None:
         """One value: from the layouts that its producer leaves to those that its readers take."""
         producer = self.number[key[0]]
-        out = self.outs[producer][key[1]]
-        numbers: dict[Layout, int] = {}
-        columns = [[numbers.setdefault(layout, len(numbers)) for layout in c] for c in (out, *(c for _, c in readers))]
-        layouts = list(numbers)
+        ports = [self.tables[producer].outs[key[1]], *(codes for _, codes in readers)]
         shape, itemsize = shape_of(key[0], key[1])
-        seconds = closure(layouts, shape, itemsize, self.mesh)
-        consumers = [(reader, np.array(column)) for (reader, _), column in zip(readers, columns[1:])]
-        self.values.append(Value(producer, np.array(columns[0]), consumers, seconds))
-        self.layouts.append(layouts)
+        same = (*map(id, ports), shape, itemsize)
+        if same not in self.known:
+            codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
+            about = (codes.tobytes(), shape, itemsize)
+            if about not in self.known:
+                self.known[about] = closure(codes, shape, itemsize, self.mesh)
+            places = {id(port): np.searchsorted(codes, port) for port in ports}
+            self.known[same] = codes, [places[id(port)] for port in ports], self.known[about]
+        codes, (out, *wants), seconds = self.known[same]
+        consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
+        self.values.append(Value(producer, out, consumers, seconds))
+        self.codes.append(codes)
         self.keys.append(key)
 
     def assignment(self, labels: list[int]) -> Assignment:
         """The choices and layouts that the labels stand for."""
-        chosen = {node.name: self.choices[at][labels[at]] for at, node in enumerate(self.nodes)}
+        made: dict[tuple[int, int], Choice] = {}
+        chosen = {}
+        for node, table, label in zip(self.nodes, self.tables, labels):
+            if (id(table), label) not in made:
+                made[id(table), label] = table.choice(label)
+            chosen[node.name] = made[id(table), label]
         aliases = {}
-        for key, value, layouts in zip(self.keys, self.values, self.layouts):
+        for key, value, codes in zip(self.keys, self.values, self.codes):
             alias, _ = star(value, labels)
-            aliases[key[0].name, key[1]] = layouts[alias]
-        outputs = tuple(None if at is None else self.outs[at][0][labels[at]] for at in self.ports)
+            aliases[key[0].name, key[1]] = decode(int(codes[alias]), self.mesh.axes)
+        outputs = tuple(None if at is None else self.tables[at].output(0, labels[at]) for at in self.ports)
         return Assignment(chosen, aliases, outputs)
-
-
-class Table:
-    """The legal choices of one node: per choice its seconds, its digits, and the layout of each operand and output."""
-
-    def __init__(self, node: Node, mesh: Mesh) -> None:
-        candidates: Candidates = node.meta["candidates"]
-        self.choices = candidates.choices(mesh.sizes)
-        first = candidates.signatures[0]
-        self.ins = [[c.input(slot, mesh.axes) for c in self.choices] for slot in range(len(first.inputs))]
-        self.outs = [[c.output(index, mesh.axes) for c in self.choices] for index in range(len(first.outputs))]
-        place = {signature: at for at, signature in enumerate(candidates.signatures)}
-        self.digits = np.array([[place[s] for s in c.signatures] for c in self.choices])
-        self.seconds = np.zeros(len(self.choices))
-        if node.op == "call_function":
-            self.seconds = self.compute_seconds(node, candidates, mesh)
-
-    def compute_seconds(self, node: Node, candidates: Candidates, mesh: Mesh) -> np.ndarray:
-        """Seconds of the local op under every choice."""
-        match, tensors, columns = node.meta.get("match"), tensors_of(node), (*self.ins, *self.outs)
-        seconds = call_seconds(match, self.choices, tensors, columns, float(np.prod(shape_of(node, 0)[0])), mesh)
-        apart = [at for at, choice in enumerate(self.choices) if candidates.apart(choice)]
-        if apart:
-            seconds[apart] = apart_seconds(candidates, [self.choices[at] for at in apart], tensors[: len(self.ins)], mesh)
-        return seconds
 
 
 def tensors_of(node: Node) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -257,7 +225,7 @@ def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
 def refusal(node: Node, wish: Wish, table: Table, mesh: Mesh) -> str:
     """Why no choice of a node meets a wish."""
     shape, _ = shape_of(node, 0)
-    offered = list(dict.fromkeys(str(layout) for layout in table.outs[0]))
+    offered = [str(decode(code, mesh.axes)) for code in dict.fromkeys(table.outs[0].tolist())]
     for axis, state in wish.states:
         if isinstance(state, Split) and state.dim >= len(shape):
             return at_node(

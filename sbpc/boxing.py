@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import sympy
 
+from sbpc.codes import NAMES, ORDERS, SUM, WHOLE, encode, joined, states_of
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
@@ -194,19 +195,22 @@ def seconds(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, 
     return float(prices.row(start)[goal])
 
 
-def closure(found: Sequence[Layout], shape: Sequence[int], itemsize: int, mesh: Mesh) -> np.ndarray:
-    """Between each two of `found`, [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
-    matrix = np.full((len(found), len(found)), np.inf)
-    rows: dict[tuple[str | None, ...], list[int]] = {}
-    for at, layout in enumerate(found):
-        rows.setdefault(_extremes(layout), []).append(at)
-    for sources in rows.values():
-        prices = _prices(_extremes(found[sources[0]]), tuple(shape), itemsize, mesh)
-        index = {at: prices.graph.index.get(layout, -1) for at, layout in enumerate(found)}
-        columns = [at for at, place in index.items() if place >= 0]
-        for layout in (found[at] for at, place in index.items() if place < 0):
-            _check(layout, tuple(shape), mesh)
-        matrix[np.ix_(sources, columns)] = prices.rows([index[at] for at in sources])[:, [index[at] for at in columns]]
+def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) -> np.ndarray:
+    """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
+    count = len(mesh.axes)
+    states = states_of(codes, count)
+    if ((states < WHOLE) & (states >= len(shape))).any():
+        raise LayoutError(f"a layout that splits dim {len(shape)} or above of {tuple(shape)}\n  Split one of its dims.")
+    matrix = np.full((len(codes), len(codes)), np.inf)
+    kinds = np.where(states > SUM, states, 0)
+    for kind in np.unique(kinds, axis=0):
+        extremes = tuple(NAMES.get(int(code)) for code in kind)
+        prices = _prices(extremes, tuple(shape), itemsize, mesh)
+        sources = np.flatnonzero((kinds == kind).all(1))
+        columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
+        matrix[np.ix_(sources, columns)] = prices.between(
+            prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
+        )
     return matrix
 
 
@@ -253,11 +257,36 @@ class _Graph:
         targets, starts = np.unique(self.target, return_index=True)
         ends = [*starts[1:].tolist(), len(edges)]
         self.into = [(int(t), slice(first, last)) for t, first, last in zip(targets, starts.tolist(), ends)]
-        self.cut = np.zeros((len(self.layouts), rank, len(axes)), dtype=bool)
-        for at, layout in enumerate(self.layouts):
-            for axis, state in enumerate(layout.states):
-                if isinstance(state, Split):
-                    self.cut[at, state.dim, axis] = True
+        codes = np.array([encode(layout) for layout in self.layouts])
+        self.rank, self.states = rank, states_of(codes, len(axes))
+        self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
+        self.sorted = np.argsort(codes)
+        self.codes = codes[self.sorted]
+        self.plain, self.relabelled = self._relabel()
+
+    def at(self, codes: np.ndarray) -> np.ndarray:
+        """The numbers of layouts, by code."""
+        return self.sorted[np.searchsorted(self.codes, codes)]
+
+    def _relabel(self) -> tuple[np.ndarray, np.ndarray]:
+        """By layout the one of which it is a copy with other dims, split dims numbered by the first axis that cuts them;
+        and by layout the number in `renamings` of the change of dims that leads there."""
+        self.renamings: dict[tuple[int, ...], int] = {}
+        which = np.zeros(len(self.states), dtype=np.intp)
+        for at, states in enumerate(self.states.tolist()):
+            dims = [dim for dim in dict.fromkeys(states) if dim < self.rank]
+            rest = [dim for dim in range(self.rank) if dim not in dims]
+            new = {dim: number for number, dim in enumerate((*dims, *rest))}
+            which[at] = self.renamings.setdefault(tuple(new[dim] for dim in range(self.rank)), len(self.renamings))
+        self.images = [self._image(renaming) for renaming in self.renamings]
+        return np.array(self.images)[which, np.arange(len(which))], which
+
+    def _image(self, renaming: tuple[int, ...]) -> np.ndarray:
+        """By layout its number once dims are renamed so."""
+        new = np.array([*renaming, *range(self.rank, 16)])
+        orders = np.zeros(len(self.states), dtype=np.int64)
+        orders[self.sorted] = self.codes >> ORDERS
+        return self.at(joined(new[self.states], orders))
 
     def step(self, edge: int) -> Step:
         collective, axes = self.kinds[self.kind[edge]]
@@ -275,6 +304,17 @@ class _Prices:
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 2)
         self.edges = price[graph.kind, 0] + price[graph.kind, 1] * itemsize * block
+        self.even = all(size % math.prod(mesh.sizes) == 0 for size in shape)  # what a step costs depends on no dim
+
+    def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """The cheapest totals [sources, columns]; where dims do not matter, of one source for all that differ by dims."""
+        if not self.even:
+            return self.rows(sources.tolist())[:, columns]
+        graph = self.graph
+        plain, at = np.unique(graph.plain[sources], return_inverse=True)
+        rows = self.rows(plain.tolist())
+        images = np.array(graph.images)[graph.relabelled[sources]]
+        return rows[at[:, None], images[:, columns]]
 
     def row(self, source: int) -> np.ndarray:
         return self.rows([source])[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,10 +102,6 @@ class Candidates:
         assert self.phases is not None
         return layout_of(axes, tuple(self.phases.ways[s].states[number] for s in choice.signatures), choice.order)
 
-    def choices(self, mesh_sizes: tuple[int, ...]) -> tuple[Choice, ...]:
-        """All legal choices on a mesh of `mesh_sizes`, in a fixed order."""
-        return all_choices(self, mesh_sizes)
-
 
 @functools.lru_cache(maxsize=1 << 14)
 def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
@@ -119,34 +114,6 @@ def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) ->
         if nonempty and size and held[0] == 0:
             return False
     return True
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def all_choices(candidates: Candidates, mesh_sizes: tuple[int, ...]) -> tuple[Choice, ...]:
-    """See `Candidates.choices`. An axis of one rank only ever takes the first signature."""
-    per_axis = [candidates.signatures if size > 1 else candidates.signatures[:1] for size in mesh_sizes]
-    found = []
-    for signatures in itertools.product(*per_axis):
-        for order in orders(signatures):
-            choice = Choice(signatures, order)
-            if candidates.legal(choice, mesh_sizes):
-                found.append(choice)
-    return tuple(found)
-
-
-def orders(signatures: Sequence[Signature]) -> Iterator[tuple[int, ...]]:
-    """The orders of axes that differ in how some factor is cut, mesh order first."""
-    axes = range(len(signatures))
-    groups: dict[str, list[int]] = {}
-    for axis in axes:
-        factor = signatures[axis].factor
-        if factor is not None:
-            groups.setdefault(factor, []).append(axis)
-    shared = [group for group in groups.values() if len(group) > 1]
-    rest = tuple(axis for axis in axes if not any(axis in group for group in shared))
-    for permutations in itertools.product(*(itertools.permutations(group) for group in shared)):
-        order = (*rest, *itertools.chain(*permutations))
-        yield tuple(axes) if all(p == tuple(sorted(p)) for p in permutations) else order
 
 
 def local_sizes(
@@ -176,7 +143,8 @@ def of_replicated(inputs: int, outputs: int) -> Candidates:
     return Candidates((Signature((B,) * inputs, (B,) * outputs, None),))
 
 
-def of_stored(shape: Sequence[int]) -> Candidates:
+@functools.lru_cache(maxsize=1 << 12)
+def of_stored(shape: tuple[int, ...]) -> Candidates:
     """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
     split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
     names = frozenset(str(dim) for dim in range(len(shape)))
@@ -185,14 +153,6 @@ def of_stored(shape: Sequence[int]) -> Candidates:
         tuple((str(d), n) for d, n in enumerate(shape)),
         nonempty=names,
         mesh_order=True,
-    )
-
-
-def stored(layout: Layout) -> Choice:
-    """The choice of a placeholder that is stored in `layout`."""
-    return Choice(
-        tuple(Signature((), (state,), str(state.dim) if isinstance(state, Split) else None) for state in layout.states),
-        (*(at for at in range(len(layout.axes)) if at not in layout.order), *layout.order),
     )
 
 

@@ -88,7 +88,7 @@ def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, lim
         nonlocal tried
         mesh = Mesh(**sizes)
         space = spaces(drawn, mesh)
-        counts = [len(choices) for choices in space.choices]
+        counts = [len(table) for table in space.tables]
         total = 1
         for count in counts:
             total *= count
@@ -125,7 +125,7 @@ def test_objective_is_what_the_boxed_graph_costs() -> None:
     space = Space(plan.graph, mesh, {}, {})
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        labels = [int(torch.randint(len(choices), (), generator=generator)) for choices in space.choices]
+        labels = [int(torch.randint(len(table), (), generator=generator)) for table in space.tables]
         assert seconds_of(space, labels) == pytest.approx(seconds_of_labels(space, tuple(labels)), rel=1e-9)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from sbpc.boxing import Step, closure, layouts, path, seconds, steps, wire
 from sbpc.cluster import Cluster, Rate
+from sbpc.codes import encode
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
@@ -23,7 +25,15 @@ from tests.boxings import boxed_layouts, meshes, shapes
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(
-    "slow", 1e12, 1e12, 0.0, 4, 1e-6, 1e11, 5e-6, 3e10,
+    "slow",
+    1e12,
+    1e12,
+    0.0,
+    4,
+    1e-6,
+    1e11,
+    5e-6,
+    3e10,
     collectives=(Rate("all_to_all", efficiency=0.5), Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8)),
 )
 
@@ -188,11 +198,25 @@ def test_paths_are_the_cheapest_and_of_those_the_shortest(
         assert [start, *(step.after for step in taken)] == [*(step.before for step in taken), goal]
 
 
-@pytest.mark.parametrize(("sizes", "shape"), [((2, 4), (6, 10)), ((3,), (7, 4, 4)), ((2, 2, 2), (4, 8)), ((1, 3), ())])
+def codes(found: Sequence[Layout]) -> np.ndarray:
+    return np.array([encode(one) for one in found])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((2, 4), (6, 10)),
+        ((2, 4), (8, 16, 8)),
+        ((3,), (7, 4, 4)),
+        ((2, 2, 2), (4, 8)),
+        ((2, 2, 2), (8, 16)),
+        ((1, 3), ()),
+    ],
+)
 def test_the_closure_is_what_paths_cost_and_a_metric(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     mesh = Mesh(cluster=SLOW, **dict(zip("abc", sizes)))
     found = layouts(len(shape), mesh.axes)
-    costs = closure(found, shape, 4, mesh)
+    costs = closure(codes(found), shape, 4, mesh)
     assert np.isfinite(costs).all() and (np.diag(costs) == 0).all()
     for through in range(len(found)):
         assert (costs <= (costs[:, through, None] + costs[through]) * (1 + 1e-12)).all()
@@ -205,14 +229,14 @@ def test_the_closure_is_what_paths_cost_and_a_metric(sizes: tuple[int, ...], sha
 
 def test_a_closure_of_some_layouts_is_part_of_the_closure_of_all() -> None:
     found = layouts(2, GRID.axes)
-    costs = closure(found, (6, 10), 4, GRID)
+    costs = closure(codes(found), (6, 10), 4, GRID)
     some = [7, 3, 11, 3]
-    assert (closure([found[at] for at in some], (6, 10), 4, GRID) == costs[np.ix_(some, some)]).all()
+    assert (closure(codes(found)[some], (6, 10), 4, GRID) == costs[np.ix_(some, some)]).all()
 
 
 def test_nothing_leads_to_extremes() -> None:
     found = [layout(text) for text in ("[P(max), B]", "[B, B]", "[P(min), S(0)]", "[P(max), S(0)]")]
-    costs = closure(found, (8, 8), 4, GRID)
+    costs = closure(codes(found), (8, 8), 4, GRID)
     assert np.isfinite(costs).tolist() == [
         [True, True, False, True],
         [False, True, False, False],
@@ -283,7 +307,7 @@ def test_impossible_boxings_are_refused(before: str, after: str, message: str) -
 
 def test_a_layout_over_other_axes_is_refused() -> None:
     with pytest.raises(LayoutError) as error:
-        closure([Layout(("x", "y"), (B, S(0)))], (8, 8), 4, GRID)
+        seconds(Layout(("x", "y"), (B, S(0))), layout("[B, B]"), (8, 8), 4, GRID)
     assert (
         str(error.value) == "layout [B, S(0)] over x, y on Mesh(a=2, b=4)\n  Give a layout over the axes of the mesh."
     )
