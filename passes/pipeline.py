@@ -15,16 +15,15 @@ from torch.fx import GraphModule
 
 from sbpc import codec, programs
 from sbpc.cost import OPTIMIZER_STATE
-from sbpc.errors import MemoryLimitError
 from sbpc.graphtext import graph_text
 from sbpc.layout import Layout
-from sbpc.measure import local_bytes
 from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import Space, kept
 from sbpc.passes.box import box
 from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
+from sbpc.passes.memory import within
 from sbpc.passes.normalize import normalize
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.pins import Wish
@@ -112,66 +111,17 @@ def finish(
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
-            plan = within_memory(plan, space, options["memory"], stages)
+            held = kept(gm, 1 + OPTIMIZER_STATE[options.get("optimizer")])
+
+            def priced(price: float) -> Plan:
+                return make_plan(gm, mesh, space.solve(held, price)[0], bound, options, stages)
+
+            plan = within(options["memory"], plan, priced)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)
         stages.show("localize", plan.local)
     return plan
-
-
-def within_memory(plan: Plan, space: Space, limit: float, stages: Stages) -> Plan:
-    """The fastest plan found that stays under `limit` bytes a rank: a byte is given a price, raised until the plan fits.
-
-    The price is a Lagrange multiplier; the bound of the unlimited problem stays valid. Raises MemoryLimitError.
-    """
-    copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
-    held = kept(plan.graph, copies)
-
-    def at(price: float) -> Plan:
-        assignment, _ = space.solve(held, price)
-        return make_plan(plan.graph, plan.mesh, assignment, plan.lower_bound, plan.options, stages)
-
-    unit = plan.cost.seconds / plan.cost.memory["total"]
-    low, high, best, least = 0.0, unit / 16, None, plan
-    while best is None and high <= unit * 2**12:
-        tried = at(high)
-        if tried.cost.memory["total"] <= limit:
-            best = tried
-        else:
-            low, high = high, 4 * high
-        least = min(least, tried, key=lambda p: p.cost.memory["total"])
-    if best is None:
-        raise MemoryLimitError(shortage(least, limit))
-    for _ in range(4):
-        middle = at((low + high) / 2)
-        if middle.cost.memory["total"] <= limit:
-            high = (low + high) / 2
-            best = min(best, middle, key=lambda p: p.cost.seconds)
-        else:
-            low = (low + high) / 2
-    return best
-
-
-def shortage(plan: Plan, limit: float) -> str:
-    """What is missing for a plan to fit, and the three tensors that hold most of what it takes."""
-    memory = plan.cost.memory
-    sizes = {
-        node.name: local_bytes(node, plan.mesh)
-        for node in plan.boxed.graph.nodes
-        if node.op in ("placeholder", "call_function")
-        and "sbp" in node.meta
-        and not isinstance(node.meta["sbp"], tuple)
-    }
-    most = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
-    held = ", ".join(f"%{name} {sizes[name]:,}" for name in most)
-    parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
-    over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
-    return (
-        f"the step needs at least {memory['total']:,} bytes a rank, {over}\n"
-        f"  of which {parts}; the largest tensors: {held}\n"
-        "  Give more memory, more ranks or a smaller batch."
-    )
 
 
 def make_plan(

@@ -60,7 +60,7 @@ def simulate(
     for port in plan.ports.inputs:
         parts = layouts[port].shards(given[port], mesh.sizes)
         for held, part in zip(ranks, parts):
-            held.append(part)
+            held.append(own(part))
     for rank, held in enumerate(ranks):
         held += [torch.tensor([at]) for at in mesh.coordinates(rank)]
     with torch.no_grad():
@@ -101,6 +101,12 @@ def whole_inputs(
             "the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu')."
         )
     return found
+
+
+def own(shard: Tensor) -> Tensor:
+    """The shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
+    whole = shard.untyped_storage().nbytes() > shard.nbytes
+    return shard.clone(memory_format=torch.contiguous_format) if whole else shard
 
 
 def groups(mesh: Mesh) -> dict[str, list[list[int]]]:

@@ -251,8 +251,8 @@ def cut_out(x: Local, site: Site) -> Local:
     """The rank's chunk. Ranks with a full chunk tell by position, a short one is the last."""
     cut = known(site.cut)
     dim, step, held = cut.dim, cut.chunks[0], site.after[cut.dim]
-    if held < step:
-        return x.slice(dim, cut.size - held, cut.size)
+    if held < step:  # a copy: a view would keep the whole tensor alive
+        return x.then(aten.slice_copy.Tensor, put(x.shape, dim, held), dim, cut.size - held, cut.size)
     full = cut.size // step
     chunks = x.slice(dim, 0, full * step).view(put(x.shape, dim, full, step))
     chunk = chunks.then(aten.index_select.default, put(x.shape, dim, 1, step), dim, site.position)

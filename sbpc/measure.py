@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing import wire
 from sbpc.choices import operands, value_of
-from sbpc.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work, numel
+from sbpc.cost import Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work
 from sbpc.layout import Layout
+from sbpc.memory import memory_totals
 from sbpc.mesh import Mesh
-from sbpc.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.rules.binding import flat_outputs
 
 
@@ -148,69 +147,3 @@ def comm_totals(transfers: Mapping[Transfer, int], mesh: Mesh) -> tuple[float, d
         sent[key] = sent.get(key, 0.0) + count * float(each)
         seconds += count * float(collective_seconds(rounds, each, *mesh.link(step.axes, step.collective)))
     return seconds, sent
-
-
-def memory_totals(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
-    """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step in graph order."""
-    nodes = list(boxed.graph.nodes)
-    ports = boxed.meta["ports"]
-    kinds = {node: port.kind for port, node in placeholders(boxed).items()}
-    parameters = sum(local_bytes(node, mesh) for node in nodes if kinds.get(node) == PARAMETER)
-    outputs = nodes[-1].args[0]
-    trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
-    homes = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
-    gradients = sum(size for name, size in homes.items() if name in trained)
-    state = OPTIMIZER_STATE[optimizer] * gradients
-    peak, saved = live_bytes(nodes, kinds, outputs, lambda node: local_bytes(node, mesh))
-    total = parameters + state + max(peak, gradients)
-    rest = max(0, total - parameters - gradients - state - saved)
-    named = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": state,
-        "activations": saved,
-        "temporaries": rest,
-    }
-    return {**named, "total": total}
-
-
-def local_bytes(node: Node, mesh: Mesh) -> int:
-    """Bytes of a node's value (of all its outputs together) on the rank at the origin."""
-    value, sbp = node.meta.get("val"), node.meta.get("sbp")
-    pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
-    return sum(
-        v.element_size() * numel(v.shape, [layout.cuts.get(dim, ()) for dim in range(v.dim())], mesh.sizes)
-        for v, layout in pairs
-        if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
-    )
-
-
-def live_bytes(
-    nodes: Sequence[Node], kinds: Mapping[Node, str], outputs: Any, size: Callable[[Node], int]
-) -> tuple[int, int]:
-    """The peak of live bytes beside the parameters, and the bytes alive between forward and backward.
-
-    A storage lives until the last use of any view of it; results live until the end.
-    """
-    root: dict[Node, Node] = {}
-    last: dict[Node, int] = {}
-    for at, node in enumerate(nodes):
-        match = node.meta.get("match")
-        aliases = node.op == "call_function" and (node.target is operator.getitem or (match is not None and match.view))
-        root[node] = root[operands(node)[0]] if aliases and operands(node) else node
-        for used in node.all_input_nodes:
-            last[root[used]] = at
-        last.setdefault(root[node], at)
-    dying: dict[int, list[Node]] = {}
-    for node, at in last.items():
-        dying.setdefault(at, []).append(node)
-    live = peak = saved = 0
-    seen_backward = False
-    for at, node in enumerate(nodes):
-        if node.meta.get("phase") == "backward" and not seen_backward and node.op == "call_function":
-            seen_backward, saved = True, live
-        if root[node] is node and kinds.get(node) != PARAMETER:
-            live += size(node)
-        peak = max(peak, live)
-        live -= sum(size(dead) for dead in dying.get(at, ()) if kinds.get(dead) != PARAMETER and at < len(nodes) - 1)
-    return peak, saved

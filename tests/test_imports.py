@@ -14,6 +14,7 @@ LEVELS = (
     ("mesh", "codes"),
     ("boxing", "lowering", "rules", "solver", "pins"),
     ("choices", "cost", "program", "writer"),
+    ("memory",),
     ("formulas", "measure", "graphtext", "rows", "tables"),
     ("picture",),
     ("codec", "report"),

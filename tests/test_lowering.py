@@ -170,7 +170,7 @@ def test_a_full_chunk_is_picked_by_position_and_a_short_one_is_the_last() -> Non
         "view_1 = aten.view(index_select, [3, 2])"
     )
     assert lines("[B]", "[S(0)]", (7, 2), mesh, 2) == (
-        "slice_tensor = aten.slice.Tensor(x, 0, 6, 7)\ncontiguous = aten.contiguous(slice_tensor,)"
+        "slice_copy_tensor = aten.slice_copy.Tensor(x, 0, 6, 7)"
     )
 
 
