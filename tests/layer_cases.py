@@ -31,7 +31,9 @@ def attention() -> list[Case]:
             close(aten._softmax.default, f(3, 4, 5), dim, False),
             close(aten._log_softmax.default, f(3, 4, 5), dim, False),
         ]
-        found += [close(aten._safe_softmax.default, f(3, 4, 5), dim)]
+        masked = torch.where(torch.arange(60).view(3, 4, 5) % 7 < 3, f(3, 4, 5), -torch.inf)
+        masked[0], masked[1, 2], masked[1, :, 3] = -torch.inf, -torch.inf, -torch.inf  # some rows have nothing
+        found += [close(aten._safe_softmax.default, z, dim) for z in (f(3, 4, 5), masked)]
         found += [close(aten._softmax_backward_data.default, x(3, 4, 5), s, dim, torch.float64)]
         found += [close(aten._log_softmax_backward_data.default, x(3, 4, 5), s.log(), dim, torch.float64)]
     return found
@@ -59,6 +61,12 @@ def norm() -> list[Case]:
             aten.native_group_norm_backward.default, x(4, 12, 3, 5), z, mean, rstd, w, 4, 12, 15, 4, [True, True, True]
         )
     )
+    z1 = f(4, 6, 5)  # one group: its channels may be split
+    _, mean, rstd = aten.native_group_norm.default(z1, w[:6], b[:6], 4, 6, 5, 1, 1e-5)
+    found += [
+        close(aten.native_group_norm.default, z1, w[:6], b[:6], 4, 6, 5, 1, 1e-5),
+        close(aten.native_group_norm_backward.default, x(4, 6, 5), z1, mean, rstd, w[:6], 4, 6, 5, 1, [True] * 3),
+    ]
     z12 = f(4, 24, 3, 5)
     _, mean, rstd = aten.native_group_norm.default(z12, f(24), None, 4, 24, 15, 12, 1e-5)
     found.append(

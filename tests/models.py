@@ -147,9 +147,9 @@ def resnet(batch: int = 12, channels: int = 12, size: int = 8, classes: int = 12
 
 
 class BatchNormNet(nn.Module):
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self, channels: int, classes: int, bias: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, channels, 3, padding=1)
+        self.conv = nn.Conv2d(3, channels, 3, padding=1, bias=bias)
         self.norm = nn.BatchNorm2d(channels)
         self.head = nn.Linear(channels, classes)
 
@@ -157,10 +157,10 @@ class BatchNormNet(nn.Module):
         return F.cross_entropy(self.head(F.relu(self.norm(self.conv(images))).mean(dim=(2, 3))), labels)
 
 
-def batch_norm(batch: int = 12, channels: int = 12, size: int = 4, classes: int = 12) -> Model:
+def batch_norm(batch: int = 12, channels: int = 12, size: int = 4, classes: int = 12, bias: bool = True) -> Model:
     """A convolution and a batch norm, whose running statistics are mutated buffers."""
     args = torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))
-    return BatchNormNet(channels, classes), args
+    return BatchNormNet(channels, classes, bias), args
 
 
 class TwoOutputs(nn.Module):

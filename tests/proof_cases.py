@@ -69,6 +69,7 @@ def reductions() -> list[Case]:
             for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction)
         ]
         found.append(close(aten.linalg_vector_norm.default, f(3, 4, 5), 2, dim, keep))
+        found += [close(aten.linalg_vector_norm.default, x(3, 4, 5), order, [1], keep) for order in (0, 1, 3.5, torch.inf, -torch.inf)]
         found += [case(op, x(3, 4, 5) > 2, dim, keep) for op in (aten.any.dims, aten.all.dims)]
         if dim:
             found.append(close(aten.logsumexp.default, f(3, 4, 5), dim, keep))

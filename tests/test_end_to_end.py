@@ -20,6 +20,7 @@ NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 tied": ("gpt2", {"tied": True}),
     "vgg": ("vgg", {}),
     "resnet": ("resnet", {}),
+    "batch_norm": ("batch_norm", {"bias": False}),  # a bias before the norm would do nothing
 }
 MESHES = {
     "2": {"x": 2},

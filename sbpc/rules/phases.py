@@ -23,6 +23,7 @@ from sbpc.states import B, Partial, State
 if TYPE_CHECKING:
     from sbpc.rules.registry import Match
 
+aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
@@ -122,6 +123,9 @@ def _way(
     """The signatures of all parts where the op has `signature`; at_once: what comes out P is boxed to B, but for outputs."""
     states: dict[int, State] = dict(enumerate(signature.inputs))
     claims = {number: claimed for number, claimed in zip(outputs, signature.outputs) if number is not None}
+    for part in reversed(parts):
+        if part.match.op is aten._to_copy.default and part.number in claims:  # before an output is cast
+            claims.setdefault(part.reads[0], claims[part.number])
     chosen = []
     for part in parts:
         read = tuple(states[number] for number in part.reads)

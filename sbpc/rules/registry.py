@@ -74,10 +74,10 @@ class Match:
         )
 
     def flops(self, local: Mapping[str, Any]) -> Any:
-        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default one per point of its space."""
+        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its space."""
         text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
         if text is None:
-            return math.prod((local[factor] for factor in self.points), start=1)
+            return math.prod((local[factor] for factor in self.points), start=self.each)
         if text == WRITTEN:
             outputs = [value.dims for value in self.bound.outputs if value.dims is not None]
             return sum(math.prod((dim.size(local) for dim in dims), start=1) for dims in outputs)
@@ -91,6 +91,17 @@ class Match:
         top, _, bottom = number.partition("/")
         found = math.prod((local[factor] for factor in chosen), start=int(top))
         return found / int(bottom) if bottom else found
+
+    @cached_property
+    def each(self) -> int:
+        """Flops per point: 1, or as many as an op has parts of that many points; one kernel does what they would do."""
+        parts = self.phases.parts if self.phases is not None else ()
+        return sum(not part.match.view and part.match.space == self.space for part in parts) or 1
+
+    @cached_property
+    def space(self) -> int:
+        """The number of points at global sizes."""
+        return math.prod(self.sizes[factor] for factor in self.points)
 
     @cached_property
     def points(self) -> tuple[str, ...]:
