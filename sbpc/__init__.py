@@ -9,6 +9,7 @@ from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.rules.own import rule
 from sbpc.rules.reviewed import load_rules
+from sbpc.runtime.checkpoint import Checkpoints
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.simulate import simulate
 from sbpc.states import B, P, Partial, S
@@ -16,6 +17,7 @@ from sbpc.sweep import sweep
 
 __all__ = [
     "B",
+    "Checkpoints",
     "Cluster",
     "Layout",
     "Mesh",

@@ -13,6 +13,10 @@ class CaptureError(SbpcError):
     """The model cannot be captured as one graph."""
 
 
+class CheckpointError(SbpcError):
+    """A checkpoint cannot be written or read, or does not fit the model or the optimizer."""
+
+
 class LayoutError(SbpcError):
     """A layout is malformed, or a tensor cannot have it."""
 

@@ -22,7 +22,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
     A rank that ends without a result has None. After `seconds` all that still run are killed and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
+        context.set_forkserver_preload(["sbpc", "sbpc.runtime.checkpoint"])
         workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
         for process in workers:
             process.start()

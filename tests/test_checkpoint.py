@@ -1,0 +1,213 @@
+"""Checkpoints: saved on one mesh and loaded on another, training goes on as if it had not been interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import CheckpointError
+from sbpc.layout import Layout, broadcast
+from sbpc.runtime import checkpoint, groups
+from sbpc.runtime.checkpoint import Checkpoints, whole_model, whole_steps
+from sbpc.runtime.module import distribute, parallelize
+from sbpc.runtime.parts import part_of, whole_state
+from tests import models
+from tests.processes import run_ranks
+from tests.test_plan import refused
+
+SHAPES = [(7, 5), (2, 3), (8, 8), (1,), ()]
+LAYOUTS = ["[B, B]", "[S(0), B]", "[S(0), S(0)]", "[S(0), S(0)] S(0)@y>x", "[S(1), S(0)]", "[S(1), S(1)] S(1)@y>x"]
+
+
+class Stored(nn.Module):
+    """A tensor of every shape in several layouts."""
+
+    def __init__(self, mesh: Mesh, turn: int, fill: float) -> None:
+        super().__init__()
+        names = [text for text in LAYOUTS if len(mesh.axes) == 2] or ["[S(0)]", "[S(1)]", "[B]"]
+        for number, shape in enumerate(SHAPES):
+            for at in range(len(LAYOUTS)):
+                layout = Layout.parse(names[(at + turn) % len(names)], mesh.axes)
+                layout = layout if all(dim < len(shape) for dim in layout.cuts) else broadcast(mesh.axes)
+                values = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 100 * number + at
+                held = distribute(values * fill, layout, mesh, torch.device("cpu"))
+                self.register_parameter(f"p{number}_{at}", held)
+
+
+def save_layouts(folder: str) -> str:
+    """On a rank: save tensors in many layouts."""
+    mesh = Mesh(x=2, y=2)
+    groups.bind(mesh)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(3, Stored(mesh, 0, 1.0))
+    checkpoints.wait()
+    groups.stop()
+    return "saved"
+
+
+def load_layouts(folder: str, axes: dict[str, int]) -> list[str]:
+    """On a rank: load them in other layouts on another mesh; the names of those that came out wrong."""
+    mesh = Mesh(**axes)
+    groups.bind(mesh)
+    found, expected = Stored(mesh, 2, 0.0), Stored(mesh, 2, 1.0)
+    assert Checkpoints(folder).load(found) == 3
+    pairs = zip(found.named_parameters(), expected.parameters())
+    wrong = [name for (name, one), other in pairs if not torch.equal(one.to_local(), other.to_local())]  # type: ignore[operator]
+    whole = whole_state(found)
+    wrong += [name for name, value in whole.items() if not torch.equal(value, whole_model(folder)[name])]
+    groups.stop()
+    return wrong
+
+
+def test_blocks_of_any_layout_are_read_in_any_other_layout_on_any_mesh(tmp_path: Path) -> None:
+    assert run_ranks(save_layouts, 4, str(tmp_path)) == ["saved"] * 4
+    assert run_ranks(load_layouts, 3, str(tmp_path), {"x": 3}) == [[]] * 3
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("axes", [{"x": 2, "y": 2}, {"x": 3, "y": 2}, {"x": 2, "y": 3}, {"x": 1, "y": 2}], ids=str)
+def test_blocks_are_read_on_more_meshes(tmp_path: Path, axes: dict[str, int]) -> None:
+    assert run_ranks(save_layouts, 4, str(tmp_path)) == ["saved"] * 4
+    ranks = Mesh(**axes).ranks
+    assert run_ranks(load_layouts, ranks, str(tmp_path), axes) == [[]] * ranks
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, ...]]:
+    """Different batches for the MLP of the tests."""
+    torch.manual_seed(1)
+    return [tuple(torch.randn_like(arg) for arg in models.mlp()[1]) for _ in range(count)]
+
+
+def optimizer_of(module: nn.Module, name: str) -> tuple[torch.optim.Optimizer, Any]:
+    """An optimizer with a schedule."""
+    kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
+    optimizer = kinds[name](module.parameters(), lr=0.01)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train_on(folder: str, axes: dict[str, int] | None, name: str, steps: int) -> list[float]:
+    """Train `steps` steps on from the last checkpoint, and save one; on one device without a mesh."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.mlp()
+    if axes is not None:
+        model = parallelize(model, sbpc.plan(model, args, Mesh(**axes)))
+    optimizer, schedule = optimizer_of(model, name)
+    checkpoints = Checkpoints(folder, asynchronous=steps % 2 == 0)
+    start = checkpoints.load(model, optimizer)
+    if start:
+        schedule.load_state_dict(checkpoints.extra["schedule"])
+    losses = []
+    for number in range(start, start + steps):
+        optimizer.zero_grad()
+        loss = model(*batches(number + 1)[number]).square().sum()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    checkpoints.save(start + steps, model, optimizer, extra={"schedule": schedule.state_dict()})
+    checkpoints.wait()
+    if axes is not None:
+        groups.stop()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("momentum", marks=pytest.mark.prove)])
+def test_training_goes_on_over_2_then_4_then_3_ranks_as_if_uninterrupted(tmp_path: Path, name: str) -> None:
+    expected = train_on(str(tmp_path / "one"), None, name, 8)
+    losses: list[float] = []
+    for axes, steps in (({"x": 2}, 3), ({"x": 2, "y": 2}, 2), ({"x": 3}, 3)):
+        ranks = Mesh(**axes).ranks
+        found = run_ranks(train_on, ranks, str(tmp_path / "many"), axes, name, steps)
+        assert all(part == found[0] for part in found), found
+        losses += found[0]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    one, many = whole_model(tmp_path / "one"), whole_model(tmp_path / "many")
+    model, _ = models.mlp()
+    model.load_state_dict(many)
+    assert one.keys() == many.keys() and all(torch.allclose(one[key], many[key], rtol=1e-6) for key in one)
+
+
+def killed_while_saving(folder: str) -> str:
+    """On a rank: save twice; rank 1 is killed in the middle of the second."""
+    mesh = Mesh(x=2)
+    groups.bind(mesh)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, Stored(mesh, 0, 1.0))
+    checkpoints.wait()
+    if dist.get_rank() == 1:
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        checkpoint.Saver.resolve_data = kill  # type: ignore[assignment]
+    checkpoints.save(2, Stored(mesh, 0, 2.0))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    found = run_ranks(killed_while_saving, 2, str(tmp_path))
+    assert found[1] is None and "was not written" in found[0], found
+    assert whole_steps(tmp_path) == [1] and list(tmp_path.glob("*.part"))
+    assert torch.equal(whole_model(tmp_path)["p2_0"], torch.arange(64.0).reshape(8, 8) + 200)
+    model = nn.ParameterDict(whole_model(tmp_path))
+    assert Checkpoints(tmp_path).load(model) == 1
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.load(model, optimizer) == 0
+    for step in range(1, 5):
+        checkpoints.save(step, model, optimizer, extra={"place": (step, 0.5)})
+    checkpoints.wait()
+    assert whole_steps(tmp_path) == [3, 4]
+    assert checkpoints.load(model, optimizer, step=3) == 3 and checkpoints.extra == {"place": (3, 0.5)}
+    assert "weight is float32 [4, 3]" in refused(CheckpointError, lambda: checkpoints.load(nn.Linear(3, 4)))
+    sgd = torch.optim.SGD(model.parameters())
+    assert "saved with AdamW" in refused(CheckpointError, lambda: checkpoints.load(model, sgd))
+    assert "no checkpoint" in refused(CheckpointError, lambda: checkpoints.load(model, step=1))
+    assert "which the model has not" in refused(CheckpointError, lambda: checkpoints.save(5, nn.Linear(1, 1), optimizer))
+    refused(CheckpointError, lambda: whole_model(tmp_path / "nothing"))
+    assert part_of(model.weight).shape == (2, 3)
+
+
+def drop_on(folder: str, steps: int) -> list[float]:
+    """On a rank: train a model with dropout on from the last checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 4))
+    args = (torch.ones(6, 8),)
+    module = parallelize(model, sbpc.plan(model, args, Mesh(x=2)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    checkpoints = Checkpoints(folder)
+    start = checkpoints.load(module, optimizer)
+    losses = []
+    for _ in range(steps):
+        loss = module(*args).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    checkpoints.save(start + steps, module, optimizer)
+    checkpoints.wait()
+    groups.stop()
+    return losses
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    expected = run_ranks(drop_on, 2, str(tmp_path / "one"), 4)[0]
+    first = run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0]
+    assert first + run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0] == expected
+    assert len(set(expected)) == 4
