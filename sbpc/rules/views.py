@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -9,9 +10,17 @@ from typing import Any
 
 import torch
 
+from sbpc._compat import OpOverload
+from sbpc.rules.binding import flat_outputs
 from sbpc.rules.registry import FREE, WRITTEN, Arguments, Shard, Text, Write, rule
 
 aten = torch.ops.aten
+FIRST_STRIDE = 10_000
+CUT_BY_SIZE = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unfold.default,
+)  # a size of the whole dim is no local one
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
@@ -91,67 +100,47 @@ def reshaped(shard: Shard) -> Any:
 
 
 # --- dims in another order or number ----------------------------------------------------------------------------------
-def _names(tensor: Any) -> list[str]:
-    return [f"d{at}" for at in range(tensor.dim())]
+def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
+    """The rule of a view, read off the strides that it gives to a tensor whose every dim has a stride of its own.
 
+    An output dim of the stride and size of an input dim is that dim; one of stride 0 is new; all others are cut.
 
-def _text(inputs: Sequence[str], outputs: Sequence[str]) -> str:
-    return f"{' '.join(inputs) or '()'} -> {' '.join(outputs) or '()'} ; lin(0)"
-
-
-def permute(given: Arguments, outputs: Any) -> str:
-    names = _names(given["self"])
-    return _text(names, [names[dim] for dim in given["dims"]])
-
-
-def transpose(given: Arguments, outputs: Any) -> str:
-    names = _names(given["self"])
-    swapped = list(names)
-    if names:
-        a, b = given.get("dim0", 0), given.get("dim1", min(1, len(names) - 1))
-        swapped[a], swapped[b] = names[b], names[a]
-    return _text(names, swapped)
-
-
-def unsqueeze(given: Arguments, outputs: Any) -> str:
-    names = _names(given["self"])
-    at = given["dim"] % (len(names) + 1)
-    return _text(names, [*names[:at], "1", *names[at:]])
-
-
-def _squeezed(given: Arguments) -> list[int]:
-    """The dims that squeeze removes: those of GLOBAL size 1; a shard may have a single element as well."""
+    >>> x = torch.ones(2, 3, 1)
+    >>> strided(aten.permute.default, {"self": x, "dims": [2, 0, 1]}, x.permute(2, 0, 1))
+    'd0 d1 d2 -> d2 d0 d1 ; lin(0)'
+    """
     x = given["self"]
-    asked = given.get("dim", range(x.dim()))
-    asked = [asked] if isinstance(asked, int) else asked
-    return sorted({dim % x.dim() for dim in asked if x.shape[dim] == 1}) if x.dim() else []
+    marks = {FIRST_STRIDE + at: f"d{at}" for at in range(x.dim())}  # no multiple and no sum of these is one of them
+    if op in CUT_BY_SIZE:
+        marks.pop(FIRST_STRIDE + given.get("dim", given.get("dimension")) % x.dim(), None)
+    probe = torch.empty_strided(x.shape, [FIRST_STRIDE + at for at in range(x.dim())], device="meta")
+    fixed = []
 
+    def dim(number: int, at: int, size: int, stride: int) -> str:
+        name = marks.get(stride, "")
+        if name and size == x.shape[stride - FIRST_STRIDE]:
+            return name
+        if size == 1 or stride == 0:
+            return "1" if size == 1 else f"e{at}"
+        fixed.append(f"y{number}_{at}")
+        return fixed[-1]
 
-def squeeze(given: Arguments, outputs: Any) -> str:
-    names, gone = _names(given["self"]), _squeezed(given)
-    return _text(
-        ["1" if at in gone else name for at, name in enumerate(names)],
-        [n for at, n in enumerate(names) if at not in gone],
-    )
+    made = flat_outputs(op(**{**given, "self": probe}))
+    sides = [[dim(n, at, *place) for at, place in enumerate(zip(y.shape, y.stride()))] for n, y in enumerate(made)]
+    before = []
+    for at, size in enumerate(x.shape):
+        cut = not all(f"d{at}" in side for side in sides)
+        before.append("1" if cut and size == 1 else f"x{at}" if cut else f"d{at}")
+        fixed += [before[-1]] if cut and size != 1 else []
+    texts = [" ".join(side) or "()" for side in (before, *sides)]
+    sizes = f", [{' '.join(sides[0])}]" if "size" in given and op not in CUT_BY_SIZE else ""
+    return f"{texts[0]}{sizes} -> {', '.join(texts[1:])} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
 
 
 def squeeze_dims(shard: Shard) -> Any:
+    """Removes the dims of GLOBAL size 1; a shard may have a single element as well."""
     dims = shard.match.bound.inputs[0].dims or ()
     return shard.call(aten.squeeze.dims, shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
-
-
-def expand(given: Arguments, outputs: Any) -> str:
-    x, ndim = given["self"], outputs.dim()
-    names = _names(outputs)
-    mine = [names[at] if x.shape[at - ndim] == outputs.shape[at] else "1" for at in range(ndim - x.dim(), ndim)]
-    return f"{' '.join(mine) or '()'}, [{' '.join(names)}] -> {' '.join(names) or '()'} ; lin(0)"
-
-
-def diagonal(given: Arguments, outputs: Any) -> str:
-    names = _names(given["self"])
-    pair = sorted(given[key] % len(names) for key in ("dim1", "dim2"))
-    kept = [name for at, name in enumerate(names) if at not in pair]
-    return f"{_text(names, [*kept, 'x'])} ; fix {names[pair[0]]} {names[pair[1]]} x"
 
 
 # --- some dims are cut, all others are free ---------------------------------------------------------------------------
@@ -182,32 +171,12 @@ def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
     return write
 
 
-def select(given: Arguments, outputs: Any) -> str:
-    ndim, at = given["self"].dim(), given["dim"] % given["self"].dim()
-    kept = [f"d{dim}" for dim in range(ndim) if dim != at]
-    return f"{_side(ndim, [at], 'x')} -> {' '.join(kept) or '()'} ; lin(0){_fixes([at], 'x')}"
-
-
 def unselect(given: Arguments, outputs: Any) -> str:
     """select_backward."""
     ndim, at = outputs.dim(), given["dim"] % outputs.dim()
     kept = [f"d{dim}" for dim in range(ndim) if dim != at]
     whole = _side(ndim, [at], "x")
     return f"{' '.join(kept) or '()'}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
-
-
-def unbind(given: Arguments, outputs: Any) -> str:
-    one = select(given, outputs[0])
-    left, right = one.split(" ; ", 1)[0].split(" -> ")
-    return f"{left} -> {', '.join([right] * len(outputs))} ; {one.split(' ; ', 1)[1]}"
-
-
-def split(given: Arguments, outputs: Any) -> str:
-    ndim = given["self"].dim()
-    at = given["dim"] % ndim
-    parts = [_side(ndim, [at], f"y{number}_") for number in range(len(outputs))]
-    marks = [f"y{number}_" for number in range(len(outputs))]
-    return f"{_side(ndim, [at], 'x')} -> {', '.join(parts)} ; lin(0){_fixes([at], 'x', *marks)}"
 
 
 def cat(given: Arguments, outputs: Any) -> str | None:
@@ -270,30 +239,25 @@ def roll(given: Arguments, outputs: Any) -> Text:
     return cutting("dims")({**given, "dims": given["dims"] or list(range(given["self"].dim()))}, outputs)
 
 
+for op in (
+    aten.diagonal.default, aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.t.default, aten.transpose.int, aten.unbind.int,
+    aten.unfold.default, aten.unsqueeze.default,
+):  # fmt: skip
+    rule(op, functools.partial(strided, op), view=True)
+for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+    rule(op, functools.partial(strided, op), local=squeeze_dims, view=True)
 for op in (aten._unsafe_view.default, aten.reshape.default, aten.view.default):
     rule(op, reshape, local=reshaped, view=True)
-for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
-    rule(op, squeeze, local=squeeze_dims, view=True)
-for op in (aten.split.Tensor, aten.split_with_sizes.default):
-    rule(op, split, view=True)
 for op in (aten.slice_scatter.default, aten.select_scatter.default):
     rule(op, embed, flops=WRITTEN)
 for op in (aten.tril.default, aten.triu.default):
     rule(op, triangle, flops=WRITTEN)
 rule(aten.cat.default, cat, flops=FREE)
 rule(aten.constant_pad_nd.default, pad, flops=FREE)
-rule(aten.diagonal.default, diagonal, view=True)
-rule(aten.expand.default, expand, view=True)
 rule(aten.flip.default, cutting("dims"), flops=FREE)
-rule(aten.permute.default, permute, view=True)
 rule(aten.repeat.default, repeat, flops=FREE)
 rule(aten.roll.default, roll, flops=FREE)
-rule(aten.select.int, select, view=True)
 rule(aten.select_backward.default, unselect, flops=FREE)
-rule(aten.slice.Tensor, cutting("dim"), view=True)
 rule(aten.slice_backward.default, cutting("dim", sizes=True), flops=FREE)
 rule(aten.stack.default, stack, flops=FREE)
-rule(aten.t.default, transpose, view=True)
-rule(aten.transpose.int, transpose, view=True)
-rule(aten.unbind.int, unbind, view=True)
-rule(aten.unsqueeze.default, unsqueeze, view=True)
