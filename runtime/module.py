@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.fx import GraphModule, Interpreter
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sbpc._compat import StridedShard
+from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError
-from sbpc.layout import Layout, broadcast
-from sbpc.mesh import Mesh
+from sbpc.layout import broadcast
 from sbpc.plan import Plan
-from sbpc.ports import BUFFER, GRADIENT, INPUT, MUTATION, OUTPUT, PARAMETER, SEED, TANGENT
+from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
-from sbpc.random import seed_of_step, wrap
+from sbpc.random import wrap
 from sbpc.runtime import bind, groups
-from sbpc.runtime.partition import on_device, partition
-from sbpc.states import Split
+from sbpc.runtime.executors import executor_of
+from sbpc.runtime.shards import distribute, of_rank_zero, take_state
+from sbpc.runtime.step import Held, Runner
 
-EXECUTORS: dict[str, Callable[[GraphModule], Callable[..., Any]]] = {
-    "code": lambda gm: gm.forward,
-    "interpreter": lambda gm: Interpreter(gm).run,
-}
+HELD, RANDOM = "_sbpc_held", "_sbpc_random"
 
 
-def parallelize(model: nn.Module, plan: Plan | Programs, *, executor: str = "code", device: str | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    plan: Plan | Programs,
+    *,
+    evaluate: Plan | Programs | None = None,
+    executor: str = "code",
+    device: str | None = None,
+) -> nn.Module:
     """`model` as each rank of `plan.mesh` runs it, under torchrun: same names, DTensor parameters, same forward.
 
     The result is a new module of a subclass of the model's class; the model itself is left as it was. Its parameters
     hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
-    shards where the plan was made with `inputs=`; results likewise. executor: "code" (generated) or "interpreter".
+    shards where the plan was made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout.
+    evaluate: another plan of the same model in other modes (`model.eval()`), with the same homes, for when the module is
+    put into them. executor: "code" (generated) or "interpreter".
     Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
     every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
     kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
 
     Raises MeshError if there are not as many processes as ranks, PlanError if model and plan do not belong together.
     """
-    if executor not in EXECUTORS:
-        raise PlanError(f"no executor {executor!r} is known\n  Known are {', '.join(EXECUTORS)}.")
+    run = executor_of(executor)
+    check_kinds(model, plan, evaluate)
     where = groups.start(device)
     groups.check_ranks(plan.mesh)
     groups.bind(plan.mesh)
@@ -60,81 +61,80 @@ def parallelize(model: nn.Module, plan: Plan | Programs, *, executor: str = "cod
             "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
         )
     result = skeleton(model)
-    given = plan.given
-    placed: dict[str, Any] = {}
-    for port, tensor in tensors.items():
-        if port.kind == PARAMETER:
-            placed[port.name] = distribute(tensor, given[port], plan.mesh, where)
-        elif port.kind == BUFFER:
-            placed[port.name] = of_rank_zero(tensor, where)
-    fill(result, model, placed, plan, where)
-    runner = Runner(plan, result, EXECUTORS[executor], where)
-    cls = type(model)
-    result.__class__ = type(
-        f"Parallel{cls.__name__}",
-        (cls,),
-        {
-            "forward": lambda self, *a, **k: runner.step(a, k),
-            "random_state": lambda self: dict(runner.random),
-            "set_random_state": lambda self, state: runner.set_random(state),
-            "__module__": cls.__module__,
-        },
-    )
+    fill(result, plan, where)
+    result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
+    runners = [Runner(each, run, where) for each in (plan, evaluate) if each is not None]
+    result.__class__ = parallel_class(type(model), runners)
     return result
 
 
-def skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the tree of modules that shares no dict of parameters, buffers or submodules with it."""
-    made: dict[int, nn.Module] = {}
-
-    def copied(old: nn.Module) -> nn.Module:
-        if id(old) not in made:
-            new = made[id(old)] = copy.copy(old)
-            for name in ("_parameters", "_buffers", "_modules"):
-                new.__dict__[name] = dict(old.__dict__[name])
-            for name, child in old._modules.items():
-                new._modules[name] = None if child is None else copied(child)
-        return made[id(old)]
-
-    return copied(module)
-
-
-def fill(result: nn.Module, model: nn.Module, placed: dict[str, Any], plan: Plan | Programs, where: torch.device) -> None:
-    """Put the placed tensors under their names; parameters that no output needs are whole on every rank."""
-    whole = broadcast(plan.mesh.axes)
-    for name, old in model.named_parameters(remove_duplicate=False):
-        first = plan.ports.tied.get(name, name)
-        if first not in placed:
-            placed[first] = distribute(old, whole, plan.mesh, where)
-        parent, _, leaf = name.rpartition(".")
-        result.get_submodule(parent)._parameters[leaf] = placed[first]
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        parent, _, leaf = name.rpartition(".")
-        first = plan.ports.tied.get(name, name)
-        if first not in placed:
-            placed[first] = of_rank_zero(buffer, where)
-        result.get_submodule(parent)._buffers[leaf] = placed[first]
+def check_kinds(model: Any, plan: Any, evaluate: Any) -> None:
+    """Refuse what is no module, what is no plan, and two plans that store the parameters differently."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the model is {model!r:.80}\n  Give the nn.Module that was planned.")
+    for given in (plan,) if evaluate is None else (plan, evaluate):
+        if not isinstance(given, (Plan, Programs)):
+            raise PlanError(f"the plan is {given!r:.80}\n  Give what sbpc.plan or sbpc.load returns.")
+    if evaluate is None:
+        return
+    bind.stored(evaluate, model)
+    if evaluate.mesh != plan.mesh:
+        raise PlanError(f"one plan is for {plan.mesh}, the other for {evaluate.mesh}\n  Plan both for one mesh.")
+    for port, home in plan.given.items():
+        if port.kind == PARAMETER and evaluate.given.get(port, home) != home:
+            raise PlanError(
+                f"{port.name} is stored in {home} by one plan, in {evaluate.given[port]} by the other\n"
+                "  Make the second one with pin=plan.parameters."
+            )
 
 
-def distribute(tensor: Tensor, layout: Layout, mesh: Mesh, where: torch.device) -> nn.Parameter:
-    """A parameter of which this rank holds its shard of rank 0's values."""
-    local = layout.shard(of_rank_zero(tensor, where), mesh.sizes, mesh.coordinates(dist.get_rank())).clone()
-    stride = contiguous_stride(tensor.shape)
-    held = DTensor.from_local(
-        local.contiguous(),
-        groups.device_mesh(mesh, where.type),
-        placements(layout, mesh.sizes),
-        shape=tensor.shape,
-        stride=stride,
+def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
+    """The subclass of a model's class whose forward runs programs; a deep copy runs them on weights of its own."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held: Held | None = self.__dict__.get(HELD)
+        if held is None:
+            held = self.__dict__[HELD] = Held.of(self, runners[0].plan)
+        return runner_for(runners, held).step(self, held, self.__dict__[RANDOM], args, kwargs)
+
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in self.__dict__.items() if key != HELD)
+        return made
+
+    def pickled(self: nn.Module, protocol: Any) -> Any:
+        raise PlanError(
+            f"a parallel {cls.__name__} cannot be pickled: it is one rank's part of a running program\n"
+            "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
+        )
+
+    own = {
+        "forward": forward,
+        "random_state": lambda self: dict(self.__dict__[RANDOM]),
+        "set_random_state": set_random_state,
+        "__deepcopy__": deep_copy,
+        "__reduce_ex__": pickled,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(f"Parallel{cls.__name__}", (cls,), own)
+
+
+def runner_for(runners: list[Runner], held: Held) -> Runner:
+    """The runner whose plan was made with every submodule in the mode in which it is now. Raises PlanError."""
+    modes = held.eval_modes()
+    for runner in runners:
+        if modes == runner.modes & held.parts.keys():
+            return runner
+    planned = runners[0].modes & held.parts.keys()
+    name = min(modes ^ planned)
+    mode = {True: "eval", False: "train"}
+    raise PlanError(
+        f"the module is in another mode (train or eval) than when it was planned:"
+        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
+        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
+        " and give it as parallelize(..., evaluate=)."
     )
-    return nn.Parameter(held, requires_grad=tensor.requires_grad)
-
-
-def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
-    """A copy of rank 0's tensor: ranks that drew other weights would train a model that is neither's."""
-    found = tensor.detach().to(where, copy=True).contiguous()
-    dist.broadcast(found, 0)
-    return found
 
 
 def agreed_seed(where: torch.device) -> int:
@@ -144,116 +144,44 @@ def agreed_seed(where: torch.device) -> int:
     return int(seed)
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense row-major tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
+    """Draw on as the module did whose `random_state` this is. Raises PlanError if it is none."""
+    known = isinstance(state, dict) and list(state) == ["seed", "step"]
+    if not known or not all(type(number) is int for number in state.values()):
+        raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
+    self.__dict__[RANDOM] = dict(state)
 
 
-def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:
-    """The layout in DTensor's words; an axis that cuts after inner ones have is a strided shard."""
-    found: list[Placement] = []
-    for axis, state in enumerate(layout.states):
-        if not isinstance(state, Split):
-            found.append(Replicate())
-            continue
-        cuts = layout.cuts[state.dim]
-        before = [sizes[other] for other in cuts[: cuts.index(axis)] if other > axis]
-        found.append(StridedShard(state.dim, split_factor=math.prod(before)) if before else Shard(state.dim))
-    return found
+def skeleton(module: nn.Module) -> nn.Module:
+    """A copy of the tree of modules that shares no table with it, and no hook that the plan holds already."""
+    made: dict[int, nn.Module] = {}
+
+    def copied(old: nn.Module) -> nn.Module:
+        if id(old) not in made:
+            new = made[id(old)] = copy.copy(old)
+            new.__dict__.update((key, copy.copy(table)) for key, table in vars(old).items() if isinstance(table, dict))
+            for kind in HOOKS:
+                new.__dict__[kind].clear()
+            children = new.__dict__["_modules"]
+            children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))
+        return made[id(old)]
+
+    return copied(module)
 
 
-class Runner:
-    """Runs a plan's programs on this rank's shards; made once per module."""
-
-    def __init__(
-        self, plan: Plan | Programs, module: nn.Module, executor: Callable[[GraphModule], Callable[..., Any]], where: torch.device
-    ) -> None:
-        self.plan, self.module, self.training = plan, [module], module.training
-        rank = dist.get_rank()
-        self.coordinates = plan.mesh.coordinates(rank)
-        halves = partition(on_device(plan.local_at(rank), where))
-        self.forward, self.backward = executor(halves.forward), executor(halves.backward)
-        self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
-        self.layouts, self.shapes = plan.given, plan.shapes
-        self.random = {"seed": agreed_seed(where), "step": 0}
-        self.results = [(at, port) for at, port in enumerate(plan.ports.outputs) if port.kind in (OUTPUT, MUTATION)]
-        tangents = {port.name for port in plan.ports.inputs if port.kind == TANGENT}
-        self.differentiable = [
-            at for at, (_, port) in enumerate(self.results) if port.kind == OUTPUT and port.name in tangents
-        ]
-
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of the module; its backward is recorded with autograd."""
-        if self.module[0].training != self.training:
-            raise PlanError(
-                "the module is in another mode (train or eval) than when it was planned\n  Plan it once for each mode."
-            )
-        tensors = [*self.inputs(args, kwargs), *self.positions]
-        if torch.is_grad_enabled() and self.plan.options["train"]:
-            found = Step.apply(self, *tensors)
-        else:
-            with torch.no_grad():
-                found = self.forward(*tensors)[: len(self.results)]
-        named = {port: value for (_, port), value in zip(self.results, found)}
-        for port, value in named.items():
-            if port.kind == MUTATION:
-                self.module[0].get_buffer(port.name).copy_(value)
-        return bind.outputs(self.plan, named)
-
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """This rank's tensor for every placeholder but tangents and positions."""
-        leaves = bind.arguments(self.plan, args, kwargs)
-        found = []
-        for port, planned in self.shapes.items():
-            if port.kind == PARAMETER:
-                held: Any = self.module[0].get_parameter(port.name)
-                found.append(held.to_local())
-            elif port.kind == BUFFER:
-                found.append(self.module[0].get_buffer(port.name))
-            elif port.kind == INPUT:
-                given = leaves[int(port.name)]
-                local = self.layouts[port].local_shape(planned.shape, self.plan.mesh.sizes, self.coordinates)
-                bind.check(f"argument {port.name}", given, planned, local)
-                found.append(given)
-            elif port.kind == SEED:
-                found.append(torch.tensor(seed_of_step(**self.random), device=self.positions[0].device))
-                self.random["step"] += 1
-        return found
-
-    def set_random(self, state: dict[str, int]) -> None:
-        """Draw on as the module did whose `random_state` this is. Raises PlanError if it is none."""
-        known = isinstance(state, dict) and list(state) == ["seed", "step"]
-        if not known or not all(type(number) is int for number in state.values()):
-            raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
-        self.random = dict(state)
-
-
-class Step(Function):
-    """One step of a plan as an autograd function on local shards."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: Runner, *tensors: Tensor) -> Any:
-        """Run the forward program; keep what the backward program reads."""
-        found = runner.forward(*tensors)
-        count = len(runner.results)
-        ctx.save_for_backward(*found[count:])
-        ctx.runner, ctx.inputs = runner, len(tensors)
-        given = {id(tensor) for tensor in tensors}
-        results = tuple(value.view_as(value) if id(value) in given else value for value in found[:count])
-        ctx.mark_non_differentiable(*(value for at, value in enumerate(results) if at not in runner.differentiable))
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Run the backward program."""
-        runner: Runner = ctx.runner
-        tangents = [grads[at].contiguous() for at in runner.differentiable]
-        found = runner.backward(*ctx.saved_tensors, *tangents)
-        ports = [port for port in runner.plan.ports.outputs if port.kind not in (OUTPUT, MUTATION)]
-        by_name = {
-            (PARAMETER if port.kind == GRADIENT else INPUT, port.name): value for port, value in zip(ports, found)
-        }
-        order = [port for port in runner.shapes if port.kind != TANGENT]
-        gradients = [by_name.get((port.kind, port.name)) for port in order]
-        return (None, *gradients, *(None for _ in runner.positions))
+def fill(result: nn.Module, plan: Plan | Programs, where: torch.device) -> None:
+    """Put this rank's shards in the place of the model's weights; parameters that are not planned are whole."""
+    layouts = {port.name: layout for port, layout in plan.given.items() if port.kind == PARAMETER}
+    whole, placed = broadcast(plan.mesh.axes), {}
+    homes: dict[str, Any] = {}
+    for name, table, key in list(slots(result)):
+        first, old = plan.ports.tied.get(name, name), table[key]
+        home = layouts.get(first, whole)
+        if first not in placed:
+            trained = isinstance(old, nn.Parameter)
+            placed[first] = distribute(old, home, plan.mesh, where) if trained else of_rank_zero(old, where)
+        table[key] = placed[first]
+        if isinstance(placed[first], nn.Parameter):
+            homes.setdefault(name.rpartition(".")[0], {})[key] = home
+    for path, named in homes.items():
+        take_state(result.get_submodule(path), named, plan.mesh, where)

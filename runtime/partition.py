@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc._compat import OpOverload, schema_of
 from sbpc.choices import nodes_in
 from sbpc.plan import results
 from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders
 
+aten = torch.ops.aten
+wait = torch.ops._c10d_functional.wait_tensor.default
 BACKWARD = (GRADIENT, INPUT_GRADIENT)
 
 
 @dataclass(frozen=True)
 class Partition:
     """forward: every placeholder but the tangents -> the results, then `saved` more values. backward: these, then the
-    tangents -> the gradients."""
+    tangents -> the gradients. inference: as forward, without the saved values.
+
+    No two gradients share memory, nor do a gradient and a saved value: a training loop adds to gradients in place.
+    Likewise no differentiable result is a placeholder, or twice the same tensor.
+    """
 
     forward: GraphModule
     backward: GraphModule
+    inference: GraphModule
 
 
 def partition(gm: GraphModule) -> Partition:
@@ -45,9 +54,43 @@ def partition(gm: GraphModule) -> Partition:
     used += [node for node in late_results if node is not None]
     saved = list(dict.fromkeys(node for node in used if node not in late))
     first = [node for node in nodes if node.op == "placeholder" and node not in late]
-    forward = extract(gm, first, [node for node in nodes if node not in late], [*early_results, *saved])
+    body = [node for node in nodes if node not in late]
+    forward = extract(gm, first, body, [*early_results, *saved])
+    inference = extract(gm, first, body, early_results)
     backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    return Partition(forward, backward)
+    apart(forward, range(len(early_results)), aten.alias.default, lambda node: node)
+    apart(inference, range(len(early_results)), aten.alias.default, lambda node: node)
+    apart(backward, range(len(late_results)), aten.clone.default, memory_of)
+    return Partition(forward, backward, inference)
+
+
+def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable[[Node], Node]) -> None:
+    """Put `op` on each output at `places` whose root is a placeholder, or that of an earlier output."""
+    end = gm.graph.output_node()
+    values = list(results(gm))
+    seen = [node for node in gm.graph.nodes if node.op != "call_function"]
+    with gm.graph.inserting_before(end):
+        for at in places:
+            value = values[at]
+            if value is None:
+                continue
+            if root(value) in seen:
+                values[at] = gm.graph.call_function(op, (value,))
+            seen.append(root(value))
+    end.args = (tuple(values),)
+    gm.recompile()
+
+
+def memory_of(node: Node) -> Node:
+    """The node whose memory a value may lie in: itself, or what it is a view of."""
+    if node.op != "call_function":
+        return node
+    if node.target is operator.getitem or node.target is wait:
+        return memory_of(node.all_input_nodes[0])
+    for argument, given in zip(schema_of(node.target).arguments, node.args):
+        if argument.alias_info is not None and isinstance(given, Node):
+            return memory_of(given)
+    return node
 
 
 def on_device(gm: GraphModule, where: torch.device) -> GraphModule:

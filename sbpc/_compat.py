@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -24,11 +26,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "HOOKS",
     "BufferAOTInput",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -49,12 +53,17 @@ __all__ = [
     "compiling",
     "composite_ops",
     "enable_python_dispatcher",
+    "keeps_graph",
+    "local_of",
     "next_sequence_number",
     "op_names",
     "overload_of",
     "register_process_group",
     "rename",
+    "schema_of",
+    "slots",
     "unregister_process_group",
+    "with_local",
 ]
 
 
@@ -125,3 +134,36 @@ def unregister_process_group(name: str) -> None:
 def rename(node: torch.fx.Node, name: str) -> None:
     """Give a node another name, or one like it if that is taken."""
     node._rename(name)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables of a module that hold what its call runs besides its forward."""
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an op: its arguments and results, which of them are views of others, which are written."""
+    return op._schema
+
+
+def slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where the parameters and buffers of a module are held: qualified name, table, key."""
+    for path, part in module.named_modules():
+        for table in (part._parameters, part._buffers):
+            for key, value in table.items():
+                if value is not None:
+                    yield f"{path}.{key}" if path else key, table, key  # type: ignore[misc]
+
+
+def local_of(tensor: Any) -> Any:
+    """What this rank holds of a DTensor, None if it is no DTensor; unlike `to_local`, autograd does not see it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else None
+
+
+def with_local(like: Any, local: Tensor) -> Any:
+    """A DTensor of the layout of another one; its part is made contiguous, as that of a parameter is."""
+    return DTensor(local.contiguous(), copy.copy(like._spec), requires_grad=False)  # type: ignore[call-arg]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was called with retain_graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

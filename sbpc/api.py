@@ -41,7 +41,7 @@ def plan(
     optimizer: str | None = "adamw",
     dtype: Any = None,
     memory: float | None = None,
-    pin: Mapping[str, str] | None = None,
+    pin: Mapping[str, str | Layout] | None = None,
     inputs: Sequence[str | Layout | None] | None = None,
     outputs: Sequence[str | Layout | None] | None = None,
     spread: bool = False,
@@ -55,7 +55,7 @@ def plan(
     model and args may be on the meta device: nothing is allocated. With `loss`, the step is
     `loss(model(*args, **kwargs), *targets)`, and the program takes `(*args, *targets)`. train: forward and backward, else
     the forward alone. optimizer: whose state is counted ("adamw", "adam", "momentum", "sgd", None). dtype: the type for
-    autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout text, `"S(0)@tensor"`.
+    autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout, as in `"S(0)@tensor"`.
     inputs, outputs: one layout per tensor among the arguments or results; without, they are whole on every rank. With an
     input layout each rank is given its own shard. spread: inputs, parameters and outputs are stored exactly once over the
     ranks. objective: "seconds", or "bytes" alone. dynamic: name of an input or parameter -> what its dims are called in
@@ -86,7 +86,7 @@ class Task:
 
     gm: GraphModule
     stages: Stages
-    about: dict[str, Any]  # what every plan's options say: the model's name, train
+    about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
 
     @uncollected()
     def plan(
@@ -95,7 +95,7 @@ class Task:
         *,
         optimizer: str | None = "adamw",
         memory: float | None = None,
-        pin: Mapping[str, str] | None = None,
+        pin: Mapping[str, str | Layout] | None = None,
         inputs: Sequence[str | Layout | None] | None = None,
         outputs: Sequence[str | Layout | None] | None = None,
         spread: bool = False,
@@ -104,7 +104,8 @@ class Task:
     ) -> Plan:
         """The plan on `mesh`; options are those of `plan`, and are taken to be checked."""
         wishes = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
-        for name, wish in pin_wishes(self.gm, mesh, pin or {}).items():
+        pins = {name: str(layout) for name, layout in (pin or {}).items()}
+        for name, wish in pin_wishes(self.gm, mesh, pins).items():
             if name in wishes and wishes[name].states:
                 raise PinError(
                     f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
@@ -112,7 +113,7 @@ class Task:
             wishes[name] = merge(wishes[name], wish, name, mesh) if name in wishes else wish
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": dict(pin or {}), "spread": spread, **self.about,
+            "pin": pins, "spread": spread, **self.about,
         }  # fmt: skip
         if dynamic is not None:
             options["dynamic"] = name_dims(self.gm, mesh, dynamic)
@@ -151,7 +152,13 @@ def prepare(
         captured = capture_graph(
             model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
         )
-    return Task(front(captured, stages), stages, {"train": train, "model": type(model).__name__})
+    about = {
+        "train": train,
+        "model": type(model).__name__,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "eval": [name for name, part in model.named_modules() if not part.training],
+    }
+    return Task(front(captured, stages), stages, about)
 
 
 def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,6 +304,8 @@ def check_loaded(plan: Plan) -> None:
     """Check a plan that came from a file as far as its boxed graph, and what its report reads."""
     verify_captured(plan.graph)
     verify_annotated(plan.graph)
+    if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
+        raise PlanError("the modules in eval mode have no names\n  Plan anew.")
     names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
     if names != [str(number) for number in range(len(names))]:
         raise PlanError(f"inputs named {names}\n  Plan anew.")

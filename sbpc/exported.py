@@ -68,7 +68,9 @@ def name_of(body: dict[str, Any]) -> str:
 
 
 def check_structures(found: Programs) -> None:
-    """Check that arguments and results can be taken apart and put together."""
+    """Check that arguments and results can be taken apart and put together, and that modes are of modules."""
+    if not all(isinstance(name, str) for name in found.options.get("eval", ())):
+        raise PlanError("the modules in eval mode have no names\n  Export anew.")
     for kind, structure in ((INPUT, found.ports.arguments), (OUTPUT, found.ports.results)):
         ports = found.ports.inputs if kind == INPUT else found.ports.outputs
         count = sum(port.kind == kind for port in ports)
@@ -99,5 +101,6 @@ def load_module(
     tensors = zeros(values) if file == "zeros" else read_tensors(file, values)
     names = [port.name for port in found.shapes if port.kind == PARAMETER]
     module = tree(tensors, found.ports.tied, names, found.ports.frozen)
-    module.train(found.options["train"])
+    for name, part in module.named_modules():
+        part.training = name not in found.options.get("eval", ())
     return parallelize(module, found, executor=executor, device=device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc import ports
-from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops
+from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, slots
 from sbpc.errors import CaptureError
 from sbpc.ports import Port, Ports
 from sbpc.structure import flatten, paths, unflatten
@@ -65,14 +65,14 @@ class Program:
         Gives a function that tells which buffers the forward has replaced (`self.count = self.count + 1`) and by what.
         """
         given = {**parameters, **buffers}
-        slots = list(_slots(self.module))
+        places = list(slots(self.module))
         with _unchanged(self.module):
-            for name, table, key in slots:
+            for name, table, key in places:
                 table[key] = given[self.tied.get(name, name)]
 
             def replaced() -> Named:
                 found: Named = {}
-                for name, table, key in slots:
+                for name, table, key in places:
                     value = table.get(key)
                     if value is given[self.tied.get(name, name)]:
                         continue
@@ -212,15 +212,6 @@ def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any
             known[key] = FakeTensor(mode, meta, value.device)
         return known[key]
     return tuple(_snapshot(item, mode, known) for item in value) if isinstance(value, (tuple, list)) else None
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where the parameters and buffers are held: qualified name, table, key."""
-    for path, part in module.named_modules():
-        for table in (part._parameters, part._buffers):
-            for key, value in table.items():
-                if value is not None:
-                    yield f"{path}.{key}" if path else key, table, key
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from sbpc.errors import CheckpointError
 from sbpc.layout import Layout, broadcast
 from sbpc.runtime import checkpoint, groups
 from sbpc.runtime.checkpoint import Checkpoints, whole_model, whole_steps
-from sbpc.runtime.module import distribute, parallelize
+from sbpc.runtime.module import parallelize
 from sbpc.runtime.parts import part_of, whole_state
+from sbpc.runtime.shards import distribute
 from tests import models
 from tests.processes import run_ranks
 from tests.test_plan import refused

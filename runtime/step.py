@@ -1,0 +1,269 @@
+"""One step of a plan on this rank: the user's tensors in, the programs run, results and gradients out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+from torch.utils.hooks import RemovableHandle
+
+from sbpc._compat import HOOKS, keeps_graph, local_of, slots, with_local
+from sbpc.errors import PlanError
+from sbpc.plan import Plan
+from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, OUTPUT, PARAMETER, SEED_PORT, TANGENT, Port
+from sbpc.programs import Programs
+from sbpc.random import seed_of_step
+from sbpc.runtime import bind, groups
+from sbpc.runtime.executors import Run
+from sbpc.runtime.partition import Partition, on_device, partition
+from sbpc.runtime.shards import placements
+
+
+class Runner:
+    """Runs a plan's programs on this rank. It holds no weights: they come from the module that it steps."""
+
+    def __init__(self, plan: Plan | Programs, executor: Callable[[GraphModule], Run], where: torch.device) -> None:
+        self.plan, self.executor, self.where = plan, executor, where
+        rank, ports = dist.get_rank(), plan.ports
+        self.coordinates = plan.mesh.coordinates(rank)
+        self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
+        self.layouts, self.shapes = plan.given, plan.shapes
+        self.takes = [port for port in ports.inputs if port.kind != TANGENT]
+        tangents = [port.name for port in ports.inputs if port.kind == TANGENT]
+        self.results = [port for port in ports.outputs if port.kind in (OUTPUT, MUTATION)]
+        self.differentiable = [
+            at for at, port in enumerate(self.results) if port.kind == OUTPUT and port.name in tangents
+        ]
+        self.gradients = [
+            Port(PARAMETER if port.kind == GRADIENT else INPUT, port.name)
+            for port in ports.outputs
+            if port.kind in (GRADIENT, INPUT_GRADIENT)
+        ]
+        self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
+
+    @functools.cached_property
+    def halves(self) -> Partition:
+        """The programs of this rank."""
+        return partition(on_device(self.plan.local_at(dist.get_rank()), self.where))
+
+    @functools.cached_property
+    def forward(self) -> Run:
+        """The forward, with what it saves for the backward."""
+        return self.executor(self.halves.forward)
+
+    @functools.cached_property
+    def backward(self) -> Run:
+        """The backward."""
+        return self.executor(self.halves.backward)
+
+    @functools.cached_property
+    def inference(self) -> Run:
+        """The forward alone, which saves nothing."""
+        return self.executor(self.halves.inference)
+
+    @functools.cached_property
+    def modes(self) -> frozenset[str]:
+        """The submodules that were in eval mode when the model was planned."""
+        return frozenset(self.plan.options.get("eval", ()))
+
+    def step(
+        self, module: nn.Module, held: Held, random: dict[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The forward of the module; its backward is recorded with autograd. `random` counts the steps that draw."""
+        train = self.trains and torch.is_grad_enabled()
+        given = held.weights(self, train)
+        for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
+            given[port] = self.taken(port, leaf, train)
+        if SEED_PORT in self.shapes:
+            given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
+            random["step"] += 1
+        values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
+        values += self.positions
+        self.check_autocast()
+        with no_autocast(self.where):
+            if train:
+                others: list[Tensor] = []
+                found = Step.apply(self, values, others, *(given[port] for port in self.gradients))
+                results = merge(found, others, self.differentiable)
+            else:
+                with torch.no_grad():
+                    results = list(self.inference(values))
+        named = dict(zip(self.results, results))
+        for port, value in named.items():
+            if port.kind == MUTATION:
+                with torch.no_grad():
+                    module.get_buffer(port.name).copy_(value)
+        return bind.outputs(self.plan, named)
+
+    def check_autocast(self) -> None:
+        """Raise PlanError under an autocast other than the planned one."""
+        planned = self.plan.options.get("dtype")
+        if torch.is_autocast_enabled(self.where.type):
+            wanted = str(torch.get_autocast_dtype(self.where.type)).removeprefix("torch.")
+            if planned != wanted:
+                raise PlanError(
+                    f"the step runs under autocast to {wanted}, and was planned with dtype={planned}\n"
+                    f"  Plan with dtype=torch.{wanted}, or call the module outside of autocast."
+                )
+
+    @functools.cached_property
+    def inputs(self) -> list[Port]:
+        """The ports of the arguments, in the order of their leaves."""
+        return [Port(INPUT, str(at)) for at in range(sum(port.kind == INPUT for port in self.takes))]
+
+    @functools.cached_property
+    def local_shapes(self) -> dict[Port, tuple[int, ...]]:
+        """What this rank holds of every parameter, buffer and argument."""
+        sizes = self.plan.mesh.sizes
+        return {
+            port: self.layouts[port].local_shape(self.shapes[port].shape, sizes, self.coordinates)
+            for port in self.takes
+        }
+
+    def taken(self, port: Port, given: Tensor, train: bool) -> Tensor:
+        """This rank's part of an argument. A DTensor says itself how it is laid out, and is laid out as planned."""
+        planned = self.shapes[port]
+        if train and given.requires_grad and port not in self.gradients:
+            raise PlanError(
+                f"argument {port.name} asks for a gradient, and asked for none when planned\n"
+                "  Plan with an argument that has requires_grad=True, or detach this one."
+            )
+        if isinstance(given, DTensor):
+            bind.check(f"argument {port.name}", given, planned)
+            mesh = groups.device_mesh(self.plan.mesh, self.where.type)
+            there = placements(self.layouts[port], self.plan.mesh.sizes)
+            if given.device_mesh != mesh:
+                raise PlanError(
+                    f"argument {port.name} is a DTensor on {given.device_mesh}, the plan is for {self.plan.mesh}\n"
+                    "  Make it on mesh.device_mesh(), or give this rank's shard as a plain tensor."
+                )
+            return given.redistribute(mesh, there).to_local(grad_placements=there)
+        bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
+        return given
+
+
+def merge(found: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:
+    """The results in order: those with a gradient at `places`, the others around them."""
+    rest, firsts = iter(others), dict(zip(places, found))
+    return [firsts[at] if at in firsts else next(rest) for at in range(len(found) + len(others))]
+
+
+def no_autocast(where: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: programs hold the casts that were planned."""
+    on = torch.is_autocast_enabled(where.type)
+    return torch.autocast(where.type, enabled=False) if on else contextlib.nullcontext()
+
+
+class Step(Function):
+    """One step of a plan as an autograd function of what gets gradients: DTensor parameters, and arguments."""
+
+    clear_saved_tensors_on_access = True
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], *leaves: Tensor) -> Any:
+        """Run the forward program on `values`; keep what the backward program reads. `others`: results without gradient."""
+        found = runner.forward(values)
+        count = len(runner.results)
+        ctx.save_for_backward(*found[count:])
+        ctx.runner, ctx.leaves, ctx.kept = runner, leaves, None
+        others += [value for at, value in enumerate(found[:count]) if at not in runner.differentiable]
+        return tuple(found[at] for at in runner.differentiable)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Run the backward program; values saved for it die at their last use, unless the graph is retained."""
+        runner: Runner = ctx.runner
+        values = list(ctx.saved_tensors) if ctx.kept is None else ctx.kept
+        ctx.kept = values.copy() if keeps_graph() else None
+        values += [grad.contiguous() for grad in grads]
+        with no_autocast(runner.where):
+            found = runner.backward(values)
+        pairs = zip(runner.gradients, ctx.leaves, found)
+        return (
+            None,
+            None,
+            None,
+            *(with_local(leaf, value) if port.kind == PARAMETER else value for port, leaf, value in pairs),
+        )
+
+
+@dataclass
+class Held:
+    """Where a parallel module keeps its weights, looked up once: by port, a table and the key in it."""
+
+    places: dict[Port, tuple[dict[str, Any], str]]
+    tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
+    parts: dict[str, nn.Module]
+    handles: int = -1
+
+    @classmethod
+    def of(cls, module: nn.Module, plan: Plan | Programs) -> Held:
+        """The places in a module. Raises PlanError if a parameter of the plan is not there."""
+        named = {name: (table, key) for name, table, key in slots(module)}
+        ports = [port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)]
+        lost = [port.name for port in ports if port.name not in named]
+        if lost:
+            raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
+        places = {port: named[port.name] for port in ports}
+        kinds = {port.name: port for port in ports}
+        tied = [(name, named[name], kinds[first]) for name, first in plan.ports.tied.items() if name in named]
+        return cls(places, tied, dict(module.named_modules()))
+
+    def eval_modes(self) -> frozenset[str]:
+        """The submodules that are in eval mode."""
+        return frozenset(name for name, part in self.parts.items() if not part.training)
+
+    def weights(self, runner: Runner, train: bool) -> dict[Port, Any]:
+        """The parameters and buffers by port. Raises PlanError where they are no longer what was planned."""
+        found = {port: table[key] for port, (table, key) in self.places.items()}
+        for name, (table, key), port in self.tied:
+            if table[key] is not found[port]:
+                raise PlanError(
+                    f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
+                )
+        for port, value in found.items():
+            local: Any = local_of(value) if port.kind == PARAMETER else value
+            if local is None or local.dtype != runner.shapes[port].dtype or local.shape != runner.local_shapes[port]:
+                is_now = f"{value.dtype} {tuple(value.shape)}" if local is not None else f"a {type(value).__name__}"
+                planned, home = runner.shapes[port], runner.layouts[port]
+                raise PlanError(
+                    f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {home}\n"
+                    "  Plan and parallelize the model as it is to be trained."
+                )
+            if train and port.kind == PARAMETER and value.requires_grad != (port in runner.gradients):
+                self.refuse_flip(runner, port, value)
+        if self.handles != RemovableHandle.next_id:
+            self.refuse_hooks()
+            self.handles = RemovableHandle.next_id
+        return found
+
+    def refuse_flip(self, runner: Runner, port: Port, value: Tensor) -> None:
+        """Raise PlanError for a parameter that is trained, or frozen, only now; one without influence may be either."""
+        if port.name in runner.plan.ports.unused:
+            return
+        now = "asks" if value.requires_grad else "does not ask"
+        raise PlanError(
+            f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
+            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
+        )
+
+    def refuse_hooks(self) -> None:
+        """Raise PlanError for a hook on a submodule: nothing would call it."""
+        for name, part in self.parts.items():
+            for kind in HOOKS if name else ():
+                if getattr(part, kind, None):
+                    raise PlanError(
+                        f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
+                        "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
+                    )
