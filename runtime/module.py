@@ -17,7 +17,7 @@ from sbpc.plan import Plan
 from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
 from sbpc.random import wrap
-from sbpc.runtime import bind, groups
+from sbpc.runtime import bind, groups, scaler
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.shards import distribute, of_rank_zero, take_state
 from sbpc.runtime.step import Held, Runner
@@ -60,6 +60,7 @@ def parallelize(
         raise PlanError(
             "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
         )
+    scaler.mend()
     result = skeleton(model)
     fill(result, plan, where)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}

@@ -56,6 +56,7 @@ __all__ = [
     "keeps_graph",
     "local_of",
     "next_sequence_number",
+    "on_dtensors",
     "op_names",
     "overload_of",
     "register_process_group",
@@ -162,6 +163,11 @@ def local_of(tensor: Any) -> Any:
 def with_local(like: Any, local: Tensor) -> Any:
     """A DTensor of the layout of another one; its part is made contiguous, as that of a parameter is."""
     return DTensor(local.contiguous(), copy.copy(like._spec), requires_grad=False)  # type: ignore[call-arg]
+
+
+def on_dtensors(op: Any, handler: Any) -> None:
+    """Have `handler(op, args, kwargs)` called for an op on DTensors."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
 
 def keeps_graph() -> bool:

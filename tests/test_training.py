@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -110,6 +111,28 @@ def errors_of_parallelize(path: str) -> list[str]:
     note(lambda: parallel.eval()(*args))
     note(lambda: sbpc.parallelize(parallel, plan))
     note(lambda: sbpc.parallelize(good, sbpc.plan(good, args, Mesh(data=2, tensor=2))))
+    parallel.train()
+    note(lambda: pickle.dumps(parallel))
+    note(lambda: sbpc.parallelize(models.MLP, plan))  # type: ignore[arg-type]
+    note(lambda: sbpc.parallelize(good, path))  # type: ignore[arg-type]
+    other = sbpc.plan(good.eval(), args, plan.mesh, train=False, pin={"ups.0.weight": "B"})
+    note(lambda: sbpc.parallelize(good.train(), plan, evaluate=other))
+    note(lambda: parallel(args[0].clone().requires_grad_()))
+    with torch.autocast("cpu", torch.bfloat16):
+        note(lambda: parallel(*args))
+    parallel.ups[0].weight.requires_grad_(False)  # type: ignore[index]
+    note(lambda: parallel(*args))
+    with torch.no_grad():
+        note(lambda: parallel(*args))
+    parallel.ups[0].weight.requires_grad_(True)  # type: ignore[index]
+    handle = parallel.ups[0].register_forward_hook(lambda *given: None)  # type: ignore[index]
+    note(lambda: parallel(*args))
+    handle.remove()
+    note(lambda: parallel(*args))
+    parallel.double()
+    note(lambda: parallel(*args))
+    parallel.float().ups[0].bias = None  # type: ignore[index]
+    note(lambda: parallel(*args))
     return found
 
 
@@ -117,7 +140,7 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
     torch.set_default_dtype(torch.float32)
     model, args = models.mlp(batch=12)
     path = tmp_path / "plan.sbpc"
-    sbpc.plan(model, args, Mesh(tensor=2)).save(path)
+    sbpc.plan(model, args, Mesh(tensor=2), pin={"ups.0.*": "S(0)"}).save(path)
     for result in run_ranks(errors_of_parallelize, 2, str(path)):
         assert result[0].startswith(
             "PlanError: parameter ups.0.weight is torch.float32 (96, 24), the plan is for torch.float32 (48, 24)"
@@ -126,9 +149,26 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
         assert result[2].startswith(
             "PlanError: argument 0 is torch.float32 (24, 24), the plan is for torch.float32 (12, 24)"
         )
-        assert result[3].startswith("PlanError: the module is in another mode (train or eval) than when it was planned")
+        assert result[3] == (
+            "PlanError: the module is in another mode (train or eval) than when it was planned: the model itself is in eval, was in train\n"
+            "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters, and give it as parallelize(..., evaluate=)."
+        )
         assert result[4].startswith("PlanError: the model is parallel already")
         assert result[5].startswith("MeshError: Mesh(data=2, tensor=2) needs 4 ranks, there are 2")
+        assert [line.splitlines()[0] for line in result[6:]] == [
+            "PlanError: a parallel MLP cannot be pickled: it is one rank's part of a running program",
+            "PlanError: the model is <class 'tests.models.MLP'>",
+            f"PlanError: the plan is {str(path)!r}"[: 23 + 80],
+            "PlanError: ups.0.weight is stored in [S(0)] by one plan, in [B] by the other",
+            "PlanError: argument 0 asks for a gradient, and asked for none when planned",
+            "PlanError: the step runs under autocast to bfloat16, and was planned with dtype=None",
+            "PlanError: parameter ups.0.weight does not ask for a gradient, unlike when it was planned",
+            "no error",
+            "PlanError: 'ups.0' has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole",
+            "no error",
+            "PlanError: parameter ups.0.weight is torch.float64 (48, 24), the plan is for torch.float32 (48, 24) in [S(0)]",
+            "PlanError: parameter ups.0.bias is a NoneType, the plan is for torch.float32 (48,) in [S(0)]",
+        ]
 
 
 def die_or_wait(path: str) -> float:

@@ -1,0 +1,350 @@
+"""What a training script does with a module, written once: run in one process on the plain module, and on ranks on the
+parallel one; what the functions return must be equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+import sbpc
+from sbpc.runtime import groups
+from sbpc.runtime.shards import placements
+
+MESH = {"a": 2, "b": 2}
+UNEVEN = {  # another order of cuts; 3 rows in 2 parts
+    "up.weight": "[S(0), S(0)] S(0)@b>a",
+    "up.bias": "[S(0), S(0)]",
+    "down.weight": "[S(1), S(0)]",
+    "down.bias": "[S(0), B]",
+    "twin": "[B, S(0)]",
+}
+
+
+class Net(nn.Module):
+    """Sizes that 2 and 4 do not divide; two biases with one gradient; a buffer; a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 8)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(8, 3)
+        self.twin = nn.Parameter(torch.randn(3))
+        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(2))
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.out(x), y)
+
+    def out(self, x: Tensor) -> Tensor:
+        return (self.down(F.gelu(self.norm(self.up(x)))) + self.twin + self.fixed) * self.scale
+
+
+class Logits(Net):
+    """The same without a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.out(x)
+
+
+class Stats(nn.Module):
+    """A batch norm, whose buffers change in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(self.inner(x))[:, :3], y)
+
+
+class Alone:
+    """One process: the module itself."""
+
+    def parallel(self, model: nn.Module, args: Any, evaluate: bool = False, **options: Any) -> nn.Module:
+        return model
+
+    def part(self, tensor: Tensor, layout: str) -> Tensor:
+        return tensor
+
+    def placed(self, tensor: Tensor, layout: str) -> Tensor:
+        return tensor
+
+    def whole(self, tensor: Any, layout: str = "") -> Tensor:
+        return tensor.detach().clone()
+
+
+class Ranks(Alone):
+    """A rank: the module is planned and parallelized."""
+
+    def __init__(self) -> None:
+        self.mesh = sbpc.Mesh(**MESH)
+
+    def parallel(self, model: nn.Module, args: Any, evaluate: bool = False, **options: Any) -> nn.Module:
+        plan = sbpc.plan(model, args, self.mesh, **options)
+        second = None
+        if evaluate:
+            second = sbpc.plan(model.eval(), args, self.mesh, train=False, **options | {"pin": plan.parameters})
+            model.train()
+        return sbpc.parallelize(model, plan, evaluate=second)
+
+    def part(self, tensor: Tensor, layout: str) -> Tensor:
+        found = sbpc.Layout.parse(layout, self.mesh.axes)
+        part = found.shard(tensor.detach(), self.mesh.sizes, self.mesh.coordinates(dist.get_rank())).clone()
+        return part.requires_grad_(tensor.requires_grad)
+
+    def placed(self, tensor: Tensor, layout: str) -> Tensor:
+        found = sbpc.Layout.parse(layout, self.mesh.axes)
+        there = placements(found, self.mesh.sizes)
+        local = DTensor.from_local(
+            self.part(tensor, layout),
+            groups.device_mesh(self.mesh, "cpu"),
+            there,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return local.detach().requires_grad_(tensor.requires_grad)
+
+    def whole(self, tensor: Any, layout: str = "") -> Tensor:
+        if layout:
+            parts: list[Any] = [None] * self.mesh.ranks
+            dist.all_gather_object(parts, tensor.detach())
+            tensor = sbpc.Layout.parse(layout, self.mesh.axes).whole(parts, self.mesh.sizes)
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def batch(seed: int = 1, rows: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def seeded(kind: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def weights(world: Alone, module: nn.Module) -> dict[str, Tensor]:
+    return {name: world.whole(value) for name, value in module.state_dict().items()}
+
+
+def gradients(world: Alone, module: nn.Module) -> dict[str, Any]:
+    return {name: None if p.grad is None else world.whole(p.grad) for name, p in module.named_parameters()}
+
+
+def names(world: Alone) -> Any:
+    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    found = [
+        [n for n, _ in module.named_parameters()],
+        [n for n, _ in module.named_buffers()],
+        list(module.state_dict()),
+    ]
+    kinds = [isinstance(p, nn.Parameter) and p.requires_grad for p in module.parameters()]
+    return found, kinds, [tuple(p.shape) for p in module.parameters()], isinstance(module, Net), weights(world, module)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
+    "sgd foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.1, foreach=False),
+    "adam foreach": lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True, foreach=True),
+    "adam fused": lambda ps: torch.optim.Adam(ps, lr=0.1, fused=True),
+    "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+}
+
+
+def optimizers(world: Alone) -> Any:
+    """Clipped steps under a schedule with every optimizer."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        module = world.parallel(seeded(), batch(), pin=UNEVEN)
+        optimizer = make([p for p in module.parameters() if p.requires_grad])
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+        told = []
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            loss = module(*batch(step))
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(
+                module.parameters(), 0.3, norm_type=2.0 if step else torch.inf, foreach=step < 2
+            )
+            optimizer.step()
+            schedule.step()
+            told += [loss.item(), world.whole(norm).item()]
+        found[name] = told, weights(world, module)
+    return found
+
+
+def accumulation(world: Alone) -> Any:
+    """Gradients add up over batches, also with those of a retained graph; `grad` does not touch them."""
+    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    found = []
+    for seed in range(3):
+        (module(*batch(seed)) / 3).backward()
+        found.append(gradients(world, module))
+    loss = module(*batch(4))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    found.append(gradients(world, module))
+    apart = torch.autograd.grad(module(*batch(5)), [module.up.weight, module.twin])
+    found.append(gradients(world, module))
+    module.zero_grad(set_to_none=False)
+    module(*batch(6)).backward()
+    return found, [world.whole(g) for g in apart], gradients(world, module)
+
+
+def states(world: Alone) -> Any:
+    """State dicts: whole ones, of part of the module, of another layout, assigned, incomplete."""
+    torch.manual_seed(5)
+    other = {name: torch.randn_like(value) for name, value in Net().state_dict().items()}
+    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    found = []
+    found.append([str(module.load_state_dict(other)), weights(world, module), module(*batch()).item()])
+    part = {"weight": torch.ones(8, 5), "bias": torch.zeros(8)}
+    found.append([str(module.up.load_state_dict(part)), weights(world, module), module(*batch()).item()])
+    elsewhere = world.parallel(seeded(), batch(), pin={"up.weight": "[B, S(1)]", "down.weight": "[S(0), B]"})
+    for assign in (False, True):
+        found.append([str(module.load_state_dict(elsewhere.state_dict(), assign=assign)), weights(world, module)])
+        module(*batch()).backward()
+        found.append(gradients(world, module))
+    found.append(str(module.load_state_dict({"up.bias": torch.ones(8), "more": torch.ones(1)}, strict=False)))
+    for wrong in ({"up.bias": torch.ones(8)}, dict(module.state_dict()) | {"up.bias": torch.ones(9)}):
+        try:
+            module.load_state_dict(wrong)
+        except RuntimeError as error:
+            found.append(str(error).splitlines()[1:])
+    return found, weights(world, module)
+
+
+def modes(world: Alone) -> Any:
+    """Training with running statistics, evaluation between the steps, and inference."""
+    module = world.parallel(seeded(Stats), batch(), evaluate=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        module.train()(*batch(step)).backward()
+        optimizer.step()
+        module.eval()
+        with torch.no_grad():
+            loss = module(*batch(7))
+        with torch.inference_mode():
+            again = module(*batch(7))
+        found += [loss.item(), again.item(), loss.requires_grad]
+    with torch.no_grad():
+        loss = module.train()(*batch(8))
+    return found, loss.item(), loss.requires_grad, weights(world, module)
+
+
+def layouts(world: Alone) -> Any:
+    """Arguments and results as shards; DTensor arguments in the planned layout and in another; gradients of arguments."""
+    x, y = batch()
+    x.requires_grad_()
+    options: dict[str, Any] = {"inputs": ["[S(0), B]"], "outputs": ["[S(0), S(1)]"], "pin": UNEVEN}
+    module = world.parallel(seeded(Logits), (x,), **options)
+    found = []
+    for given in (world.part(x, "[S(0), B]"), world.placed(x, "[S(0), B]"), world.placed(x, "[B, S(1)]")):
+        module.zero_grad()
+        out = module(given)
+        ((out - world.part(y, "[S(0), S(1)]")) ** 2).sum().backward()
+        grad: Any = given.grad
+        kept = world.whole(grad, "" if isinstance(grad, DTensor) else "[S(0), B]")
+        given.grad = x.grad = None
+        found.append([world.whole(out, "[S(0), S(1)]"), kept, gradients(world, module)])
+    plain = world.parallel(seeded(Logits), (x,))
+    out = plain(world.placed(x, "[S(0), S(1)]"))
+    out.sum().backward()
+    return found, world.whole(out), gradients(world, plain)
+
+
+def half(world: Alone) -> Any:
+    """Two plans of one model in one process, one with autocast, in turns."""
+    full, low = world.parallel(seeded(), batch()), world.parallel(seeded(), batch(), dtype=torch.bfloat16)
+    found = []
+    for seed in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = low(*batch(seed))
+        loss.backward()
+        found += [full(*batch(seed)).item(), str(loss.dtype)]
+    return found, {name: None if p.grad is None else str(p.grad.dtype) for name, p in low.named_parameters()}
+
+
+def scaler(world: Alone) -> Any:
+    """A gradient scaler skips the step in which one rank alone sees an infinite gradient."""
+    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    scale = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scale.scale(module(*batch(step))).backward()
+        if step == 1:
+            grad: Any = module.up.bias.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            if not isinstance(grad, DTensor) or dist.get_rank() == 0:
+                local[0] = torch.inf
+        scale.step(optimizer)
+        scale.update()
+        found.append(scale.get_scale())
+    return found
+
+
+def hooks(world: Alone) -> Any:
+    """Hooks of the whole module, from before the plan and from after it, and of parameters."""
+    model = seeded(Logits)
+    model.register_forward_hook(lambda module, args, out: out * 2)
+    x, _ = batch()
+    module = world.parallel(model, (x,))
+    calls = []
+    module.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    module.register_forward_hook(lambda module, args, out: calls.append("after"))
+    module.twin.register_hook(lambda grad: calls.append(("grad", world.whole(grad))))
+    module.down.weight.register_post_accumulate_grad_hook(lambda p: calls.append(("added", world.whole(p.grad))))
+    out = module(x)
+    out.sum().backward()
+    return world.whole(out), gradients(world, module), sorted(calls, key=str)
+
+
+def copies(world: Alone) -> Any:
+    """A deep copy trains apart from the original; an average of weights is one."""
+    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    other = copy.deepcopy(module)
+    average = AveragedModel(module)
+    found = []
+    for step in range(2):
+        other.zero_grad()
+        loss = other(*batch(step))
+        loss.backward()
+        torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1).step()
+        average.update_parameters(other)
+        found.append(loss.item())
+    return found, weights(world, module), weights(world, other), weights(world, average), average(*batch()).item()
+
+
+def epochs(world: Alone) -> Any:
+    """A loop over a DataLoader."""
+    module = world.parallel(seeded(), batch(rows=4))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for x, y in DataLoader(TensorDataset(*batch(rows=12)), batch_size=4):
+        optimizer.zero_grad()
+        loss = module(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+CHECKS: dict[str, Callable[[Alone], Any]] = {
+    check.__name__: check
+    for check in (names, optimizers, accumulation, states, modes, layouts, half, scaler, hooks, copies, epochs)
+}
