@@ -1,0 +1,124 @@
+"""Sequence parallelism (Korthikanti et al. 2022) comes out of the solver where it is cheapest; heads that do not divide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.states import Split
+from tests.compare import largest_error
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each with its norm and its residual."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Blocks and a last norm; the loss is the sum of squares."""
+
+    def __init__(self, width: int, heads: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.blocks(x)).square().sum()
+
+
+COLUMN_ROW = {f"blocks.*.{n}.weight": "S(0)" for n in ("q", "k", "v", "up")} | {
+    f"blocks.*.{n}.weight": "S(1)" for n in ("o", "down")
+}
+
+
+def activations(plan: sbpc.Plan) -> str:
+    """The collectives that move activations, in order: phase, what is moved, between which layers."""
+    lines = []
+    for node in plan.boxed.graph.nodes:
+        step = node.meta.get("step")
+        if step is not None and node.meta["val"].dim() == 3 and step.collective not in ("slice", "keep", "pad"):
+            lines.append(f"{node.meta['phase']:8} {step.collective:14} {step.before} -> {step.after}  {node.args[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_solver_finds_sequence_parallelism_where_it_is_cheapest() -> None:
+    """Nothing is pinned: the norms and residuals of tokens split over the ranks need less of the memory's bandwidth."""
+    with torch.device("meta"):
+        model, x = Model(4096, 32, 4 * 4096, 2), torch.randn(2, 2048, 4096)
+    plan = sbpc.plan(model, (x,), Mesh(tensor=8, cluster="h100"))
+    assert_expected_inline(activations(plan), """\
+forward  reduce_scatter [P] -> [S(1)]  einsum_3
+forward  all_gather     [S(1)] -> [B]  getitem_5
+forward  reduce_scatter [P] -> [S(1)]  einsum_5
+forward  all_gather     [S(1)] -> [B]  getitem_8
+forward  reduce_scatter [P] -> [S(1)]  einsum_9
+forward  all_gather     [S(1)] -> [B]  getitem_13
+forward  reduce_scatter [P] -> [S(1)]  einsum_11
+backward all_gather     [S(1)] -> [B]  getitem_19
+backward reduce_scatter [P] -> [S(1)]  einsum_15
+backward all_gather     [S(1)] -> [B]  add_4
+backward reduce_scatter [P] -> [S(1)]  add_6
+backward all_gather     [S(1)] -> [B]  add_7
+backward reduce_scatter [P] -> [S(1)]  einsum_27
+backward all_gather     [S(1)] -> [B]  add_8
+""")
+    assert {name: str(plan.layout(name)) for name in ("blocks.1.q.weight", "blocks.1.o.weight")} == {
+        "blocks.1.q.weight": "[S(0)]",
+        "blocks.1.o.weight": "[S(1)]",
+    }
+
+
+def test_sequence_parallelism_that_the_solver_finds_equals_one_device() -> None:
+    torch.manual_seed(0)
+    model, x = Model(48, 4, 192, 2).double(), torch.randn(2, 24, 48, dtype=torch.float64)
+    plan = sbpc.plan(model, (x,), Mesh(tensor=4), pin=COLUMN_ROW)
+    assert_expected_inline(activations(plan), """\
+forward  reduce_scatter [P] -> [S(1)]  einsum_3
+forward  all_gather     [S(1)] -> [B]  getitem_5
+forward  reduce_scatter [P] -> [S(1)]  einsum_5
+forward  all_gather     [S(1)] -> [B]  getitem_8
+forward  reduce_scatter [P] -> [S(1)]  einsum_9
+forward  all_gather     [S(1)] -> [B]  getitem_13
+forward  reduce_scatter [P] -> [S(1)]  einsum_11
+backward all_gather     [S(1)] -> [B]  getitem_19
+backward reduce_scatter [P] -> [S(1)]  einsum_15
+backward all_gather     [S(1)] -> [B]  add_4
+backward reduce_scatter [P] -> [S(1)]  add_6
+backward all_gather     [S(1)] -> [B]  add_7
+backward reduce_scatter [P] -> [S(1)]  einsum_27
+backward all_gather     [S(1)] -> [B]  add_8
+""")
+    assert largest_error(plan, model, (x,)) <= 1e-10
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(2, False), (3, True), (4, False)])
+def test_heads_that_do_not_divide_are_refused_by_signature_and_not_by_model(ranks: int, split: bool) -> None:
+    """Of 3 heads each of 2 ranks would hold one and a half: they stay whole, and all else of the block is split."""
+    torch.manual_seed(0)
+    model, x = Model(24, 3, 96, 1).double(), torch.randn(1, 5, 24, dtype=torch.float64)
+    plan = sbpc.plan(model, (x,), Mesh(tensor=ranks), pin=COLUMN_ROW)
+    (name,) = [node.name for node in plan.graph.graph.nodes if "attention_for_cpu.default" in str(node.target)]
+    heads = plan.assignment.choices[name].output(0, ("tensor",))
+    assert (heads.states == (Split(1),)) == split
+    assert str(plan.layout("gelu")) == "[S(2)]"
+    for name in ("q", "o", "up", "down"):  # their weights and the gradients of these are split as they were pinned
+        assert plan.layout(f"blocks.0.{name}.weight").states[0] == (Split(0) if name in ("q", "up") else Split(1))
+    assert plan.cost.flops <= 0.52 * plan.cost.flops_one_device
+    assert plan.verify() > 100 and largest_error(plan, model, (x,)) <= 1e-10
