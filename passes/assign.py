@@ -21,11 +21,19 @@ from sbpc.mesh import Mesh
 from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
+from sbpc.repeats import runs
 from sbpc.solver import Problem, Value, Variable, solve, star, total
 from sbpc.states import Split
 from sbpc.tables import Table, tabulate
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
+HOME, MADE = (
+    -1,
+    1 << 20,
+)  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+Reader = tuple[
+    int, np.ndarray, int
+]  # a variable, the layouts by label in which it takes a value, the number of the port
 
 
 class Space:
@@ -50,7 +58,7 @@ class Space:
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
-                readers.setdefault(value_of(operand), []).append((at, self.tables[at].ins[slot]))
+                readers.setdefault(value_of(operand), []).append((at, self.tables[at].ins[slot], slot))
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
@@ -67,12 +75,14 @@ class Space:
             for at, variable in enumerate(self.variables)
         ]
         problem = Problem(variables, self.values)
-        solution = solve(problem)
+        solution = solve(problem, alike=self.classes(held), finer=self.classes(held, 1))
         if not np.isfinite(solution.seconds):
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
-        return self.assignment(self.alike(problem, solution.labels)), solution.lower_bound
+        self.proof = problem, solution.proof
+        labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
+        return self.assignment(labels), solution.lower_bound
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
         """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are
@@ -89,6 +99,42 @@ class Space:
             if tried != best and seconds <= least * (1 + 1e-12):
                 best, least = tried, min(seconds, least)
         return best
+
+    def classes(self, held: Mapping[str, float] | None, apart: int = 0) -> list[int]:
+        """By variable the number of its class: calls at one place of repeated blocks, and what only they read.
+
+        apart: so many blocks at either end of a run of blocks stay on their own.
+        """
+        numbers: dict[Any, int] = {}
+        calls = [at for at, node in enumerate(self.nodes) if node.op == "call_function"]
+        tokens = [self.token(at) for at in calls]
+        found: dict[int, int] = {}
+        for run in runs(tokens):
+            for place in range(run.start + apart * run.period, run.stop - apart * run.period):
+                at = calls[place]
+                kept = held.get(self.nodes[at].name) if held else None
+                key = (run.start, (place - run.start) % run.period, id(self.tables[at]), kept)
+                found[at] = numbers.setdefault(key, len(numbers))
+        readers: dict[int, list[Any]] = {at: [] for at, node in enumerate(self.nodes) if node.op != "call_function"}
+        for value in self.values:
+            if value.producer in readers:
+                readers[value.producer] += [
+                    (found.get(at, -1 - at), place) for (at, _), place in zip(value.consumers, value.places[1:])
+                ]
+        for at, taken in readers.items():
+            kept = held.get(self.nodes[at].name) if held else None
+            key = (*sorted(taken), id(self.tables[at]), kept)
+            if taken and all(number >= 0 for number, _ in taken):
+                found[at] = numbers.setdefault(key, len(numbers))
+        return [found.get(at, len(numbers) + at) for at in range(len(self.variables))]
+
+    def token(self, at: int) -> tuple[Any, ...]:
+        """What a call is and what its operands are, as far as that is the same in equal blocks."""
+        reads = []
+        for operand in operands(self.nodes[at]):
+            producer, index = value_of(operand)
+            reads.append((id(self.tables[self.number[producer]]), index))
+        return (id(self.tables[at]), *reads)
 
     @cached_property
     def places(self) -> dict[int, tuple[Any, ...]]:
@@ -136,9 +182,10 @@ class Space:
             raise PinError(refusal(node, wish, table, self.mesh))
         return self.known[key]
 
-    def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[tuple[Node, int], list[tuple[int, np.ndarray]]]:
+    def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[tuple[Node, int], list[Reader]]:
         """Variables for outputs that may be left in several layouts; a gradient is read in its parameter's home."""
-        readers: dict[tuple[Node, int], list[tuple[int, np.ndarray]]] = {}
+        readers: dict[tuple[Node, int], list[Reader]] = {}
+        left: dict[int, int] = {}
         homes = {port: self.number[node] for port, node in placeholders(self.gm).items()}
         for at, (port, node) in enumerate(zip(self.gm.meta["ports"].outputs, results(self.gm))):
             if node is None:
@@ -152,7 +199,10 @@ class Space:
                 self.tables.append(table)
                 self.variables.append(Variable(f"output {at}", table.seconds, table.digits))
             self.ports.append(reader)
-            readers.setdefault(value_of(node), []).append((reader, self.tables[reader].outs[0]))
+            readers.setdefault(value_of(node), []).append(
+                (reader, self.tables[reader].outs[0], HOME - left.get(reader, 0))
+            )
+            left[reader] = left.get(reader, 0) + 1
         return readers
 
     def output_table(self, node: Node, wish: Wish | None) -> Table:
@@ -167,10 +217,10 @@ class Space:
             )
         return found
 
-    def add_value(self, key: tuple[Node, int], readers: list[tuple[int, np.ndarray]]) -> None:
+    def add_value(self, key: tuple[Node, int], readers: list[Reader]) -> None:
         """One value: from the layouts that its producer leaves to those that its readers take."""
         producer = self.number[key[0]]
-        ports = [self.tables[producer].outs[key[1]], *(codes for _, codes in readers)]
+        ports = [self.tables[producer].outs[key[1]], *(codes for _, codes, _ in readers)]
         shape, itemsize = shape_of(key[0], key[1])
         same = (*map(id, ports), shape, itemsize)
         if same not in self.known:
@@ -178,11 +228,12 @@ class Space:
             about = (codes.tobytes(), shape, itemsize)
             if about not in self.known:
                 self.known[about] = closure(codes, shape, itemsize, self.mesh)
-            places = {id(port): np.searchsorted(codes, port) for port in ports}
-            self.known[same] = codes, [places[id(port)] for port in ports], self.known[about]
+            numbers = {id(port): np.searchsorted(codes, port) for port in ports}
+            self.known[same] = codes, [numbers[id(port)] for port in ports], self.known[about]
         codes, (out, *wants), seconds = self.known[same]
-        consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
-        self.values.append(Value(producer, out, consumers, seconds))
+        consumers = [(reader, wanted) for (reader, _, _), wanted in zip(readers, wants)]
+        places = (MADE + key[1], *(place for _, _, place in readers))
+        self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
 

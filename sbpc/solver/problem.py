@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from sbpc.solver.check import Proof
 
 SLACK = 1e-12  # relative: costs that differ by less are ties
 
@@ -30,12 +34,15 @@ class Value:
 
     closure [layouts, layouts]: seconds of the cheapest boxing from row to column; 0 on the diagonal, inf where there is
     none, never more than a detour over a third layout (the triangle inequality, on which the bounds rest).
+    places: the number of the port at the producer, then those at the consumers; no variable has a number twice. Equal
+    variables have equal ports under equal numbers, or they are not folded.
     """
 
     producer: int
     out: np.ndarray
     consumers: list[tuple[int, np.ndarray]]
     closure: np.ndarray
+    places: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -58,6 +65,7 @@ class Solution:
     seconds: float
     lower_bound: float
     exact: bool
+    proof: Proof | None = None
 
     @property
     def gap(self) -> float:

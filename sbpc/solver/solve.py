@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sbpc.solver.check import checked_bound
+from sbpc.solver.dual import prove
 from sbpc.solver.exact import cheapest
+from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours, one_axis, union
 from sbpc.solver.problem import Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
@@ -16,15 +19,36 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
+TIED = 2e-3  # the gap with which a folded problem is left, as a part of what the plan costs
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
 
-def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solution:
-    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run."""
+def solve(
+    problem: Problem,
+    starts: Sequence[Sequence[int]] = (),
+    alike: Sequence[int] | None = None,
+    finer: Sequence[int] | None = None,
+) -> Solution:
+    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run.
+
+    alike: a number per variable; those with the same number get the same label. finer: the same with the ends of runs of
+    equal blocks on their own, which makes the bound tighter. The bound holds for all labels.
+    """
     check(problem)
     if not problem.variables:
         return Solution([], 0.0, 0.0, True)
-    return Search(problem, starts).run()
+    if alike is None or len(set(alike)) == len(alike):
+        return Search(problem, starts).run()
+    folded = fold(problem, alike)
+    search = Search(folded.problem, [folded.fold(labels) for labels in starts])
+    proof, labels = prove(folded, folded if finer is None else fold(problem, finer), search.cap)
+    bound = checked_bound(problem, proof)
+    search.offer(labels)
+    if search.seconds - bound > TIED * search.seconds:
+        search.run()
+    labels = folded.unfold(search.labels)
+    seconds = total(problem, labels)
+    return Solution(labels, seconds, min(bound, seconds), False, proof)
 
 
 class Search:

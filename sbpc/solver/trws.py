@@ -34,7 +34,14 @@ class Space:
 
 def slots(value: Value) -> list[tuple[int, np.ndarray]]:
     """The consumers of `value` without those that want what an earlier one wants under every label."""
-    found = {(at, wants.tobytes()): (at, wants) for at, wants in value.consumers}
+    return [value.consumers[number] for number in distinct(value)]
+
+
+def distinct(value: Value) -> list[int]:
+    """Which of the consumers `slots` keeps."""
+    found: dict[tuple[int, bytes], int] = {}
+    for number, (at, wants) in enumerate(value.consumers):
+        found.setdefault((at, wants.tobytes()), number)
     return list(found.values())
 
 
@@ -134,10 +141,12 @@ class Messages:
     def connect(self) -> list[Edge]:
         """One edge for a value with one consumer; else one from the producer to the alias, and one to each consumer."""
         found = []
+        self.ports: list[list[Port]] = []  # by value: at its producer, at its consumers
         for number, value in enumerate(self.problem.values):
             out = port(self.place[0, value.producer], value.out[self.space.labels[value.producer]])
             wanted = [port(self.place[0, at], wants[self.space.labels[at]]) for at, wants in slots(value)]
             alias = self.space.aliases[number]
+            self.ports.append([out, *wanted])
             if alias is None:
                 found += [self.edge(value, out, wants) for wants in wanted]
                 continue
@@ -245,6 +254,37 @@ class Messages:
                 inbox[start:stop] = edge.seconds[edge.first.at[chosen[edge.first.node]]]
             chosen.append(int(at.belief(inbox).argmin()))
         return [int(labels[chosen[self.place[0, at]]]) for at, labels in enumerate(self.space.labels)]
+
+    def multipliers(self) -> list[list[np.ndarray]]:
+        """By value and port, the producer's first and then those of `slots`: the messages to its labels, all of them.
+
+        The space must hold all layouts of all ports.
+
+        With them every variable alone and every value alone cost together at least what `backward` has just returned:
+        a node keeps (1 - |e| w) D of its belief D, and leaves w D to each earlier edge, as explained there.
+        """
+        beliefs = [at.belief(at.inbox) for at in self.nodes]
+        left = [at.earlier.project(belief - belief.min()) * at.weight if at.earlier.edges else belief[:0]
+                for at, belief in zip(self.nodes, beliefs)]  # fmt: skip
+        message: dict[int, np.ndarray] = {}
+        for at, belief in zip(self.nodes, left):
+            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                message[id(edge.last)] = edge.last.inbox - belief[start:stop]
+        for edge in self.edges:
+            message[id(edge.first)] = edge.first.inbox
+        found = []
+        for value, ports in zip(self.problem.values, self.ports):
+            layouts = [value.out, *(wants for _, wants in slots(value))]
+            found.append(
+                [message[id(p)][np.searchsorted(p.layouts, by_label)] if id(p) in message else np.zeros(len(by_label))
+                 for p, by_label in zip(ports, layouts)]
+            )  # fmt: skip
+        return found
+
+    def charges(self) -> dict[int, list[np.ndarray]]:
+        """By value with more than two consumers, what each of `slots` is charged, [layouts of the alias, its layouts]."""
+        values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
+        return {values[middle]: share.charges for middle, (share, _) in self.shares.items()}
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""

@@ -1,0 +1,136 @@
+"""A bound of a layout problem recomputed from its multipliers, by definitions only: nothing of the solver is used.
+
+A multiplier is a number per label for the port where a variable meets a value: the variable pays it, the value is paid.
+Whatever the multipliers are, no plan costs less than the sum of what every variable and every value costs at its cheapest,
+alone. Variables of one class have equal multipliers, so equal terms are computed once.
+
+A value with several consumers costs at least its cheapest star with charges, P_j(a, t) for consumer j and the boxing from
+the alias a to t, provided that no m-1 of the m consumers pay more than its price: not all consumers want the same t, or else
+the alias t itself is as cheap (a boxing is never dearer than a detour). k consumers of one class at one port are as
+good as one that is paid k times: pick one of each class at random, and the star for those costs no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sbpc.solver.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """classes: by variable its class. multipliers: by class and port, per label. charges: by `name` of a value with more
+    than two different consumers, one matrix [layouts, distinct layouts wanted, ascending] per consumer."""
+
+    classes: Sequence[int]
+    multipliers: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    charges: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
+
+
+def checked_bound(problem: Problem, proof: Proof) -> float:
+    """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are."""
+    ports: list[list[int]] = [[] for _ in problem.variables]  # by variable, where it meets values
+    terms: dict[tuple[Any, ...], list[Any]] = {}  # equal values once: how many, and one of them
+    for value in problem.values:
+        groups = consumers(value, proof.classes)
+        ports[value.producer].append(value.places[0])
+        for group in groups.values():
+            for at, place in group:
+                ports[at].append(place)
+        key = (name(value, proof.classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups))
+        terms.setdefault(key, [0, value, groups])[0] += 1
+    total: list[float] = []
+    for count, value, groups in terms.values():
+        total.append(count * value_bound(value, groups, proof))
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for at, variable in enumerate(problem.variables):
+        alike.setdefault((proof.classes[at], tuple(sorted(ports[at])), id(variable.costs)), []).append(at)
+    for (number, places, _), members in alike.items():
+        costs = problem.variables[members[0]].costs.copy()
+        for place in places:
+            costs = costs + multiplier(proof, number, place, len(costs))
+        total.append(len(members) * float(costs.min()))
+    if not all(map(math.isfinite, total)):
+        return math.inf if min(total) > -math.inf and not any(map(math.isnan, total)) else 0.0
+    return max(math.fsum(total) - 1e-12 * math.fsum(map(abs, total)), 0.0)
+
+
+def consumers(value: Any, classes: Sequence[int]) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+    """The consumers by class, port and wanted layouts; one that takes the value twice in the same way counts once."""
+    found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    seen: dict[int, list[np.ndarray]] = {}
+    for (at, wants), place in zip(value.consumers, value.places[1:]):
+        before = seen.setdefault(at, [])
+        if not any(np.array_equal(wants, other) for other in before):
+            before.append(wants)
+            found.setdefault((classes[at], place, id(wants)), []).append((at, place))
+    return found
+
+
+def name(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int], list[Any]]) -> tuple[Any, ...]:
+    """What the charges of a value are found under: its producer's class and port, and those of its consumers, counted."""
+    kinds = tuple((number, place, len(group)) for (number, place, _), group in groups.items())
+    return (classes[value.producer], value.places[0], kinds)
+
+
+def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray:
+    """The multipliers of a port by label; 0 where there are none, or numbers that are none."""
+    found = proof.multipliers.get((number, place))
+    if found is None or found.shape != (labels,) or not np.isfinite(found).all():
+        return np.zeros(labels)
+    return found
+
+
+def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof) -> float:
+    """The least that one value costs, less what it is paid."""
+    wants = {(at, place): wanted for (at, wanted), place in zip(value.consumers, value.places[1:])}
+    producer = proof.classes[value.producer]
+    made = paid(value.out, multiplier(proof, producer, value.places[0], len(value.out)))
+    taken = []
+    for (number, place, _), group in groups.items():
+        wanted = wants[group[0]]
+        taken.append(paid(wanted, len(group) * multiplier(proof, number, place, len(wanted))))
+    reached = (value.closure[made[0]] - made[1][:, None]).min(0)  # to each alias
+    if not taken:
+        return float(reached.min())
+    prices = [value.closure[:, layouts] for layouts, _ in taken]
+    if len(taken) > 2:
+        prices = charges(
+            value.closure, [layouts for layouts, _ in taken], proof.charges.get(name(value, proof.classes, groups))
+        )
+    for price, (_, pays) in zip(prices, taken):
+        reached = reached + (price - pays).min(1)
+    return float(reached.min())
+
+
+def paid(layouts: np.ndarray, multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct layouts of a port, and the most that is paid in each."""
+    found, at = np.unique(layouts, return_inverse=True)
+    most = np.full(len(found), -np.inf)
+    np.maximum.at(most, at, multipliers)
+    return found, most
+
+
+def charges(closure: np.ndarray, wanted: Sequence[np.ndarray], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    """Charges as given, lowered where they are too high; equal parts of the prices where none are given."""
+    many = len(wanted)
+    holds = np.zeros((many, closure.shape[1]), dtype=bool)
+    for at, layouts in enumerate(wanted):
+        holds[at, layouts] = True
+    shapes = [(len(closure), len(layouts)) for layouts in wanted]
+    if given is None or [found.shape for found in given] != shapes or not all((found >= 0).all() for found in given):
+        given = [closure[:, layouts] / many for layouts in wanted]
+    total, least = np.zeros(closure.shape), np.full(closure.shape, np.inf)
+    for layouts, found in zip(wanted, given):
+        total[:, layouts] += found
+        least[:, layouts] = np.minimum(least[:, layouts], found)
+    excess = np.where(holds.all(0), total - np.where(np.isfinite(least), least, 0.0), total)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(excess > closure, closure / excess, 1.0)
+    share = np.where(np.isnan(share), 0.0, share)
+    return [found * share[:, layouts] for layouts, found in zip(wanted, given)]

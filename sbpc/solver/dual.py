@@ -1,0 +1,196 @@
+"""Multipliers for a folded problem that bound the whole one: `check` computes the bound from them.
+
+All members of a class share their multipliers, whatever values they meet. In a chain of equal blocks the first one meets
+another value than the rest; so first the blocks are solved as if there were no ends (every class with the values that most
+of its members meet), then the ends, with the multipliers of the blocks as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sbpc.solver.check import Proof
+from sbpc.solver.fold import Folded, Kind, Slot
+from sbpc.solver.problem import Problem, Value, Variable
+from sbpc.solver.trws import Messages, Space, aliased, distinct
+
+ROUNDS = 12  # at most so many times SWEEPS sweeps
+SWEEPS = 4
+IDLE = 1e-4  # what a round must add to the bound, as a part of it
+
+
+@dataclass(eq=False)
+class Part:
+    """A problem made of a folded one: by value the number of its kind, its slots, and what one unit is of the whole."""
+
+    problem: Problem
+    kinds: list[int] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)  # places among the slots of the kind
+    units: list[float] = field(default_factory=list)
+
+
+def prove(folded: Folded, finer: Folded, cap: float) -> tuple[Proof, list[int]]:
+    """The proof of a bound of the whole problem, and labels of the folded problem read off on the way.
+
+    finer: the same problem folded less, with the first and the last of equal blocks on their own.
+    """
+    found, part = Dual(folded), blocks(folded)
+    messages = passed(part.problem, cap)
+    found.take(part, messages, lambda slot: True)
+    labels = messages.decode()
+    if max(folded.sizes) == 1:
+        return found.proof(), labels
+    dual = found.carried(finer)
+    rest = ends(finer, dual)
+    dual.take(rest, passed(rest.problem, cap), lambda slot: finer.sizes[slot[0]] == 1)
+    return dual.proof(), labels
+
+
+@dataclass(eq=False)
+class Dual:
+    """Multipliers and charges in the making."""
+
+    folded: Folded
+    multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
+    charges: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by kind
+
+    def carried(self, finer: Folded) -> Dual:
+        """What is known here of the classes that have several members in a problem that is folded less."""
+        outer = {at: number for at, number in zip(finer.classes, self.folded.classes)}
+        large = [at for at, size in enumerate(finer.sizes) if size > 1]
+        found = Dual(finer)
+        for kind in finer.kinds:
+            for number, place in kind.slots:
+                if finer.sizes[number] > 1 and (outer[number], place) in self.multipliers:
+                    found.multipliers[number, place] = self.multipliers[outer[number], place]
+        names = {name(self.folded.kinds[at]): charged for at, charged in self.charges.items()}
+        for at, kind in enumerate(finer.kinds):
+            moved = Kind([(outer[number], place) for number, place in kind.slots], kind.many, 0, kind.closure)
+            if name(moved) in names and all(number in large for number, _ in kind.slots):
+                found.charges[at] = names[name(moved)]
+        return found
+
+    def proof(self) -> Proof:
+        """What `check` reads."""
+        kinds = self.folded.kinds
+        names = {at: name(kinds[at]) for at in self.charges}
+        return Proof(self.folded.classes, self.multipliers, {names[at]: found for at, found in self.charges.items()})
+
+    def take(self, part: Part, messages: Messages, wanted: Callable[[Slot], bool]) -> None:
+        """Take the multipliers of the slots that are `wanted`, and all charges, from the messages of a part."""
+        for number, found in enumerate(messages.multipliers()):
+            kind, unit = self.folded.kinds[part.kinds[number]], part.units[number]
+            for place, message in zip(part.slots[number], found):
+                if place >= 0 and wanted(kind.slots[place]):
+                    self.multipliers[kind.slots[place]] = message / (unit * kind.many[place])
+        for number, charged in messages.charges().items():
+            kind = self.folded.kinds[part.kinds[number]]
+            if len(charged) == len(kind.slots) - 1:  # of all consumers, none detached
+                self.charges[part.kinds[number]] = [found / part.units[number] for found in charged]
+
+
+def name(kind: Kind) -> tuple[object, ...]:
+    """The name under which `check` looks for charges."""
+    (producer, place), *taken = kind.slots
+    return (producer, place, tuple((*slot, many) for slot, many in zip(taken, kind.many[1:])))
+
+
+def blocks(folded: Folded) -> Part:
+    """The folded problem without the ends: at every slot the kind of value that most members meet, as if all did."""
+    main: dict[Slot, tuple[int, int]] = {}
+    for at, kind in enumerate(folded.kinds):
+        for slot, many in zip(kind.slots, kind.many):
+            if slot not in main or kind.count * many > main[slot][0]:
+                main[slot] = kind.count * many, at
+    kept = [
+        [place for place, slot in enumerate(kind.slots) if main[slot][1] == at] for at, kind in enumerate(folded.kinds)
+    ]
+    weights = weighed(folded, kept)
+    variables = [
+        Variable(v.name, v.costs if weight == size else weight / size * v.costs, v.digits)
+        for v, weight, size in zip(folded.problem.variables, weights, folded.sizes)
+    ]
+    part, closures = Part(Problem(variables, [])), dict[tuple[int, float], np.ndarray]()
+    for at, (kind, value, places) in enumerate(zip(folded.kinds, folded.problem.values, kept)):
+        if 0 not in places or len(places) == 1:
+            continue
+        unit = max(weights[kind.slots[place][0]] / kind.many[place] for place in places)
+        closure = closures.setdefault((id(kind.closure), unit), unit * kind.closure if unit != 1 else kind.closure)
+        found = Value(value.producer, value.out, [value.consumers[place - 1] for place in places[1:]], closure)
+        part.problem.values.append(found)
+        part.kinds.append(at)
+        part.slots.append([0, *(places[1 + number] for number in distinct(found))])
+        part.units.append(unit)
+    return part
+
+
+def weighed(folded: Folded, kept: list[list[int]]) -> list[int]:
+    """How often each class counts in `blocks`: classes of one block alike, as often as its largest has members."""
+    block = list(range(len(folded.sizes)))
+
+    def find(at: int) -> int:
+        while block[at] != at:
+            at = block[at]
+        return at
+
+    for kind, places in zip(folded.kinds, kept):
+        one = [kind.slots[place][0] for place in places if kind.many[place] == 1]
+        if 0 in places:
+            for at in one[1:]:
+                block[find(at)] = find(one[0])
+    most: dict[int, int] = {}
+    for at, size in enumerate(folded.sizes):
+        most[find(at)] = max(size, most.get(find(at), 0))
+    return [most[find(at)] for at in range(len(folded.sizes))]
+
+
+def ends(folded: Folded, dual: Dual) -> Part:
+    """The classes of one member and the values that meet them; in the place of a larger class what it is paid."""
+    free = [at for at, size in enumerate(folded.sizes) if size == 1]
+    number = {at: place for place, at in enumerate(free)}
+    part = Part(Problem([folded.problem.variables[at] for at in free], []))
+    variables = part.problem.variables
+    digits = folded.problem.variables[0].digits.shape[1]
+
+    def stand_in(slot: Slot, layouts: np.ndarray, paid: float) -> tuple[int, np.ndarray]:
+        """A variable with a label per layout that costs what the class is not paid there."""
+        found, at = np.unique(layouts, return_inverse=True)
+        most = np.full(len(found), -np.inf)
+        np.maximum.at(most, at, dual.multipliers.get(slot, np.zeros(len(layouts))))
+        variables.append(Variable("", paid * (most.max() - most), np.zeros((len(found), digits), dtype=np.int64)))
+        return len(variables) - 1, found
+
+    for at, (kind, value) in enumerate(zip(folded.kinds, folded.problem.values)):
+        if all(slot[0] not in number for slot in kind.slots) and (at in dual.charges or len(kind.slots) < 4):
+            continue  # all is known of it
+        ports: list[tuple[int, np.ndarray]] = []
+        kept = []
+        for place, (slot, layouts) in enumerate(zip(kind.slots, [value.out, *(w for _, w in value.consumers)])):
+            if slot[0] in number:
+                ports.append((number[slot[0]], layouts))
+                kept.append(place)
+            else:
+                ports.append(stand_in(slot, layouts, kind.count * kind.many[place]))
+                kept.append(-1)
+        found = Value(*ports[0], ports[1:], value.closure)
+        part.problem.values.append(found)
+        part.kinds.append(at)
+        part.slots.append([kept[0], *(kept[1 + number] for number in distinct(found))])
+        part.units.append(kind.count)
+    return part
+
+
+def passed(problem: Problem, cap: float, rounds: int = ROUNDS) -> Messages:
+    """Messages over all layouts, until they raise the bound no more."""
+    aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
+    messages = Messages(problem, Space([np.arange(len(v.costs)) for v in problem.variables], aliases), cap)
+    for _ in range(rounds):
+        before = messages.bound
+        for _ in range(SWEEPS):
+            messages.sweep()
+        if messages.bound - before < IDLE * abs(messages.bound):
+            break
+    return messages

@@ -1,0 +1,146 @@
+"""Folding: what is tied costs what it costs, and bounds of folded problems hold for the whole; the checker checks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sbpc
+from sbpc import Mesh
+from sbpc.passes.assign import Space
+from sbpc.repeats import Run, runs
+from sbpc.solver import Problem, Value, Variable, solve, total
+from sbpc.solver.check import Proof, checked_bound
+from sbpc.solver.dual import prove
+from sbpc.solver.fold import fold
+from sbpc.solver.solve import ceiling
+from tests import models
+from tests.test_solver import brute_force, closed, problems
+
+
+def numbered(problem: Problem) -> Problem:
+    """The problem with a number of its own for every port."""
+    seen: dict[int, int] = {}
+
+    def place(at: int) -> int:
+        seen[at] = seen.get(at, -1) + 1
+        return seen[at]
+
+    values = [
+        dataclasses.replace(value, places=(place(value.producer), *(place(at) for at, _ in value.consumers)))
+        for value in problem.values
+    ]
+    return Problem(problem.variables, values)
+
+
+def chain(blocks: int, labels: int, layouts: int, seed: int, shared: bool) -> tuple[Problem, list[int], list[int]]:
+    """A prologue, equal blocks of two variables that read a value shared by all, and an epilogue; classes, finer ones."""
+    rng = np.random.default_rng(seed)
+    digits = np.arange(labels)[:, None]
+    kinds = [rng.random(labels) for _ in range(4)]
+    closures = [closed(rng.random((layouts, layouts))) for _ in range(3)]
+    port = {
+        name: rng.integers(0, layouts, labels) for name in ("first", "a in", "a out", "b in", "b out", "c", "d", "e")
+    }
+    variables = [Variable("first", kinds[0], digits)]
+    for block in range(blocks):
+        variables += [Variable(f"a{block}", kinds[1], digits), Variable(f"b{block}", kinds[2], digits)]
+    variables.append(Variable("last", kinds[3], digits))
+    values = []
+    for block in range(blocks):
+        before = (0, port["first"]) if block == 0 else (2 * block, port["b out"])
+        readers = [(2 * block + 1, port["a in"]), (2 * block + 2, port["d"])]
+        values.append(Value(*before, readers, closures[0], (9, 0, 1)))
+        values.append(Value(2 * block + 1, port["a out"], [(2 * block + 2, port["b in"])], closures[1], (9, 0)))
+    values.append(Value(2 * blocks, port["b out"], [(2 * blocks + 1, port["c"])], closures[0], (9, 0)))
+    if shared:
+        readers = [(2 * block + 1, port["e"]) for block in range(blocks)]
+        values.append(Value(0, port["c"], readers, closures[2], (8, *(3,) * blocks)))
+    values.sort(key=lambda value: value.producer)
+    classes = [0, *(1 + at % 2 for at in range(2 * blocks)), 3]
+    finer = [*range(3), *(100 + at % 2 for at in range(2 * blocks - 4)), *range(3, 6)]
+    return Problem(variables, values), classes, finer
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1), st.booleans())
+def test_a_folded_plan_costs_the_same_unfolded_and_its_bound_holds_for_every_plan(
+    blocks, labels, layouts, seed, shared
+):
+    problem, classes, finer = chain(blocks, labels, layouts, seed, shared)
+    found = solve(problem, alike=classes, finer=finer)
+    folded = fold(problem, classes)
+    tied = folded.fold(found.labels)
+    assert folded.unfold(tied) == found.labels
+    assert total(folded.problem, tied) == pytest.approx(total(problem, found.labels), rel=1e-9)
+    assert found.seconds == pytest.approx(total(problem, found.labels), rel=1e-12)
+    best = solve(problem).seconds if blocks > 3 else brute_force(problem)
+    assert found.lower_bound <= best * (1 + 1e-9) and best <= found.seconds * (1 + 1e-9)
+
+
+def test_the_bound_of_a_folded_chain_is_tight():
+    problem, classes, finer = chain(12, 3, 4, 5, True)
+    found, best = solve(problem, alike=classes, finer=finer), solve(problem)
+    assert best.exact and found.lower_bound <= best.seconds <= found.seconds <= 1.01 * found.lower_bound
+
+
+def multipliers_of(problem: Problem) -> Proof:
+    """The proof that the solver makes without folding anything."""
+    folded = fold(problem, range(len(problem.variables)))
+    return prove(folded, folded, ceiling(problem))[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(variables=5, labels=6, axes=1), st.integers(0, 2**32 - 1))
+def test_no_multipliers_whatever_give_a_bound_above_brute_force(problem, seed):
+    problem = numbered(problem)
+    best, proof, rng = brute_force(problem), multipliers_of(problem), np.random.default_rng(seed)
+    assert checked_bound(problem, proof) <= best * (1 + 1e-9)
+    spoiled = {slot: found + rng.normal(0, 1e-3, found.shape) for slot, found in proof.multipliers.items()}
+    charges = {name: [found * rng.uniform(0.5, 3) for found in parts] for name, parts in proof.charges.items()}
+    for multipliers in (spoiled, {}, proof.multipliers):
+        for charged in (charges, {}, proof.charges):
+            bad = Proof(rng.permutation(proof.classes).tolist() if seed % 2 else proof.classes, multipliers, charged)
+            assert checked_bound(problem, bad) <= best * (1 + 1e-9) + 1e-15
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=5, labels=6, axes=1))
+def test_the_checker_finds_what_the_messages_promise(problem):
+    problem = numbered(problem)
+    folded = fold(problem, range(len(problem.variables)))
+    from sbpc.solver.dual import blocks, passed
+
+    bound = passed(blocks(folded).problem, ceiling(problem)).bound
+    assert checked_bound(problem, multipliers_of(problem)) >= min(bound, brute_force(problem)) * (1 - 1e-9) - 1e-15
+
+
+def test_a_corrupted_plan_has_a_larger_gap():
+    problem, classes, finer = chain(8, 3, 4, 1, False)
+    found = solve(problem, alike=classes, finer=finer)
+    assert found.proof is not None
+    bound = checked_bound(problem, found.proof)
+    worse = [(label + 1) % 3 for label in found.labels]
+    assert total(problem, worse) - bound > found.seconds - bound >= 0
+
+
+def test_runs_of_blocks_are_found_between_other_things_and_beside_each_other():
+    assert list(runs("pqabcabcabcabcabrs")) == [Run(2, 16, 3)]
+    assert list(runs("abcabcabcabcxyxyxyxyxy")) == [Run(0, 12, 3), Run(12, 22, 2)]
+    assert list(runs("abcabcabc")) == []  # three blocks are not worth it
+    assert list(runs("")) == []
+
+
+def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
+    torch.manual_seed(0)
+    model, args = models.gpt2(layers=6, batch=8, seq=8, vocab=32, width=16, heads=4)
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"))
+    space = Space(plan.graph, plan.mesh, {}, {})
+    counts = np.bincount(np.unique(space.classes(None), return_inverse=True)[1])
+    assert len(counts) < 0.5 * len(space.variables) and counts.max() in (5, 6)
+    assert plan.cost.lower_bound <= plan.cost.seconds and plan.cost.gap <= 0.02
