@@ -107,3 +107,16 @@ def test_private_names_of_torch_are_imported_in_one_file() -> None:
 def test_no_file_is_longer_than_400_lines() -> None:
     long = [f"{name}: {count}" for name, path in files() if (count := len(path.read_text().splitlines())) > 400]
     assert not long, long
+
+
+def test_the_rules_of_all_families_together_stay_under_1500_lines() -> None:
+    """A file that fills the table of rules, or names what an op is taken apart into, is one of a family's."""
+    folder = ROOT / "sbpc" / "rules"
+    filled = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
+    families = {
+        name: len(text.splitlines())
+        for name, text in filled.items()
+        if "\nrule(" in text or "\n    rule(" in text or "\n    decomposition(" in text
+    }
+    assert {"attention", "conv", "decompositions", "matmul", "norm", "pointwise", "views"} <= set(families)
+    assert sum(families.values()) < 1500, families

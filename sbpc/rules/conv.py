@@ -41,43 +41,22 @@ def convolution_backward_flops(m: Match) -> str:
 
 
 FIXED = "fix h w ho wo"
-rule(aten._adaptive_avg_pool2d.default, f"*n c h w -> *n c ho wo ; {FIXED} ; lin(0)", flops="1 *n c h w")
-rule(
-    aten._adaptive_avg_pool2d_backward.default,
-    f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
-    nonempty="c",
-    flops="1 *n c h w",
-)
-rule(aten.avg_pool2d.default, f"*n c h w -> *n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
-rule(
-    aten.avg_pool2d_backward.default,
-    f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
-    nonempty="c",
-    flops="1 *n c h w",
-)
+DOWN = "*n c h w -> *n c ho wo"
+GIVEN = "lin(0) ; lin(1 -> )"  # of the input of the forward only the shape is read
 rule(aten.convolution.default, convolution, flops=convolution_flops, nonempty="g ci co")
 rule(aten.convolution_backward.default, convolution_backward, flops=convolution_backward_flops, nonempty="g ci co")
-rule(
-    aten.max_pool2d_with_indices.default,
-    f"*n c h w -> *n c ho wo, *n c ho wo ; {FIXED}",
-    nonempty="c",
-    flops="1 *n c h w",
-)
+for op in (aten._adaptive_avg_pool2d.default, aten.avg_pool2d.default):
+    rule(op, f"{DOWN} ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
+for op in (aten._adaptive_avg_pool2d_backward.default, aten.avg_pool2d_backward.default):
+    rule(op, f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; {GIVEN}", nonempty="c", flops="1 *n c h w")
+rule(aten.max_pool2d_with_indices.default, f"{DOWN}, *n c ho wo ; {FIXED}", nonempty="c", flops="1 *n c h w")
 rule(
     aten.max_pool2d_with_indices_backward.default,
-    f"*n c ho wo, *n c h w, indices=*n c ho wo -> *n c h w ; {FIXED} ; lin(0) ; lin(1 -> )",
+    f"*n c ho wo, *n c h w, indices=*n c ho wo -> *n c h w ; {FIXED} ; {GIVEN}",
     nonempty="c",
     flops="1 *n c h w",
 )
-rule(aten.upsample_bilinear2d.default, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
-rule(
-    aten.upsample_bilinear2d_backward.default,
-    f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)",
-    flops="1 n c ho wo",
-)
-rule(aten.upsample_nearest2d.default, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
-rule(
-    aten.upsample_nearest2d_backward.default,
-    f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)",
-    flops="1 n c ho wo",
-)
+for op in (aten.upsample_bilinear2d.default, aten.upsample_nearest2d.default):
+    rule(op, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
+for op in (aten.upsample_bilinear2d_backward.default, aten.upsample_nearest2d_backward.default):
+    rule(op, f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)", flops="1 n c ho wo")

@@ -16,36 +16,30 @@ from sbpc.rules.phases import decomposition
 
 
 # --- softmax ----------------------------------------------------------------------------------------------------------
-@decomposition
 def softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
     e = torch.exp(x - x.amax(dim, True))
     return e / e.sum(dim, True)
 
 
-@decomposition
 def safe_softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
     """Zeros where all of a row is -inf."""
     return softmax(x, dim).masked_fill(x.amax(dim, True) == -math.inf, 0.0)
 
 
-@decomposition
 def softmax_backward(grad: Tensor, y: Tensor, dim: int, *_: Any) -> Tensor:
     weighted = grad * y
     return weighted - y * weighted.sum(dim, True)
 
 
-@decomposition
 def log_softmax(x: Tensor, dim: int, *_: Any) -> Tensor:
     shifted = x - x.amax(dim, True)
     return shifted - torch.exp(shifted).sum(dim, True).log()
 
 
-@decomposition
 def log_softmax_backward(grad: Tensor, y: Tensor, dim: int, *_: Any) -> Tensor:
     return grad - torch.exp(y) * grad.sum(dim, True)
 
 
-@decomposition
 def logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     """A maximum of inf or -inf is not subtracted: it is the result."""
     top = x.amax(dim, True)
@@ -55,7 +49,6 @@ def logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
 
 
 # --- variances and norms ----------------------------------------------------------------------------------------------
-@decomposition
 def variance(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """With the mean."""
     dims = list(dim or range(x.dim()))
@@ -66,12 +59,10 @@ def variance(x: Tensor, dim: list[int] | None, correction: float | None, keepdim
     return found, mean if keepdim else mean.squeeze(dims)
 
 
-@decomposition
 def deviation(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> Tensor:
     return variance(x, dim, correction, keepdim)[0].sqrt()
 
 
-@decomposition
 def vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, *_: Any) -> Tensor:
     dims, size = list(dim or range(x.dim())), x.abs()
     if math.isinf(order):
@@ -112,7 +103,6 @@ def lead(x: Tensor, shape: list[int]) -> Tensor:
     return x.sum(dims) if dims else x
 
 
-@decomposition
 def layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +111,6 @@ def layer_norm(
     return scaled(rest * inverse, weight, bias), mean, inverse
 
 
-@decomposition
 def layer_norm_backward(
     grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, inverse: Tensor, weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,14 +119,12 @@ def layer_norm_backward(
     return found, lead(grad * unit, shape), lead(grad, shape)
 
 
-@decomposition
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     inverse = torch.rsqrt(x.square().mean(last(shape), True) + eps)
     return scaled(x * inverse, weight), inverse
 
 
-@decomposition
 def rms_norm_backward(
     grad: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -157,7 +144,6 @@ def grouped(x: Tensor, groups: int) -> tuple[Tensor, list[int]]:
     return x.view(shape), list(range(2, len(shape)))
 
 
-@decomposition
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +154,6 @@ def group_norm(
     return found, mean.view([n, groups]), inverse.view([n, groups])
 
 
-@decomposition
 def group_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, n: int, c: int, size: int, groups: int,
     *_: Any,
@@ -181,7 +166,6 @@ def group_norm_backward(
     return found.view(x.shape), (grad * unit.view(x.shape)).sum(rest), grad.sum(rest)
 
 
-@decomposition
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any
 ) -> tuple[Tensor, ...]:
@@ -199,7 +183,6 @@ def batch_norm(
     return found, mean, inverse, *(old * (1 - momentum) + new * momentum for old, new in zip(running, news))
 
 
-@decomposition
 def batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Any, running_var: Any, mean: Tensor, inverse: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
@@ -210,3 +193,11 @@ def batch_norm_backward(
     weights, biases = (grad * unit).sum(dims), grad.sum(dims)
     rest = grad - (by_channel(x, biases) + unit * by_channel(x, weights)) / count  # type: ignore[operator]
     return scaled(rest * inverse, by_channel(x, weight)), weights, biases
+
+
+for function in (
+    batch_norm, batch_norm_backward, deviation, group_norm, group_norm_backward, layer_norm, layer_norm_backward,
+    log_softmax, log_softmax_backward, logsumexp, rms_norm, rms_norm_backward, safe_softmax, softmax,
+    softmax_backward, variance, vector_norm,
+):  # fmt: skip
+    decomposition(function)

@@ -165,13 +165,9 @@ for op in (aten._unsafe_index_put.default, aten.index_put.default):
 for op in (aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default):
     rule(op, scan(), flops=WRITTEN)
 for op in (
-    aten.kthvalue.default,
-    aten.median.dim,
-    aten.mode.default,
-    aten.sort.default,
-    aten.sort.stable,
+    aten.kthvalue.default, aten.median.dim, aten.mode.default, aten.sort.default, aten.sort.stable,
     aten.topk.default,
-):
+):  # fmt: skip
     rule(op, scan())
 rule(aten.bucketize.Tensor, "*a, b -> *a ; fix b", flops="1 *a")
 rule(aten.cumsum.default, scan("lin(0)"), flops=WRITTEN)

@@ -76,19 +76,14 @@ def mean_local(shard: Shard) -> Any:
 
 
 for op in (
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.huber_loss.default,
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-):
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default,
+    aten.mse_loss.default, aten.smooth_l1_loss.default,
+):  # fmt: skip
     rule(op, pointwise_loss, local=mean_local)
 for op in (
-    aten.binary_cross_entropy_backward.default,
-    aten.huber_loss_backward.default,
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-):
+    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+):  # fmt: skip
     rule(op, pointwise_loss_backward, local=mean_local)
 for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
     rule(op, nll, local=addressed("c", "target", nll_local))

@@ -27,54 +27,31 @@ UNTAGGED = (
 # Tagged pointwise, yet not a tensor (equal) or random (rrelu).
 UNLIKE = (aten.equal.default, aten.rrelu.default)
 VIEWS = (aten.alias.default, aten.detach.default)
-# Jointly linear arguments. A number in the place of one of them makes the op affine: P + 1 is not legal.
-LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
-    "_conj_physical.default": (("self",),),
-    "_to_copy.default": (("self",),),  # between floating dtypes only: see `_linear_types`
-    "_prelu_kernel_backward.default": (("grad_output",),),
-    "add.Tensor": (("self", "other"),),
-    "addcdiv.default": (("self", "tensor1"),),
-    "addcmul.default": (("self", "tensor1"), ("self", "tensor2")),
-    "alias.default": (("self",),),
-    "clone.default": (("self",),),
-    "complex.default": (("real", "imag"),),
-    "conj_physical.default": (("self",),),
-    "copy.default": (("src",),),
-    "deg2rad.default": (("self",),),
-    "detach.default": (("self",),),
-    "div.Scalar": (("self",),),
-    "div.Tensor": (("self",),),
-    "elu_backward.default": (("grad_output",),),
-    "fill.Tensor": (("value",),),
-    "gelu_backward.default": (("grad_output",),),
-    "hardsigmoid_backward.default": (("grad_output",),),
-    "hardswish_backward.default": (("grad_output",),),
-    "hardtanh_backward.default": (("grad_output",),),
-    "leaky_relu_backward.default": (("grad_output",),),
-    "lerp.Scalar": (("self", "end"),),
-    "lerp.Tensor": (("self", "end"),),
-    "lift_fresh_copy.default": (("self",),),
-    "logit_backward.default": (("grad_output",),),
-    "masked_fill.Tensor": (("self", "value"),),
-    "mish_backward.default": (("grad_output",),),
-    "mul.Scalar": (("self",),),
-    "mul.Tensor": (("self",), ("other",)),  # P * P is not legal
-    "native_dropout_backward.default": (("grad_output",),),
-    "neg.default": (("self",),),
-    "positive.default": (("self",),),
-    "rad2deg.default": (("self",),),
-    "rrelu_with_noise_backward.default": (("grad_output",),),
-    "rsub.Tensor": (("self", "other"),),
-    "sigmoid_backward.default": (("grad_output",),),
-    "silu_backward.default": (("grad_output",),),
-    "softplus_backward.default": (("grad_output",),),
-    "softshrink_backward.default": (("grad_output",),),
-    "sub.Tensor": (("self", "other"),),
-    "tanh_backward.default": (("grad_output",),),
-    "threshold_backward.default": (("grad_output",),),
-    "true_divide.Tensor": (("self",),),
-    "where.self": (("self", "other"),),
-}
+# By arguments that are jointly linear: the ops. A number in the place of one of them makes the op affine: P + 1 is not legal.
+LINEAR: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("grad_output",): (
+        "_prelu_kernel_backward.default", "elu_backward.default", "gelu_backward.default",
+        "hardsigmoid_backward.default", "hardswish_backward.default", "hardtanh_backward.default",
+        "leaky_relu_backward.default", "logit_backward.default", "mish_backward.default",
+        "native_dropout_backward.default", "rrelu_with_noise_backward.default", "sigmoid_backward.default",
+        "silu_backward.default", "softplus_backward.default", "softshrink_backward.default",
+        "tanh_backward.default", "threshold_backward.default",
+    ),
+    ("real", "imag"): ("complex.default",),
+    ("self",): (
+        "_conj_physical.default", "_to_copy.default", "alias.default", "clone.default", "conj_physical.default",
+        "deg2rad.default", "detach.default", "div.Scalar", "div.Tensor", "lift_fresh_copy.default",
+        "mul.Scalar", "mul.Tensor", "neg.default", "positive.default", "rad2deg.default", "true_divide.Tensor",
+    ),
+    ("other",): ("mul.Tensor",),  # P * P is not legal
+    ("self", "end"): ("lerp.Scalar", "lerp.Tensor"),
+    ("self", "other"): ("add.Tensor", "rsub.Tensor", "sub.Tensor", "where.self"),
+    ("self", "tensor1"): ("addcdiv.default", "addcmul.default"),
+    ("self", "tensor2"): ("addcmul.default",),
+    ("self", "value"): ("masked_fill.Tensor",),
+    ("src",): ("copy.default",),
+    ("value",): ("fill.Tensor",),
+}  # fmt: skip
 # Linear if this scalar argument is zero.
 LINEAR_AT_ZERO = {
     "masked_fill.Scalar": ("self", "value"),
@@ -108,7 +85,7 @@ def pointwise_text(op: OpOverload, given: Arguments, outputs: Any) -> str | None
 def _linear(op: OpOverload, given: Arguments) -> list[tuple[str, ...]]:
     """The groups of arguments in which this call is jointly linear."""
     key = str(op)[5:]
-    groups = [*LINEAR.get(key, ())]
+    groups = [group for group, ops in LINEAR.items() if key in ops]
     if key in LINEAR_AT_ZERO and given[LINEAR_AT_ZERO[key][1]] == 0:
         groups.append((LINEAR_AT_ZERO[key][0],))
     return [group for group in groups if all(isinstance(given.get(name), Tensor) for name in group)]
