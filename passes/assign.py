@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -62,9 +62,12 @@ class Space:
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
-    def solve(self, held: Mapping[str, float] | None = None, price: float = 0.0) -> tuple[Assignment, float]:
+    def solve(
+        self, held: Mapping[str, float] | None = None, price: float = 0.0, starts: Sequence[Assignment] = ()
+    ) -> tuple[Assignment, float]:
         """The cheapest assignment and its bound, where a byte that a rank keeps costs `price` seconds.
 
+        starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
         held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state); see `kept`.
         Raises LayoutError if no assignment has finite cost.
         """
@@ -75,13 +78,18 @@ class Space:
             for at, variable in enumerate(self.variables)
         ]
         problem = Problem(variables, self.values)
-        solution = solve(problem, alike=self.classes(held), finer=self.classes(held, 1))
+        known = [self.labels(start) for start in starts]
+        solution = solve(problem, known, alike=self.classes(held), finer=self.classes(held, 1))
         if not np.isfinite(solution.seconds):
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
         self.proof = problem, solution.proof
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
+        if known:  # a start whose blocks are not alike may be better than what is folded from it
+            labels = min([labels, *known], key=lambda found: total(problem, found))
+        seconds = total(problem, labels)
+        self.gap = (seconds - solution.lower_bound) / seconds if seconds else 0.0
         return self.assignment(labels), solution.lower_bound
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
@@ -236,6 +244,15 @@ class Space:
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
+
+    def labels(self, assignment: Assignment) -> list[int]:
+        """The labels that stand for an assignment, which is one of this space."""
+        found = [table.label(assignment.choices[node.name]) for node, table in zip(self.nodes, self.tables)]
+        for at, layout in zip(self.ports, assignment.outputs):
+            if at is not None and at >= len(self.nodes):
+                table = self.tables[at]
+                found.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
+        return found
 
     def assignment(self, labels: list[int]) -> Assignment:
         """The choices and layouts that the labels stand for."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from sbpc import codec, programs
 from sbpc.cost import OPTIMIZER_STATE
+from sbpc.errors import LayoutError, PinError
 from sbpc.graphtext import graph_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
@@ -30,6 +31,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
 
 log = logging.getLogger("sbpc")
+ROOM, TIE, FEW = 2e-3, 1e-9, 1_000
 REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
@@ -98,8 +100,12 @@ def finish(
     outputs: Mapping[int, Wish],
     options: dict[str, Any],
     stages: Stages,
+    experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None,
 ) -> Plan:
     """From the annotated graph to the plan; the boxed and local graphs are made on first use, or here when dumping.
+
+    experts: the wishes of schemes that the plan is not to be slower than. They are tried where the proof of the plan
+    leaves room for a better one: a gap of more than ROOM, in graphs of at most FEW nodes of any.
 
     Raises MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
     """
@@ -107,6 +113,10 @@ def finish(
     with stages.timed("assign"):
         space = Space(gm, solved_on, wishes, outputs)
         assignment, bound = space.solve()
+        if experts is not None and space.gap > (ROOM if len(space.nodes) > FEW else TIE):
+            starts = [assignment, *followed(gm, solved_on, outputs, experts())]
+            assignment, again = space.solve(starts=starts)
+            bound = max(bound, again)
     bound = bound if solved_on is mesh else 0.0
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
@@ -122,6 +132,15 @@ def finish(
         stages.show("box", plan.boxed)
         stages.show("localize", plan.local)
     return plan
+
+
+def followed(
+    gm: GraphModule, mesh: Mesh, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]
+) -> Iterator[Assignment]:
+    """The best assignment of each scheme that can be met."""
+    for wishes in experts:
+        with suppress(PinError, LayoutError):
+            yield Space(gm, mesh, wishes, outputs).solve()[0]
 
 
 def make_plan(

@@ -1,6 +1,6 @@
 """sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out."""
 
-from sbpc.api import load, plan
+from sbpc.api import baseline, load, plan
 from sbpc.cluster import Cluster
 from sbpc.errors import SbpcError
 from sbpc.exported import load_module, load_programs
@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "S",
     "SbpcError",
+    "baseline",
     "load",
     "load_module",
     "load_programs",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ from torch.fx import GraphModule
 from sbpc import codec
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import PinError, PlanError, SbpcError
+from sbpc.experts import EXPERTS, expert_wishes
 from sbpc.formulas import declare
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
+from sbpc.pairs import Model
 from sbpc.passes.annotate import annotate, copied
 from sbpc.passes.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan, uncollected
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
-from sbpc.pins import Wish, exactly, merge, parse_layout, resolve_pins
+from sbpc.pins import Wish, both, exactly, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.structure import unflatten
 
+STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 OBJECTIVES = ("seconds", "bytes")
 
 
@@ -80,6 +84,18 @@ def plan(
     return task.plan(mesh, **options)
 
 
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
+    """An expert's plan under the same cost model; options are those of `plan`.
+
+    name: "data", "fsdp", "megatron", "megatron+sp", "summa", "agarwal" or "one weird trick"; see `sbpc.experts`. Raises
+    PlanError if the scheme does not fit the model or the mesh, and what `plan` raises.
+    """
+    check_mesh(mesh)
+    about = {key: options.pop(key) for key in STEP if key in options}
+    check_options(**options)
+    return prepare(model, args, **about).plan(mesh, **options, baseline=name)
+
+
 @dataclass
 class Task:
     """A captured and annotated step, to be planned on one mesh or on many."""
@@ -101,23 +117,37 @@ class Task:
         spread: bool = False,
         objective: str = "seconds",
         dynamic: Any = None,
+        baseline: str | None = None,
     ) -> Plan:
-        """The plan on `mesh`; options are those of `plan`, and are taken to be checked."""
+        """The plan on `mesh`; options are those of `plan`, taken to be checked. baseline: the expert to follow."""
         wishes = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
-        for name, wish in pin_wishes(self.gm, mesh, pins).items():
+        pinned = pin_wishes(self.gm, mesh, pins)
+        for name, wish in pinned.items():
             if name in wishes and wishes[name].states:
                 raise PinError(
                     f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
                 )
-            wishes[name] = merge(wishes[name], wish, name, mesh) if name in wishes else wish
+        wishes = both(wishes, pinned, mesh)
+        if baseline is not None:
+            wishes = both(wishes, expert_wishes(Model(self.gm), mesh, baseline), mesh)
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
             "pin": pins, "spread": spread, **self.about,
         }  # fmt: skip
+        if baseline is not None:
+            options["baseline"] = baseline
         if dynamic is not None:
             options["dynamic"] = name_dims(self.gm, mesh, dynamic)
-        return finish(self.gm, mesh, wishes, output_wishes(self.gm, mesh, outputs, spread), options, self.stages)
+
+        def experts() -> Iterator[dict[str, Wish]]:
+            model = Model(self.gm)
+            for name in EXPERTS:
+                with suppress(PinError, PlanError):  # what does not fit the model, the mesh or the pins
+                    yield both(wishes, expert_wishes(model, mesh, name), mesh)
+
+        wanted = output_wishes(self.gm, mesh, outputs, spread)
+        return finish(self.gm, mesh, wishes, wanted, options, self.stages, None if baseline else experts)
 
     def again(self) -> Task:
         """The same step with a graph and clocks of its own, for a further plan beside the others."""

@@ -133,6 +133,14 @@ def merge(first: Wish, second: Wish, node: str, mesh: Mesh) -> Wish:
     )
 
 
+def both(first: Mapping[str, Wish], second: Mapping[str, Wish], mesh: Mesh) -> dict[str, Wish]:
+    """Two sets of wishes at once. Raises PinError if they contradict each other."""
+    found = dict(first)
+    for node, wish in second.items():
+        found[node] = merge(found[node], wish, node, mesh) if node in found else wish
+    return found
+
+
 def closest(pattern: str, names: list[str]) -> list[str]:
     """The three names that look most like the pattern."""
     import difflib

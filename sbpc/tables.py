@@ -56,6 +56,12 @@ class Table:
         ordered = tuple(itertools.chain(*cut))
         return Choice(signatures, (*(axis for axis in range(count) if axis not in ordered), *ordered))
 
+    def label(self, choice: Choice) -> int:
+        """The label that stands for a choice, or for what is the same in all layouts."""
+        place = {signature: at for at, signature in enumerate(self.candidates.signatures)}
+        same = np.flatnonzero((self.digits == [place[s] for s in choice.signatures]).all(1)).tolist()
+        return next(label for label in same if self.choice(label).cuts() == choice.cuts())
+
     def output(self, index: int, label: int) -> Layout:
         """The layout in which the label leaves an output."""
         return decode(int(self.outs[index][label]), self.mesh.axes)
