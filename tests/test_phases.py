@@ -290,3 +290,25 @@ def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluste
         found = measure(box(space.gm, space.assignment(labels), mesh), mesh, None, 0.0).seconds
         assert found == pytest.approx(expected, rel=1e-9)
     assert apart >= 12
+
+
+@decomposition
+def by_maximum(x: Tensor) -> Tensor:
+    return x / x.amax(-1, True)
+
+
+@decomposition
+def by_sum(x: Tensor) -> Tensor:
+    return x / x.sum(-1, True)
+
+
+def test_an_op_of_ones_own_is_split_through_a_function_of_ones_own_or_refused() -> None:
+    library = torch.library.Library("sbpc_phases", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", by_maximum, "CompositeExplicitAutograd")
+    examples = [(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).double(),)]
+    with sbpc.rule("sbpc_phases::scaled", "b d -> b d ; via d = by_maximum", examples=examples):
+        found = Case(torch.ops.sbpc_phases.scaled.default, examples[0]).match()
+        assert [str(signature) for signature in found.signatures] == ["B -> B", "S(0) -> S(0)    split b", "S(1) -> S(1)    split d"]
+    with pytest.raises(RuleError, match=r"the rule is refuted: S\(1\) -> S\(1\), split d, on 2 ranks: output 0 has other values"):
+        sbpc.rule("sbpc_phases::scaled", "b d -> b d ; via d = by_sum", examples=examples)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from sbpc.rules import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise  # isort: skip
 from sbpc.rules import reductions, views  # isort: skip
 from sbpc.rules.binding import Signature
-from sbpc.rules.phases import Phases
+from sbpc.rules.phases import Phases, decomposition
 from sbpc.rules.registry import Match, match, rule
 
 __all__ = [
-    "Match", "Phases", "Signature", "attention", "conv", "decompositions", "embedding", "factories", "index", "loss", "match", "matmul",
-    "norm", "pointwise", "reductions", "rule", "views",
+    "Match", "Phases", "Signature", "attention", "conv", "decomposition", "decompositions", "embedding", "factories",
+    "index", "loss", "match", "matmul", "norm", "pointwise", "reductions", "rule", "views",
 ]  # fmt: skip
