@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.graph import CodeGen
 
+from sbpc._compat import inductor_compile
 from sbpc.errors import PlanError
 
 Run = Callable[[list[Tensor]], tuple[Any, ...]]
@@ -44,7 +45,21 @@ def interpreter(gm: GraphModule) -> Run:
     return boxed
 
 
-EXECUTORS: dict[str, Callable[[GraphModule], Run]] = {"code": code, "interpreter": interpreter}
+def inductor(gm: GraphModule) -> Run:
+    """Inductor's kernels, compiled at the first call; it needs a C++ compiler, on GPUs triton."""
+    compiled: list[Callable[..., Any]] = []
+
+    def boxed(given: list[Tensor]) -> tuple[Any, ...]:
+        if not compiled:
+            compiled.append(inductor_compile(gm, list(given)))
+        taken = given.copy()
+        given.clear()
+        return tuple(compiled[0](*taken))
+
+    return boxed
+
+
+EXECUTORS: dict[str, Callable[[GraphModule], Run]] = {"code": code, "inductor": inductor, "interpreter": interpreter}
 
 
 def executor_of(name: str) -> Callable[[GraphModule], Run]:

@@ -39,7 +39,7 @@ def parallelize(
     hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
     shards where the plan was made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout.
     evaluate: another plan of the same model in other modes (`model.eval()`), with the same homes, for when the module is
-    put into them. executor: "code" (generated) or "interpreter".
+    put into them. executor: "code" (generated), "inductor" or "interpreter".
     Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
     every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
     kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
@@ -110,7 +110,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         )
 
     own = {
-        "forward": forward,
+        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
         "__deepcopy__": deep_copy,

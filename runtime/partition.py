@@ -83,11 +83,12 @@ def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable
 
 def memory_of(node: Node) -> Node:
     """The node whose memory a value may lie in: itself, or what it is a view of."""
-    if node.op != "call_function":
+    call = node.all_input_nodes[0] if node.target is operator.getitem else node
+    if call.op != "call_function":
         return node
-    if node.target is operator.getitem or node.target is wait:
-        return memory_of(node.all_input_nodes[0])
-    for argument, given in zip(schema_of(node.target).arguments, node.args):
+    if call.target is wait:
+        return memory_of(call.all_input_nodes[0])
+    for argument, given in zip(schema_of(call.target).arguments, call.args):
         if argument.alias_info is not None and isinstance(given, Node):
             return memory_of(given)
     return node

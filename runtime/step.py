@@ -20,7 +20,19 @@ from torch.utils.hooks import RemovableHandle
 from sbpc._compat import HOOKS, keeps_graph, local_of, slots, with_local
 from sbpc.errors import PlanError
 from sbpc.plan import Plan
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, OUTPUT, PARAMETER, SEED_PORT, TANGENT, Port
+from sbpc.ports import (
+    BUFFER,
+    GRADIENT,
+    HOMES,
+    INPUT,
+    INPUT_GRADIENT,
+    MUTATION,
+    OUTPUT,
+    PARAMETER,
+    SEED_PORT,
+    TANGENT,
+    Port,
+)
 from sbpc.programs import Programs
 from sbpc.random import seed_of_step
 from sbpc.runtime import bind, groups
@@ -44,11 +56,11 @@ class Runner:
         self.differentiable = [
             at for at, port in enumerate(self.results) if port.kind == OUTPUT and port.name in tangents
         ]
-        self.gradients = [
-            Port(PARAMETER if port.kind == GRADIENT else INPUT, port.name)
+        self.gradients = {
+            Port(HOMES[port.kind], port.name): port.kind == GRADIENT
             for port in ports.outputs
             if port.kind in (GRADIENT, INPUT_GRADIENT)
-        ]
+        }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
         self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
 
     @functools.cached_property
@@ -84,6 +96,10 @@ class Runner:
         given = held.weights(self, train)
         for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
             given[port] = self.taken(port, leaf, train)
+        return self.run(given, random, train)
+
+    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool) -> Any:
+        """The results, in the model's structure, from parameters, buffers and arguments; buffers get their new values."""
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
             random["step"] += 1
@@ -99,10 +115,10 @@ class Runner:
                 with torch.no_grad():
                     results = list(self.inference(values))
         named = dict(zip(self.results, results))
-        for port, value in named.items():
-            if port.kind == MUTATION:
-                with torch.no_grad():
-                    module.get_buffer(port.name).copy_(value)
+        with torch.no_grad():
+            for port, value in named.items():
+                if port.kind == MUTATION:
+                    given[Port(BUFFER, port.name)].copy_(value)
         return bind.outputs(self.plan, named)
 
     def check_autocast(self) -> None:
@@ -189,13 +205,8 @@ class Step(Function):
         values += [grad.contiguous() for grad in grads]
         with no_autocast(runner.where):
             found = runner.backward(values)
-        pairs = zip(runner.gradients, ctx.leaves, found)
-        return (
-            None,
-            None,
-            None,
-            *(with_local(leaf, value) if port.kind == PARAMETER else value for port, leaf, value in pairs),
-        )
+        triples = zip(runner.gradients.values(), ctx.leaves, found)
+        return (None, None, None, *(with_local(leaf, value) if held else value for held, leaf, value in triples))
 
 
 @dataclass
@@ -233,10 +244,11 @@ class Held:
                     f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
                 )
         for port, value in found.items():
-            local: Any = local_of(value) if port.kind == PARAMETER else value
-            if local is None or local.dtype != runner.shapes[port].dtype or local.shape != runner.local_shapes[port]:
-                is_now = f"{value.dtype} {tuple(value.shape)}" if local is not None else f"a {type(value).__name__}"
-                planned, home = runner.shapes[port], runner.layouts[port]
+            fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
+            local, planned = local_of(value), runner.shapes[port]
+            if not fits or local.dtype != planned.dtype or local.shape != runner.local_shapes[port]:
+                is_now = f"{value.dtype} {tuple(value.shape)}" if fits else f"a {type(value).__name__}"
+                home = runner.layouts[port]
                 raise PlanError(
                     f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {home}\n"
                     "  Plan and parallelize the model as it is to be trained."

@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._guards import CompileContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -50,19 +51,23 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "autograd_node",
+    "compile_id",
     "compiling",
     "composite_ops",
     "enable_python_dispatcher",
+    "inductor_compile",
     "keeps_graph",
     "local_of",
     "next_sequence_number",
     "on_dtensors",
     "op_names",
+    "outside_dynamo",
     "overload_of",
     "register_process_group",
     "rename",
     "schema_of",
     "slots",
+    "source_of",
     "unregister_process_group",
     "with_local",
 ]
@@ -156,18 +161,47 @@ def slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def local_of(tensor: Any) -> Any:
-    """What this rank holds of a DTensor, None if it is no DTensor; unlike `to_local`, autograd does not see it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else None
+    """What this rank holds of a DTensor, a plain tensor itself; unlike `to_local`, autograd does not see it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local(like: Any, local: Tensor) -> Any:
-    """A DTensor of the layout of another one; its part is made contiguous, as that of a parameter is."""
-    return DTensor(local.contiguous(), copy.copy(like._spec), requires_grad=False)  # type: ignore[call-arg]
+    """A DTensor of the layout of another one; its part is made contiguous, as that of a parameter is. Else itself."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = copy.copy(like._spec)
+    return DTensor.__new__(DTensor, local.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def on_dtensors(op: Any, handler: Any) -> None:
     """Have `handler(op, args, kwargs)` called for an op on DTensors."""
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def source_of(placeholder: torch.fx.Node) -> str:
+    """Where dynamo takes an input of its graph from, as Python."""
+    return placeholder.meta["grapharg"].source.name if "grapharg" in placeholder.meta else placeholder.name
+
+
+def compile_id() -> tuple[int, int]:
+    """Which function dynamo compiles just now, counted from 0, and for which time."""
+    found: Any = CompileContext.current_compile_id()
+    return (found.frame_id, found.frame_compile_id) if found is not None else (0, 0)
+
+
+@contextlib.contextmanager
+def outside_dynamo() -> Iterator[None]:
+    """Tracing within this takes no notice of the one from which it is called."""
+    with tracing(None):
+        yield
+
+
+def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
+    """A function that computes what a graph computes, by Inductor's kernels. Imported when it is needed."""
+    from torch._inductor import compile as run
+
+    with torch.no_grad():
+        return run(gm, examples)
 
 
 def keeps_graph() -> bool:

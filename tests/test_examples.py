@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,18 @@ def test_the_demo_refuses_a_replicated_plan():
     assert plan.mesh.ranks == 4 and args[0].dtype == torch.int64
     with pytest.raises(SbpcError, match="the plan is replicated"):
         demo.check(plan)
+
+
+def test_a_compiled_script_trains_on_two_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    ended = subprocess.run(
+        [*command, str(EXAMPLES / "03_torch_compile.py")],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 4 and all(0.5 < loss < 2 for loss in losses)
+    assert ended.stderr.count("torch.compile hands over whole parameters") == 2

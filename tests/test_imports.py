@@ -25,6 +25,7 @@ LEVELS = (
     ("runtime",),
     ("api", "exported"),
     ("sweep",),
+    ("backend",),
     ("",),  # the package itself
     ("target", "train"),
     ("demo",),

@@ -1,0 +1,111 @@
+"""The torch.compile backend on real processes, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc.backend import checked
+from tests import models
+from tests.processes import run_ranks
+
+
+class Broken(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean() * x.shape[0]
+
+
+def steps(module: Any, model: nn.Module, batches: list[Any]) -> list[Any]:
+    """Losses of training steps, one without gradients, and the state afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    found: list[Any] = []
+    for args in batches:
+        optimizer.zero_grad()
+        loss = module(*args)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    with torch.no_grad():
+        found.append(module(*batches[0]).item())
+    return found + [value.clone() for value in model.state_dict().values()]
+
+
+def script(compile: Any, wrap: Any) -> dict[str, list[Any]]:
+    """A model of many ops, one with buffers that change, one with a graph break and batches of two sizes."""
+    found = {}
+    for name in ("gpt2", "batch_norm"):
+        torch.manual_seed(0)
+        model, args = getattr(models, name)(batch=4)
+        found[name] = steps(compile(model), model, [args, args])
+    torch.manual_seed(0)
+    model = Broken()
+    batches = [(torch.randn(rows, 6),) for rows in (8, 8, 4, 8)]
+    found["broken"] = steps(compile(model), model, batches)
+    torch.manual_seed(0)
+    model, args = models.mlp(batch=4)
+    parallel = wrap(model, args)
+    outer = compile(lambda x: parallel(x) * F.softplus(x).sum())
+    loss = outer(*args)
+    loss.backward()
+    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parallel.parameters()]
+    found["parallel"] = [loss.item(), *whole]
+    return found
+
+
+def on_ranks() -> Any:
+    """The script through the backend, what it logged, and what one more option comes to."""
+    torch.set_default_dtype(torch.float64)
+    mesh, lines = sbpc.Mesh(data=2), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sbpc").addHandler(handler)
+    logging.getLogger("sbpc").setLevel(logging.INFO)
+    found = script(
+        lambda model: torch.compile(model, backend="sbpc", options={"mesh": mesh}),
+        lambda model, args: sbpc.parallelize(model, sbpc.plan(model, args, mesh)),
+    )
+    return found, [line for line in lines if "graph" in line or "whole" in line]
+
+
+def test_compiled_modules_train_as_one_process_and_say_what_they_do() -> None:
+    torch.set_default_dtype(torch.float64)
+    expected = script(lambda model: model, lambda model, args: model)
+    for result in run_ranks(on_ranks, 2):
+        assert isinstance(result, tuple), result
+        found, lines = result
+        for name, values in expected.items():
+            for at, (one, other) in enumerate(zip(found[name], values)):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=lambda m, p=(name, at): f"{p}: {m}")
+        assert sum("whole parameters" in line for line in lines) == 1
+        assert any("a graph break lies between" in line for line in lines)
+        assert any("is planned anew, for the 2. time: for other shapes" in line for line in lines)
+        assert any(" on [4, 6], 2 parameters" in line for line in lines)
+
+
+def test_options_that_there_are_not_are_refused_with_those_that_there_are() -> None:
+    with pytest.raises(sbpc.SbpcError) as error:
+        checked({"mesh": sbpc.Mesh(data=2), "mode": "fast"})
+    assert str(error.value) == (
+        "the backend has no option 'mode'\n"
+        "  It has\n"
+        "    mesh: sbpc.Mesh(data=2), or a DeviceMesh; needed\n"
+        "    memory: bytes per rank\n"
+        '    objective: "seconds" or "bytes"\n'
+        '    executor: "code", "interpreter" or "inductor"'
+    )
+    with pytest.raises(sbpc.SbpcError, match="the option mesh is None"):
+        checked({})
