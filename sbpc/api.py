@@ -21,10 +21,11 @@ from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.pairs import Model
 from sbpc.passes.annotate import annotate, copied
+from sbpc.passes.assign import Space
 from sbpc.passes.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan, uncollected
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
-from sbpc.pins import Wish, both, exactly, parse_layout, resolve_pins
+from sbpc.pins import Wish, both, conflict, exactly, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.structure import unflatten
@@ -120,17 +121,23 @@ class Task:
         baseline: str | None = None,
     ) -> Plan:
         """The plan on `mesh`; options are those of `plan`, taken to be checked. baseline: the expert to follow."""
-        wishes = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
+        stored = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
+        wanted = output_wishes(self.gm, mesh, outputs, spread)
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
-        pinned = pin_wishes(self.gm, mesh, pins)
-        for name, wish in pinned.items():
-            if name in wishes and wishes[name].states:
-                raise PinError(
-                    f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
-                )
-        wishes = both(wishes, pinned, mesh)
-        if baseline is not None:
-            wishes = both(wishes, expert_wishes(Model(self.gm), mesh, baseline), mesh)
+
+        def wishes_with(pins: Mapping[str, str]) -> dict[str, Wish]:
+            wishes = both(stored, pin_wishes(self.gm, mesh, pins, stored), mesh)
+            if baseline is not None:
+                wishes = both(wishes, expert_wishes(Model(self.gm), mesh, baseline), mesh)
+            return wishes
+
+        def refusal(pins: Mapping[str, str]) -> SbpcError | None:
+            try:
+                Space(self.gm, mesh, wishes_with(pins), wanted)
+            except PinError as error:
+                return error
+            return None
+
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
             "pin": pins, "spread": spread, **self.about,
@@ -146,8 +153,11 @@ class Task:
                 with suppress(PinError, PlanError):  # what does not fit the model, the mesh or the pins
                     yield both(wishes, expert_wishes(model, mesh, name), mesh)
 
-        wanted = output_wishes(self.gm, mesh, outputs, spread)
-        return finish(self.gm, mesh, wishes, wanted, options, self.stages, None if baseline else experts)
+        try:
+            wishes = wishes_with(pins)
+            return finish(self.gm, mesh, wishes, wanted, options, self.stages, None if baseline else experts)
+        except PinError as error:
+            raise conflict(pins, refusal) from error
 
     def again(self) -> Task:
         """The same step with a graph and clocks of its own, for a further plan beside the others."""
@@ -286,8 +296,11 @@ def output_wishes(gm: GraphModule, mesh: Mesh, outputs: Any, spread: bool) -> di
     return wishes
 
 
-def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str, Wish]:
-    """Pins by node: a pattern is matched with parameters, and with values only where it matches no parameter."""
+def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str], stored: Mapping[str, Wish]) -> dict[str, Wish]:
+    """Pins by node: a pattern is matched with parameters, and with values only where it matches no parameter.
+
+    stored: the wishes for what is laid out otherwise. Raises PinError if a pin names such a node.
+    """
     ports = gm.meta["ports"]
     parameters: dict[str, list[str]] = {}
     for port, node in placeholders(gm).items():
@@ -300,7 +313,13 @@ def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str]) -> dict[str
     meant = {pattern: bool(fnmatch.filter(known, pattern)) for pattern in pins}
     names = parameters | ({} if all(meta for meta in meant.values()) else values)
     found = resolve_pins({pattern: text for pattern, text in pins.items() if meant[pattern]}, parameters, mesh)
-    return found | resolve_pins({pattern: text for pattern, text in pins.items() if not meant[pattern]}, names, mesh)
+    found |= resolve_pins({pattern: text for pattern, text in pins.items() if not meant[pattern]}, names, mesh)
+    for name, wish in found.items():
+        if name in stored and stored[name].states:
+            raise PinError(
+                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
+            )
+    return found
 
 
 def load(path: str | Path) -> Plan:

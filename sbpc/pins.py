@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sbpc.errors import PinError, SbpcError
@@ -139,6 +139,24 @@ def both(first: Mapping[str, Wish], second: Mapping[str, Wish], mesh: Mesh) -> d
     for node, wish in second.items():
         found[node] = merge(found[node], wish, node, mesh) if node in found else wish
     return found
+
+
+def conflict(pins: Mapping[str, str], refusal: Callable[[Mapping[str, str]], SbpcError | None]) -> SbpcError:
+    """The error about pins that cannot be met, with no more of them than it takes.
+
+    Each pin is left out in turn, and stays out if the others still conflict. refusal: the error that some pins give.
+    """
+    needed = dict(pins)
+    for pattern in pins:
+        fewer = {other: text for other, text in needed.items() if other != pattern}
+        if refusal(fewer) is not None:
+            needed = fewer
+    error = refusal(needed)
+    assert error is not None
+    if all(f"pin {pattern!r}" in str(error) for pattern in needed):
+        return error
+    listed = "\n".join(f"  pin {pattern!r}: {text!r}" for pattern, text in needed.items())
+    return PinError(f"these pins cannot be met together\n{listed}\n{error}")
 
 
 def closest(pattern: str, names: list[str]) -> list[str]:
