@@ -48,10 +48,23 @@ def logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return found if keepdim else found.squeeze(dim)
 
 
-# --- variances and norms ----------------------------------------------------------------------------------------------
+# --- variances and norms, any and all ---------------------------------------------------------------------------------
+def reduced(x: Tensor, dim: int | list[int] | None) -> list[int]:
+    """The dims that a reduction over `dim` takes: all of them for none."""
+    return [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+
+
+def any_of(x: Tensor, dim: int | list[int] | None = None, keepdim: bool = False) -> Tensor:
+    return (x != 0).to(torch.uint8).amax(reduced(x, dim), keepdim)
+
+
+def all_of(x: Tensor, dim: int | list[int] | None = None, keepdim: bool = False) -> Tensor:
+    return (x != 0).to(torch.uint8).amin(reduced(x, dim), keepdim)
+
+
 def variance(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """With the mean."""
-    dims = list(dim or range(x.dim()))
+    dims = reduced(x, dim)
     count = math.prod(x.shape[at] for at in dims)
     mean = x.mean(dims, True)
     squares = (x - mean).square().sum(dims, keepdim)
@@ -64,7 +77,7 @@ def deviation(x: Tensor, dim: list[int] | None, correction: float | None, keepdi
 
 
 def vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, *_: Any) -> Tensor:
-    dims, size = list(dim or range(x.dim())), x.abs()
+    dims, size = reduced(x, dim), x.abs()
     if math.isinf(order):
         return size.amax(dims, keepdim) if order > 0 else size.amin(dims, keepdim)
     if order == 0:
@@ -196,8 +209,8 @@ def batch_norm_backward(
 
 
 for function in (
-    batch_norm, batch_norm_backward, deviation, group_norm, group_norm_backward, layer_norm, layer_norm_backward,
-    log_softmax, log_softmax_backward, logsumexp, rms_norm, rms_norm_backward, safe_softmax, softmax,
-    softmax_backward, variance, vector_norm,
+    all_of, any_of, batch_norm, batch_norm_backward, deviation, group_norm, group_norm_backward, layer_norm,
+    layer_norm_backward, log_softmax, log_softmax_backward, logsumexp, rms_norm, rms_norm_backward, safe_softmax,
+    softmax, softmax_backward, variance, vector_norm,
 ):  # fmt: skip
     decomposition(function)

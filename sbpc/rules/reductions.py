@@ -55,21 +55,26 @@ def mean(shard: Shard) -> Any:
 
 SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")
 
-for op in (
-    aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.argmax.default, aten.argmin.default,
-    aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int,
-):  # fmt: skip
-    rule(op, FIXED)
-rule(aten.all.dims, reduction("fix R", empty=False))
+rule(aten.all.default, reduction("via R = all_of"))
+rule(aten.all.dim, reduction("via R = all_of"))
+rule(aten.all.dims, reduction("via R = all_of", empty=False))
 rule(aten.amax.default, reduction("max R"), nonempty="r")
 rule(aten.amin.default, reduction("min R"), nonempty="r")
-rule(aten.any.dims, reduction("fix R", empty=False))
+rule(aten.any.default, reduction("via R = any_of"))
+rule(aten.any.dim, reduction("via R = any_of"))
+rule(aten.any.dims, reduction("via R = any_of", empty=False))
+rule(aten.argmax.default, FIXED)
+rule(aten.argmin.default, FIXED)
 rule(aten.linalg_vector_norm.default, reduction("via R = vector_norm"))
 rule(aten.logsumexp.default, reduction("via R = logsumexp"))
 rule(aten.max.default, reduction("max R"), nonempty="r")
+rule(aten.max.dim, FIXED)
 rule(aten.mean.default, SUM, local=mean)
 rule(aten.mean.dim, SUM, local=mean)
 rule(aten.min.default, reduction("min R"), nonempty="r")
+rule(aten.min.dim, FIXED)
+rule(aten.prod.default, FIXED)
+rule(aten.prod.dim_int, FIXED)
 rule(aten.std.correction, reduction("via R = deviation"))
 rule(aten.sum.default, SUM)
 rule(aten.sum.dim_IntList, SUM)
