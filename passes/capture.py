@@ -56,7 +56,7 @@ def capture(
                     return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
             except NeedsAot as reason:
                 log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
-        with streams():
+        with streams(), _blame("step"):
             return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
 
 
@@ -67,14 +67,14 @@ def _light(source: Program, train: bool) -> GraphModule:
     wanted = source.wanted(train)
     values = [value for _, _, value in source.placeholders()]
     with source.substituted(source.parameters, source.buffers) as replaced, light.watching(values):
-        with _recording(source, light), _blame():
+        with _recording(source, light), _blame("forward"):
             outputs, results = source(source.inputs)
         written = replaced()
         light.phase = "backward"
         tangents = _tangents(source, light, outputs) if train else {}
         gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if wanted and tangents:
-            with _recording(source, light):
+            with _recording(source, light), _blame("backward"):
                 roots, leaves = [outputs[at] for at in tangents], [value for _, value in wanted]
                 gradients = torch.autograd.grad(roots, leaves, list(tangents.values()), allow_unused=True)
     found = [(Port(ports.OUTPUT, str(at)), light.node_of(value)) for at, value in enumerate(outputs)]
@@ -89,25 +89,37 @@ def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[
         tangents = {
             at: torch.empty(value.shape, dtype=value.dtype, device=value.device)
             for at, value in enumerate(outputs)
-            if value.requires_grad and value.is_floating_point()
+            if value.requires_grad
         }
     for at, value in tangents.items():
         light.placeholder(Port(ports.TANGENT, str(at)), f"tangent_{at}", value)
     return tangents
 
 
+# What torch says of fake tensors where the model does what no graph can hold -> what it does, and what to do instead.
+SAID = {
+    ".numpy() is not supported": ("asks for the values of a tensor with .numpy()", "Write it with torch alone."),
+    "Mixing fake modes": ("makes copies with copy.deepcopy", "Copy in __init__, or copy a tensor with clone()."),
+    "shape_env must not be None": ("makes a nested tensor", "Pad to one length, and mask the padding."),
+    "backward through the graph a second time": (
+        "finds that the forward has called backward already", "Leave that to the training loop, or use autograd.grad."
+    ),
+    "use_reentrant=True": ("uses torch.utils.checkpoint with use_reentrant=True", "Give it use_reentrant=False."),
+}
+
+
 @contextlib.contextmanager
-def _blame() -> Iterator[None]:
+def _blame(part: str) -> Iterator[None]:
     """Turn an error of the model's own code into a CaptureError that shows its line; the error is its cause."""
     try:
         yield
     except (SbpcError, NeedsAot):
         raise
     except Exception as error:  # whatever the model raises
-        what = f"the model's forward raises {type(error).__name__}: {str(error).strip() or 'no message'}"
-        raise user_error(
-            what, traceback_stack(error), "Call the model on these arguments on one device first."
-        ) from error
+        text = str(error).strip() or "no message"
+        raises = f"raises {type(error).__name__}: {text}", "Call the model on these arguments on one device first."
+        what, todo = next((known for said, known in SAID.items() if said in text), raises)
+        raise user_error(f"the model's {part} {what}", traceback_stack(error), todo) from error
 
 
 @contextlib.contextmanager

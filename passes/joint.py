@@ -65,7 +65,7 @@ class Flat(nn.Module):
             clones = [value.clone() for value in (*outputs, *(value.detach() for value in written.values()))]
         self.ports = [Port(ports.OUTPUT, str(at)) for at in range(len(outputs))]
         self.ports += [Port(ports.MUTATION, name) for name in written]
-        self.differentiable = [str(at) for at, o in enumerate(outputs) if o.requires_grad and o.is_floating_point()]
+        self.differentiable = [str(at) for at, o in enumerate(outputs) if o.requires_grad]
         return tuple(clones)
 
     def port(self, desc: Any) -> Port:

@@ -17,6 +17,8 @@ from sbpc.mesh import Mesh
 from sbpc.plan import results
 from sbpc.states import chunk_sizes
 
+aten = torch.ops.aten
+
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
     """The program of all ranks that have the local shapes of the rank at `coordinates`.
@@ -116,7 +118,7 @@ class Localizer:
     def replicated(self, node: Node) -> Node:
         """An op without a rule: it may read strides, so operands are contiguous here where they were when captured."""
         dense = [
-            self.call(torch.ops.aten.contiguous.default, self.local[operand])
+            self.call(aten.contiguous.default, self.local[operand])
             if operand.meta["val"].is_contiguous()
             else self.local[operand]
             for operand in operands(node)
@@ -133,16 +135,20 @@ class Localizer:
             total: Node | None = None
             for axis in axes:
                 step = -(-size // self.mesh.sizes[axis])
-                here = self.call(torch.ops.aten.mul.Scalar, self.positions[axis], step)
-                total = here if total is None else self.call(torch.ops.aten.add.Tensor, total, here)
+                here = self.call(aten.mul.Scalar, self.positions[axis], step)
+                total = here if total is None else self.call(aten.add.Tensor, total, here)
                 size = chunk_sizes(size, self.mesh.sizes[axis])[self.coordinates[axis]]
-            self.offsets[key] = self.call(torch.ops.aten.view.default, total, [])
+            self.offsets[key] = self.call(aten.view.default, total, [])
         return self.offsets[key]
 
     def boxing(self, node: Node) -> Any:
         """One boxing step as collectives and local ops."""
-        source = operands(node)[0]
-        shape = tuple(node.meta["val"].shape)
+        value, x = node.meta["val"], self.local[operands(node)[0]]
+        shape = tuple(value.shape)
+        if value.is_complex():  # which not every collective takes
+            x = self.call(aten.view_as_real.default, self.call(aten.resolve_conj.default, x))
+            shape = (*shape, 2)
         place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name
-        made = lower(node.meta["step"], self.local[source], self.call, shape, *place)
+        made = lower(node.meta["step"], x, self.call, shape, *place)
+        made = self.call(aten.view_as_complex.default, made) if value.is_complex() else made
         return self.described(made, node)

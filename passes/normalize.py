@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sbpc.passes.lists import LISTS
 from sbpc.writer import Writer, permute, rewrite, view
 
 aten = torch.ops.aten
@@ -121,6 +122,7 @@ def loss_of_points_backward(write: Writer, *args: Any, **kwargs: Any) -> Node | 
 
 
 REWRITES: dict[Any, Callable[..., Any]] = {
+    **LISTS,
     aten._unsafe_view.default: view,
     aten.alias.default: same,
     aten.binary_cross_entropy.default: loss_of_points,

@@ -20,6 +20,8 @@ from sbpc._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    HigherOrderOperator,
+    UnsupportedOperatorException,
     autograd_node,
     next_sequence_number,
 )
@@ -47,6 +49,8 @@ class NeedsAot(Exception):
 class Watch(TorchDispatchMode):
     """Sees every op of a forward: refuses what no graph can hold, and knows which submodule is being called."""
 
+    supports_higher_order_operators = True  # so that `refuse` sees them
+
     def __init__(self, source: Program) -> None:
         super().__init__()
         self.source, self.known = source, source.known
@@ -57,19 +61,35 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse(func)
         if is_random(func, args, kwargs):
             return drawn(self.again, self.seed, func, args, kwargs)
+        if func._schema.is_mutable and func.namespace != "aten":
+            raise user_error(f"{func} writes into its arguments", user_stack(), "Give it a form that returns new tensors.")
+        if func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
+            return self._write_lists(func, args, kwargs)
         for value in _leaves((args, kwargs)):
             if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
                 raise unregistered(value)
             if isinstance(value, Tensor):
                 self.check_memory(value)
         torch.fx.traceback.get_current_meta()["custom"] = {"sbpc": (self.path[-1], user_stack())}
-        out = run(func, args, kwargs)
+        out = run(func, args, kwargs, self.stack())
         for value in _leaves(out):
             if isinstance(value, Tensor):
                 self.check_memory(value)
         return out
+
+    def _write_lists(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A fused step of an optimizer by its functional form: AOTAutograd cannot take one with an empty list."""
+        results = self.again(functional_form(func), *args, **kwargs)
+        for before, after in zip(args, results):
+            for old, new in zip(before, after):
+                self.again(aten.copy_.default, old, new)
+
+    def stack(self) -> str:
+        """The lines of the model that led here."""
+        return user_stack()
 
     def again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run another op in the place of one that was dispatched."""
@@ -153,6 +173,7 @@ class Light(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse(func)
         if func is torch.ops.prim.device.default:
             return args[0].device
         if func in LIFTS and type(args[0]) in PLAIN:
@@ -165,7 +186,7 @@ class Light(Watch):
             raise NeedsAot(f"{func} writes running statistics")
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
-        out = run(func, args, kwargs)
+        out = run(func, args, kwargs, self.stack())
         self._record(func, args, kwargs, out)
         return out
 
@@ -196,6 +217,11 @@ class Light(Watch):
         node.meta = {"module": path, "stack_trace": stack, "phase": self.phase}
         return node
 
+    def stack(self) -> str:
+        """The lines of the model that led here, those of the forward op where autograd runs its backward."""
+        source = self._forward_of() if self.phase == "backward" else None
+        return user_stack() or (source.meta["stack_trace"] if source is not None else "")
+
     def _forward_of(self) -> Node | None:
         running: Any = autograd_node()
         found = None if running is None else self.by_number.get(running._sequence_nr())
@@ -219,7 +245,7 @@ class Light(Watch):
         self.node_of(target)
         if self.owners[_storage(target)] != 1:
             raise NeedsAot(f"{func} writes into memory that others can see")
-        fresh = run(functional, args, kwargs)
+        fresh = run(functional, args, kwargs, self.stack())
         if fresh.shape != target.shape or fresh.stride() != target.stride():
             raise NeedsAot(f"{func} keeps another shape than its functional form")
         node = self._emit(functional, args, kwargs)
@@ -230,7 +256,7 @@ class Light(Watch):
             )
             cast.meta = dict(node.meta)
             node = cast
-        run(func, args, kwargs)
+        run(func, args, kwargs, self.stack())
         self.kept.append((node, target))
         self.nodes[id(target)] = node
         return target
@@ -264,14 +290,31 @@ class Light(Watch):
         return self.fakes[id(value)]
 
 
-def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op on fake tensors. Raises CaptureError if it needs their values."""
+def run(func: Any, args: Any, kwargs: Any, stack: str) -> Any:
+    """Run an op on fake tensors. Raises CaptureError if it needs their values, or gives other than dense tensors."""
     try:
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
     except DATA_DEPENDENT as error:
         what = f"{func} needs the values of a tensor, and a captured graph has none"
         todo = "Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides."
-        raise user_error(what, user_stack(), todo) from error
+        raise user_error(what, stack, todo) from error
+    except UnsupportedOperatorException as error:
+        what = f"{func} does not say what it gives for tensors without values"
+        raise user_error(what, stack, "Tell it with torch.library.register_fake, or use another op.") from error
+    for value in _leaves(out):
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+            what = f"{func} gives a tensor of layout {value.layout}"
+            raise user_error(what, stack, "Only dense tensors can be planned: an nn.Embedding with sparse=False, say.")
+    return out
+
+
+def refuse(func: Any) -> None:
+    """Raise CaptureError for an operator that takes functions, and for one that makes nested tensors."""
+    if isinstance(func, HigherOrderOperator):
+        what = f"{func} takes functions, and a captured graph holds plain ops"
+        raise user_error(what, user_stack(), "Write it out: torch.where keeps both sides of a branch.")
+    if "nested_tensor" in func.name():
+        raise user_error(f"{func} makes a nested tensor", user_stack(), "Pad to one length, and mask the padding.")
 
 
 def unregistered(value: Tensor) -> CaptureError:

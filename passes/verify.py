@@ -166,7 +166,9 @@ class ShapeCheck(Interpreter):
             )
             found = producer.target(*args, **kwargs)  # type: ignore[operator]
         found = found[n.args[1]] if producer is not n else found
-        return torch.empty(found.shape, dtype=found.dtype, device="meta")
+        return torch.fx.node.map_aggregate(
+            found, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, torch.Tensor) else t
+        )
 
     def run_node(self, n: Node) -> Any:
         """One node, its shape compared with the recorded one."""
@@ -175,6 +177,8 @@ class ShapeCheck(Interpreter):
             value = super().run_node(n)
         except VerifyError:
             raise
+        except NotImplementedError:  # there is no kernel for the meta device
+            value = self.on_cpu(n)
         except Exception as error:
             raise VerifyError(at_node(f"a local op fails on its shapes: {error}", n, REPORT)) from error
         expected = n.meta.get("local_shape")

@@ -20,12 +20,13 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._guards import CompileContext, tracing
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -40,6 +41,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
     "InputMutationAOTOutput",
     "LazyGraphModule",
     "OpOverload",
@@ -49,6 +51,7 @@ __all__ = [
     "StridedShard",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "UnsupportedOperatorException",
     "aot_export_joint_with_descriptors",
     "autograd_node",
     "compile_id",
@@ -65,6 +68,7 @@ __all__ = [
     "overload_of",
     "register_process_group",
     "rename",
+    "resolve",
     "schema_of",
     "slots",
     "source_of",
@@ -125,6 +129,12 @@ def overload_of(op: Any) -> OpOverload | None:
     if isinstance(found, torch._ops.OpOverloadPacket) and "default" in found.overloads():
         found = found.default
     return found if isinstance(found, OpOverload) else None
+
+
+def resolve(packet: Any, *args: Any, **kwargs: Any) -> OpOverload:
+    """The overload of an op that takes these arguments."""
+    found: OpOverload = getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
+    return found
 
 
 def register_process_group(name: str, group: object) -> None:

@@ -31,7 +31,8 @@ def relative_error(found: Tensor, expected: Tensor, least: float = 1e-30) -> flo
     if not expected.numel():
         return 0.0
     scale = max(float(expected.abs().max()), least)
-    return float((found.double() - expected.double()).abs().max()) / scale
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    return float((found.to(wide) - expected.to(wide)).abs().max()) / scale
 
 
 def largest_error(plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> float:

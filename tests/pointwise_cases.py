@@ -87,6 +87,7 @@ def by_hand() -> list[Case]:
         (aten.add.Tensor, (x, 2.0), {}),
         (aten.add.Tensor, (whole, whole), {}),
         (aten.add.Tensor, (whole, x), {}),
+        (aten._conj.default, (torch.complex(x, x[:1] * 2 + x),), {}),
         (aten.addcmul.default, (row, x, column), {"value": 2}),
         (aten.bitwise_and.Tensor, (mask, mask[:1]), {}),
         (aten.clamp.default, (x, -2), {}),

@@ -146,6 +146,8 @@ def views() -> list[Case]:
         case(aten.tril.default, x(2, 3, 4)),
         case(aten.triu.default, x(2, 3, 4), 1),
         case(aten.slice_scatter.default, x(4, 6), x(4, 2, seed=1), 1, 2, 4),
+        case(aten.view_as_complex.default, x(4, 3, 2)),
+        case(aten.view_as_real.default, torch.complex(x(4, 3), x(4, 3, seed=1))),
         case(aten.select_scatter.default, x(4, 6), x(4, seed=1), 1, 2),
     ]
     return found

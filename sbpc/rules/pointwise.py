@@ -14,19 +14,20 @@ from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry, rule
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
 UNTAGGED = (
-    aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default,
+    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default,
     aten.complex.default, aten.copy.default,
     aten.detach.default, aten.elu_backward.default, aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default,
     aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.masked_fill.Tensor, aten.mish_backward.default, aten.rrelu_with_noise_backward.default,
+    aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default,
+    aten.rrelu_with_noise_backward.default,
     aten.rsub.Tensor, aten.softplus_backward.default,
     aten.softshrink_backward.default, aten.where.ScalarOther, aten.where.ScalarSelf,
 )  # fmt: skip
 # Tagged pointwise, yet not a tensor (equal) or random (rrelu).
 UNLIKE = (aten.equal.default, aten.rrelu.default)
-VIEWS = (aten.alias.default, aten.detach.default)
+VIEWS = (aten._conj.default, aten.alias.default, aten.detach.default)
 # By arguments that are jointly linear: the ops. A number in the place of one of them makes the op affine: P + 1 is not legal.
 LINEAR: dict[tuple[str, ...], tuple[str, ...]] = {
     ("grad_output",): (
@@ -39,7 +40,7 @@ LINEAR: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("real", "imag"): ("complex.default",),
     ("self",): (
-        "_conj_physical.default", "_to_copy.default", "alias.default", "clone.default", "conj_physical.default",
+        "_conj.default", "_conj_physical.default", "_to_copy.default", "alias.default", "clone.default", "conj_physical.default",
         "deg2rad.default", "detach.default", "div.Scalar", "div.Tensor", "lift_fresh_copy.default",
         "mul.Scalar", "mul.Tensor", "neg.default", "positive.default", "rad2deg.default", "true_divide.Tensor",
     ),
