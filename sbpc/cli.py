@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.commands import demo, plan, run, show, sweep
+from sbpc.commands import demo, plan, profile, run, show, sweep
 from sbpc.errors import SbpcError
 from sbpc.runtime.launch import RankError
 from sbpc.target import USAGE
 
-COMMANDS = (plan, show, run, sweep, demo)
+COMMANDS = (plan, show, run, sweep, profile, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
@@ -22,6 +22,7 @@ EPILOG = f"""{USAGE}
   sbpc run   train.py:model --mesh data=2,tensor=2 --steps 100
   torchrun --nproc-per-node 4 -m sbpc run train.py:model --mesh data=2,tensor=2
   sbpc sweep train.py:model --devices 64 --cluster h100
+  sbpc profile -o cluster.json
 
 Exit codes: 0 all is well, 2 something of yours is to be mended (the message says what), 130 interrupted.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 IDEAL = (
     "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),\n"
-    "          or measure yours with `sbpc profile` once that is there"
+    "          or measure yours with `sbpc profile`"
 )
 
 

@@ -1,0 +1,268 @@
+"""profile: measure what a flop, a byte of memory and every collective cost on the machine that runs this.
+
+Every figure is the median over repeats, after a warm-up, with all ranks measuring at the same time, as they compute and
+communicate in a step; before each collective they compute, as they do there. A collective takes as long as its slowest
+rank; its time is fitted as rounds * latency + bytes / rate over messages of several sizes, with the rounds and bytes of
+the textbook's ring, so that whatever the backend does instead shows in its own latency, efficiency and traffic.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sbpc.boxing import WIRE
+from sbpc.cluster import Cluster, Rate
+from sbpc.errors import MeshError
+from sbpc.runtime import groups
+
+c10d = torch.ops._c10d_functional  # what programs call
+SENT = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)  # bytes that a rank sends, by the textbook
+LONG = 0.1  # seconds of a message that are enough: longer ones are not timed
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Team:
+    """Groups that cut the ranks of the machine alike: `ranks` in each, neighbours `stride` apart; the own group."""
+
+    ranks: int
+    stride: int
+    group: dist.ProcessGroup
+
+    def inside(self, per_node: int) -> bool:
+        """Whether the groups stay inside a node."""
+        return self.ranks * self.stride <= per_node
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a collective as `start` + bytes / `rate`, and the bytes on the wire for each byte of the textbook."""
+
+    start: float
+    rate: float
+    traffic: float
+
+
+def profile(
+    name: str = "measured",
+    repeats: int = 7,
+    sent: Sequence[int] = SENT,
+    size: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    device: str | None = None,
+) -> Cluster:
+    """The cluster of the ranks that a launcher started, measured; the same on every rank.
+
+    sent: the bytes that a rank sends, by the textbook, in the messages that are timed, up to a LONG one. size: of the square matrices
+    multiplied. Raises MeshError for less than two ranks or two sizes of messages.
+    """
+    where = groups.start(device)
+    world = dist.get_world_size()
+    if world < 2 or len(set(sent)) < 2 or repeats < 1:
+        raise MeshError(
+            f"{world} ranks, messages of {list(sent)} bytes, {repeats} repeats\n  Profile 2 ranks and 2 sizes at least."
+        )
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    tell("matrix products and memory")
+    side = size or (8192 if where.type == "cuda" else 768)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    peak, memory_bandwidth, launch = device_figures(where, side, dtype, repeats)
+    found: dict[tuple[str, Team], Line] = {}
+    for team in teams(world):
+        for collective in WIRE:
+            tell(f"{collective} over groups of {team.ranks}, {team.stride} apart")
+            found[collective, team] = measure(collective, team, where, repeats, sent)
+    links = {inside: link_of(found, inside, per_node) for inside in (True, False)}
+    intra, inter = links[True] or links[False], links[False] or links[True]
+    assert intra is not None and inter is not None
+    backend, where_from = (
+        dist.get_backend(),
+        "" if links[False] else "; inter is not measured, and taken to be as intra",
+    )
+    cluster = Cluster(
+        name, peak, memory_bandwidth, launch, per_node, *intra, *inter, memory=memory_of(where, per_node),
+        source=f"sbpc profile: torch {torch.__version__}, {backend}, {world} ranks, {per_node} on a node, "
+        f"{str(dtype).removeprefix('torch.')}, medians of {repeats}" + (where_from or ("" if links[True] else "; intra as inter")),
+    )  # fmt: skip
+    return replace(cluster, collectives=rates(found, cluster))
+
+
+def teams(world: int) -> list[Team]:
+    """For every group size that divides the world: groups of neighbours, and of ranks as far apart as can be."""
+    found = []
+    for ranks in (p for p in range(2, world + 1) if world % p == 0):
+        for stride in dict.fromkeys((1, world // ranks)):
+            own = None
+            for first in (r for r in range(world) if r // stride % ranks == 0):
+                members = [first + at * stride for at in range(ranks)]
+                group = dist.new_group(members, timeout=groups.TIMEOUT)
+                own = group if dist.get_rank() in members else own
+            assert own is not None
+            found.append(Team(ranks, stride, own))
+    return found
+
+
+def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: int) -> tuple[float, float, float]:
+    """Flop/s of matrix products, bytes/s of memory, and the least seconds of a kernel; the median over the ranks."""
+    a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+    large = torch.randn(1 << (28 if where.type == "cuda" else 22), device=where)
+    out, one = torch.empty_like(large), torch.ones(1, device=where)
+    product = timed(lambda: torch.mm(a, b), where, repeats, 10)
+    copied = timed(lambda: torch.add(large, 1.0, out=out), where, repeats, 10)
+    small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
+    mine = 2 * side**3 / product, 2 * large.nbytes / copied, small
+    return tuple(map(statistics.median, zip(*everyone(mine))))  # type: ignore[return-value]
+
+
+def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int) -> float:
+    """The median seconds of a call, all ranks at the same time, of so many that ranks which share a core take turns."""
+    seconds = []
+    for repeat in range(repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        settle(where)
+        if repeat >= 2:
+            seconds.append((time.perf_counter() - start) / calls)
+    return statistics.median(seconds)
+
+
+def settle(where: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+def measure(collective: str, team: Team, where: torch.device, repeats: int, sent: Sequence[int]) -> Line:
+    """Time one collective over all groups of a team at once, for messages of several sizes, and fit the line."""
+    points, traffic = [], 1.0
+    work = torch.randn(512, 512, device=where)
+    for size in sorted(set(sent)):
+        run, textbook = message(collective, team, where, size)
+        run()
+        before, seconds = wire_bytes(), []
+        for _ in range(repeats):
+            for _ in range(3):
+                torch.mm(work, work)
+            settle(where)
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            settle(where)
+            seconds.append(time.perf_counter() - start)
+        dist.barrier()
+        after = wire_bytes()
+        slowest = [max(column) for column in zip(*everyone(seconds))]
+        points.append((textbook, statistics.median(slowest)))
+        if after is not None and before is not None:
+            traffic = max(everyone((after - before) / repeats)) / textbook
+        if points[-1][1] > LONG:
+            break
+    start, rate = fit(points)
+    return Line(start, rate, traffic)
+
+
+def message(collective: str, team: Team, where: torch.device, sent: int) -> tuple[Callable[[], Any], float]:
+    """A call of the collective in which a rank sends about `sent` bytes by the textbook, and how many it is."""
+    p, group = team.ranks, team.group.group_name
+    block = max(1, round(sent / WIRE[collective](p, 1.0)[1] / 4))  # float32 numbers
+    if collective == "all_reduce":
+        block = max(p, block)
+    small, large = torch.ones(block, device=where), torch.ones(block * p, device=where)
+    call: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: c10d.all_gather_into_tensor(small, p, group),
+        "all_reduce": lambda: c10d.all_reduce(small, "sum", group),
+        "all_to_all": lambda: c10d.all_to_all_single(large, [block] * p, [block] * p, group),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(large, "sum", p, group),
+    }
+    return lambda: c10d.wait_tensor(call[collective]()), float(WIRE[collective](p, 4.0 * block)[1])
+
+
+def wire_bytes() -> int | None:
+    """Bytes that left through the interface that gloo was told to use, a rank's share of it; None if it was not told."""
+    interface = os.environ.get(INTERFACE)
+    counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+    if not interface or not counter.exists():
+        return None
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return int(counter.read_text()) // sharing
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The line seconds = start + bytes / rate with the least relative errors; the start is not negative.
+
+    >>> fit([(1e3, 2e-5), (1e6, 1.019e-3)])
+    (1.9e-05, 1000000000.0)
+    """
+    # With u = 1 / t and v = x / t: the least squares of 1 - a u - b v.
+    u, v = [1 / t for _, t in points], [x / t for x, t in points]
+    uu, uv, vv = sum(x * x for x in u), sum(x * y for x, y in zip(u, v)), sum(x * x for x in v)
+    start = (sum(u) * vv - sum(v) * uv) / (uu * vv - uv * uv)
+    slope = (sum(v) * uu - sum(u) * uv) / (uu * vv - uv * uv)
+    if start < 0 or slope <= 0:
+        start, slope = 0.0, sum(v) / vv
+    return float(f"{start:.12g}"), float(f"{1 / slope:.12g}")
+
+
+def everyone(mine: Any) -> list[Any]:
+    """What every rank gives."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def link_of(found: dict[tuple[str, Team], Line], inside: bool, per_node: int) -> tuple[float, float] | None:
+    """Latency of a round, and bandwidth, of the links inside nodes or between them: of the best collective there."""
+    lines = [(key, line) for key, line in found.items() if key[1].inside(per_node) == inside]
+    if not lines:
+        return None
+    latency = min(line.start / WIRE[collective](team.ranks, 1.0)[0] for (collective, team), line in lines)
+    reached: dict[tuple[str, int], list[float]] = {}
+    for (collective, team), line in lines:
+        reached.setdefault((collective, team.ranks), []).append(line.rate * sharing(team, per_node, inside))
+    return latency, max(map(statistics.median, reached.values()))
+
+
+def sharing(team: Team, per_node: int, inside: bool) -> int:
+    """How many groups share the link out of a node, as `Mesh.link` has it."""
+    return 1 if inside else min(per_node, team.stride)
+
+
+def rates(found: dict[tuple[str, Team], Line], cluster: Cluster) -> tuple[Rate, ...]:
+    """How each collective runs over groups of each size on each link; the median where several teams tell."""
+    told: dict[tuple[str, int, str], list[Rate]] = {}
+    for (collective, team), line in found.items():
+        inside = team.inside(cluster.ranks_per_node)
+        link = "intra" if inside else "inter"
+        bandwidth = (
+            cluster.intra_bandwidth
+            if inside
+            else cluster.inter_bandwidth / sharing(team, cluster.ranks_per_node, False)
+        )
+        latency = line.start / WIRE[collective](team.ranks, 1.0)[0]
+        rate = Rate(collective, team.ranks, link, latency, line.rate / bandwidth, line.traffic)
+        told.setdefault((collective, team.ranks, link), []).append(rate)
+    return tuple(
+        replace(several[0], **{
+            name: statistics.median(getattr(rate, name) for rate in several)
+            for name in ("latency", "efficiency", "traffic")
+        })
+        for several in told.values()
+    )  # fmt: skip
+
+
+def memory_of(where: torch.device, per_node: int) -> float:
+    """Bytes of one device; on CPUs a rank's share of the machine's."""
+    if where.type == "cuda":
+        return float(torch.cuda.get_device_properties(where).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node)

@@ -1,0 +1,64 @@
+"""sbpc profile: the fit, figures measured on real processes, what the command refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sbpc import Cluster, Mesh
+from sbpc.cli import main
+from sbpc.cluster import COLLECTIVES
+from sbpc.runtime.profile import fit, profile
+from tests.processes import run_ranks
+
+
+def test_a_line_is_fitted_exactly_where_there_is_one() -> None:
+    points = [(size, 3e-4 + size / 2e7) for size in (4e3, 64e3, 5e5, 4e6)]
+    start, rate = fit(points)
+    assert start == pytest.approx(3e-4, rel=1e-9) and rate == pytest.approx(2e7, rel=1e-9)
+
+
+def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
+    start, rate = fit([(1e3, 1e-6), (1e6, 2e-3)])
+    assert start == 0.0 and 5e8 <= rate <= 1e9
+    start, rate = fit([(1e3, 1.1e-3), (1e3, 0.9e-3), (1e6, 1.1), (1e6, 0.9)])
+    assert rate == pytest.approx(1e6, rel=0.05)
+
+
+def measured(folder: str) -> dict[str, float]:
+    """On one rank: profile with few and small messages; what a plan's link makes of it."""
+    cluster = profile("here", repeats=2, sent=(1 << 10, 1 << 16), size=64)
+    cluster.save(Path(folder, "cluster.json"))
+    latency, bandwidth = Mesh(x=4, cluster=cluster).link((0,), "all_reduce")
+    return {"latency": latency, "bandwidth": bandwidth, "rates": len(cluster.collectives)}
+
+
+@pytest.mark.prove
+def test_profile_measures_every_collective_for_every_group_size(tmp_path: Path) -> None:
+    found = run_ranks(measured, 4, str(tmp_path))
+    assert all(isinstance(figures, dict) for figures in found), found
+    assert found == [found[0]] * 4, "all ranks have the same cluster"
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    assert {(rate.collective, rate.ranks, rate.link) for rate in cluster.collectives} == {
+        (collective, ranks, "intra") for collective in COLLECTIVES for ranks in (2, 4)
+    }
+    assert cluster.ranks_per_node == 4 and "inter is not measured" in cluster.source
+    assert 1e6 < cluster.peak < 1e15 and 1e6 < cluster.memory_bandwidth < 1e14 and 0 < cluster.launch < 1
+
+
+def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.json"
+    assert main(["profile", "--ranks", "2", "--repeats", "1", "--name", "here", "-o", str(path), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == json.loads(path.read_text())
+    assert Mesh(data=2, cluster=Cluster.load(path)).cluster.name == "here"
+
+
+def test_the_command_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--ranks", "1"]) == 2
+    assert "Profile 2 ranks at least." in capsys.readouterr().err
+    assert main(["profile", "--repeats", "0"]) == 2
+    assert "Measure once at least." in capsys.readouterr().err
+    assert main(["profile", "-o", str(tmp_path / "none" / "file.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
