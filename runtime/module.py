@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
@@ -19,7 +20,8 @@ from sbpc.programs import Programs
 from sbpc.random import wrap
 from sbpc.runtime import bind, groups, scaler
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.shards import distribute, of_rank_zero, take_state
+from sbpc.runtime.materialize import Recording, agreed, same_start
+from sbpc.runtime.shards import of_rank_zero, sharded, take_state
 from sbpc.runtime.step import Held, Runner
 
 HELD, RANDOM = "_sbpc_held", "_sbpc_random"
@@ -30,6 +32,7 @@ def parallelize(
     plan: Plan | Programs,
     *,
     evaluate: Plan | Programs | None = None,
+    init: Callable[[], nn.Module] | None = None,
     executor: str = "code",
     device: str | None = None,
 ) -> nn.Module:
@@ -39,7 +42,10 @@ def parallelize(
     hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
     shards where the plan was made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout.
     evaluate: another plan of the same model in other modes (`model.eval()`), with the same homes, for when the module is
-    put into them. executor: "code" (generated), "inductor" or "interpreter".
+    put into them. init: what builds the model on one device, such as its class, for a model on the meta device: its ops
+    are recorded and replayed for one parameter at a time, so that a rank holds its shards and the largest parameter at
+    most, and the weights are those that one device draws from the seed of rank 0.
+    executor: "code" (generated), "inductor" or "interpreter".
     Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
     every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
     kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
@@ -56,17 +62,34 @@ def parallelize(
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise PlanError(
-            "the model is on the meta device: there is nothing to distribute\n  Give it weights: model.to_empty(device='cpu')."
-        )
+    value = recorded(init, plan) if init is not None else copied_of(model, where)
     scaler.mend()
     result = skeleton(model)
-    fill(result, plan, where)
+    fill(result, plan, value, where)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [Runner(each, run, where) for each in (plan, evaluate) if each is not None]
     result.__class__ = parallel_class(type(model), runners)
     return result
+
+
+def recorded(init: Callable[[], nn.Module], plan: Plan | Programs) -> Callable[[str], Tensor]:
+    """The tensors by name that one device would hold after `init()`, each made when it is asked for."""
+    same_start()
+    recording = Recording(init)
+    agreed(recording)
+    bind.stored(plan, recording.model)
+    return recording.tensor
+
+
+def copied_of(model: nn.Module, where: torch.device) -> Callable[[str], Tensor]:
+    """The tensors by name that rank 0 holds. Raises PlanError for a model on the meta device."""
+    held = {name: table[key] for name, table, key in slots(model)}
+    if any(tensor.is_meta for tensor in held.values()):
+        raise PlanError(
+            "the model is on the meta device: there is nothing to distribute\n"
+            "  Say what builds it on one device, init=Model, or give it weights: model.to_empty(device='cpu')."
+        )
+    return lambda name: of_rank_zero(held[name], where)
 
 
 def check_kinds(model: Any, plan: Any, evaluate: Any) -> None:
@@ -170,8 +193,8 @@ def skeleton(module: nn.Module) -> nn.Module:
     return copied(module)
 
 
-def fill(result: nn.Module, plan: Plan | Programs, where: torch.device) -> None:
-    """Put this rank's shards in the place of the model's weights; parameters that are not planned are whole."""
+def fill(result: nn.Module, plan: Plan | Programs, value: Callable[[str], Tensor], where: torch.device) -> None:
+    """Put this rank's shards of `value(name)` in the place of weights; parameters that are not planned are whole."""
     layouts = {port.name: layout for port, layout in plan.given.items() if port.kind == PARAMETER}
     whole, placed = broadcast(plan.mesh.axes), {}
     homes: dict[str, Any] = {}
@@ -179,8 +202,10 @@ def fill(result: nn.Module, plan: Plan | Programs, where: torch.device) -> None:
         first, old = plan.ports.tied.get(name, name), table[key]
         home = layouts.get(first, whole)
         if first not in placed:
-            trained = isinstance(old, nn.Parameter)
-            placed[first] = distribute(old, home, plan.mesh, where) if trained else of_rank_zero(old, where)
+            found: Any = value(first)
+            if isinstance(old, nn.Parameter):
+                found = nn.Parameter(sharded(found, home, plan.mesh, where), old.requires_grad)
+            placed[first] = found.to(where)
         table[key] = placed[first]
         if isinstance(placed[first], nn.Parameter):
             homes.setdefault(name.rpartition(".")[0], {})[key] = home

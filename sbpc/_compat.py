@@ -72,6 +72,7 @@ __all__ = [
     "schema_of",
     "slots",
     "source_of",
+    "storage_of",
     "unregister_process_group",
     "with_local",
 ]
@@ -212,6 +213,11 @@ def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
 
     with torch.no_grad():
         return run(gm, examples)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tensors that share memory have in common, while they live."""
+    return tensor.untyped_storage()._cdata
 
 
 def keeps_graph() -> bool:

@@ -4,6 +4,7 @@ parallel one; what the functions return must be equal."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import sbpc
@@ -73,6 +75,10 @@ class Alone:
     def parallel(self, model: nn.Module, args: Any, evaluate: bool = False, **options: Any) -> nn.Module:
         return model
 
+    def built(self, kind: Callable[[], nn.Module], args: Any, **options: Any) -> tuple[nn.Module, int]:
+        """A module of weights drawn anew, and by how much memory its making went over shards and largest tensor."""
+        return kind(), 0
+
     def part(self, tensor: Tensor, layout: str) -> Tensor:
         return tensor
 
@@ -96,6 +102,20 @@ class Ranks(Alone):
             second = sbpc.plan(model.eval(), args, self.mesh, train=False, **options | {"pin": plan.parameters})
             model.train()
         return sbpc.parallelize(model, plan, evaluate=second)
+
+    def built(self, kind: Callable[[], nn.Module], args: Any, **options: Any) -> tuple[nn.Module, int]:
+        torch.manual_seed(torch.initial_seed() + dist.get_rank())  # rank 0's counts
+        with torch.device("meta"):
+            model = kind()
+        plan = sbpc.plan(model, args, self.mesh, **options)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            module = sbpc.parallelize(model, plan, init=kind)
+        events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        peak = max(itertools.accumulate(size for _, size in changes))
+        shards = sum(p.to_local().nbytes for p in module.parameters())  # type: ignore[attr-defined]
+        largest = max(p.nbytes for p in model.parameters())
+        return module, max(0, peak - shards - largest - 200_000)  # 22 states of the generator, 5 kB each, and biases
 
     def part(self, tensor: Tensor, layout: str) -> Tensor:
         found = sbpc.Layout.parse(layout, self.mesh.axes)
@@ -330,6 +350,37 @@ def copies(world: Alone) -> Any:
     return found, weights(world, module), weights(world, other), weights(world, average), average(*batch()).item()
 
 
+class Large(nn.Module):
+    """Parameters of half a megabyte, initialised twice, the first of them tied to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 256, padding_idx=3)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.head = nn.Linear(256, 256, bias=False)
+        self.head.weight = self.table.weight
+        self.small = nn.Parameter(nn.init.orthogonal_(torch.empty(16, 16)))
+        self.layers[1:].apply(lambda m: nn.init.normal_(m.weight, std=0.1) if isinstance(m, nn.Linear) else None)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x).square().mean() * self.mask.sum() + self.small.sum()
+
+
+def meta(world: Alone) -> Any:
+    """A model from the meta device, built tensor by tensor from one seed; the generator goes on as after one device."""
+    found = []
+    for kind, args, pin in ((Net, batch(), UNEVEN), (Large, (torch.arange(8),), {"*weight": "[S(0), S(1)]"})):
+        torch.manual_seed(11)
+        module, over = world.built(kind, args, pin=pin)
+        module(*args).backward()
+        found.append([weights(world, module), gradients(world, module), over if kind is Large else 0, torch.rand(2)])
+    return found
+
+
 def epochs(world: Alone) -> Any:
     """A loop over a DataLoader."""
     module = world.parallel(seeded(), batch(rows=4))
@@ -346,5 +397,5 @@ def epochs(world: Alone) -> Any:
 
 CHECKS: dict[str, Callable[[Alone], Any]] = {
     check.__name__: check
-    for check in (names, optimizers, accumulation, states, modes, layouts, half, scaler, hooks, copies, epochs)
+    for check in (names, meta, optimizers, accumulation, states, modes, layouts, half, scaler, hooks, copies, epochs)
 }

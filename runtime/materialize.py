@@ -1,0 +1,195 @@
+"""Weights of a model too large to be built: its constructor is recorded on fake tensors, then replayed one tensor at a time.
+
+Three passes. The constructor runs on tensors without data, and every op is noted. Then its random ops are run, alone, in
+their order, and the state of the generator before each is noted. Then each tensor is computed from the ops that it
+depends on, random ones from the state that they had: the numbers are those that one device draws. The idea of a recorded
+constructor is torchdistX's (`deferred_init`, 2022).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sbpc._compat import FakeTensor, FakeTensorMode, schema_of, storage_of
+from sbpc.errors import PlanError
+
+aten = torch.ops.aten
+DRAWS = {
+    *(aten.uniform_.default, aten.normal_.default, aten.exponential_.default, aten.bernoulli_.float),
+    *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.cauchy_.default, aten.log_normal_.default),
+    *(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
+}
+"""Random ops whose draws depend on the sizes of their arguments alone."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value of the recording, in the place of a tensor."""
+
+    number: int
+
+
+@dataclass
+class Call:
+    """One op: its arguments with slots for tensors, the slots of its results, the storages that it makes or changes and
+    those that it reads; of a random op the tensor that it draws into, and the generator's state before it."""
+
+    op: Any
+    args: Any
+    kwargs: Any
+    results: list[int]
+    makes: set[int]
+    reads: set[int]
+    drawn: Any = None
+    state: Tensor | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every op on fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.numbers: dict[int, int] = {}
+        self.held: list[Tensor] = []  # and below their storages, so that no id is used twice
+        self.storages: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and func not in DRAWS:
+            raise PlanError(
+                f"the constructor calls {func}, whose random draws depend on values\n"
+                "  Initialise with normal_, uniform_ and the like, or give a model that has its weights."
+            )
+        taken = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        reads = {storage_of(leaf) for leaf in taken if isinstance(leaf, FakeTensor)}
+        slots: tuple[Any, Any] = tree_map(self.slot, (args, kwargs))
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        written = [
+            storage_of(value)
+            for argument, value in zip(schema_of(func).arguments, args)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+        ]
+        call = Call(func, *slots, [self.number(leaf) for leaf in made], {*map(storage_of, made), *written}, reads)
+        if func in DRAWS:
+            call.drawn = made[0].shape, made[0].stride(), made[0].dtype
+        self.calls.append(call)
+        return result
+
+    def slot(self, value: Any) -> Any:
+        """A fake tensor's slot; a real one, which the constructor took from elsewhere, as it is."""
+        if not isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self.numbers:
+            raise PlanError(
+                "the constructor uses a tensor that no op has made\n  Give a model that has its weights, without init=."
+            )
+        return Slot(self.numbers[id(value)])
+
+    def number(self, value: Tensor) -> int:
+        """The number of a result."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.held)
+            self.held.append(value)
+            self.storages.append(value.untyped_storage())
+        return self.numbers[id(value)]
+
+
+class Recording:
+    """A constructor's ops, and the model that it made, on fake tensors. Its tensors are computed by `tensor`."""
+
+    def __init__(self, init: Callable[[], nn.Module]) -> None:
+        state = torch.get_rng_state()
+        recorder = Recorder()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+                self.model = init()
+        except (NotImplementedError, RuntimeError) as error:
+            raise PlanError(
+                f"init= cannot be recorded: {type(error).__name__}: {error}\n"
+                "  It may not look at values; give a model that has its weights, without init=."
+            ) from error
+        if not torch.equal(state, torch.get_rng_state()):
+            raise PlanError("init= seeds torch or draws outside of torch's ops\n  Seed before parallelize.")
+        if not isinstance(self.model, nn.Module):
+            raise PlanError(f"init= returns {self.model!r:.80}\n  Return the module, as in init=Model.")
+        self.calls, self.held, self.storages = recorder.calls, recorder.held, recorder.storages
+        self.named: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        self.named |= dict(self.model.named_buffers(remove_duplicate=False))
+        for name, value in self.named.items():
+            if not isinstance(value, FakeTensor) or value.is_meta:
+                raise PlanError(f"init= leaves {name!r} without values\n  Build the model as on one device, not on meta.")
+        for call in self.calls:
+            if call.drawn is not None:
+                draw(call)
+
+    def digest(self) -> str:
+        """What ranks must agree on."""
+        text = [f"{call.op} {call.args} {call.kwargs} {call.drawn}" for call in self.calls]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+    def tensor(self, name: str) -> Tensor:
+        """The values of a parameter or buffer, from the ops that they depend on alone."""
+        fake = self.named[name]
+        needed, chosen = {storage_of(fake)}, []
+        for call in reversed(self.calls):
+            if not needed.isdisjoint(call.makes):
+                needed |= call.reads
+                chosen.append(call)
+        values: dict[int, Tensor] = {}
+        ended = torch.get_rng_state()
+        with torch.no_grad():
+            for call in reversed(chosen):
+                if call.state is not None:
+                    torch.set_rng_state(call.state)
+                args, kwargs = tree_map(lambda leaf: real(leaf, values), (call.args, call.kwargs))
+                made = tree_flatten(call.op(*args, **kwargs))[0]
+                tensors = (leaf for leaf in made if isinstance(leaf, Tensor))
+                values.update(zip(call.results, tensors))
+        torch.set_rng_state(ended)
+        base = next(value for number, value in values.items() if storage_of(self.held[number]) == storage_of(fake))
+        return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+
+def real(leaf: Any, values: dict[int, Tensor]) -> Any:
+    """The value in a slot; a copy of a constant, which a later op may change."""
+    if isinstance(leaf, Slot):
+        return values[leaf.number]
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def draw(call: Call) -> None:
+    """Note the generator's state before a random op, and draw what it draws."""
+    if call.kwargs.get("generator") is not None:
+        raise PlanError("init= draws from a generator of its own\n  Draw from torch's, and seed it before parallelize.")
+    call.state = torch.get_rng_state()
+    shape, stride, dtype = call.drawn
+    scratch = torch.empty_strided(shape, stride, dtype=dtype)
+    args = [scratch if isinstance(arg, Slot) else arg for arg in call.args]
+    call.op(*args, **call.kwargs)
+
+
+def agreed(recording: Recording) -> None:
+    """Raise PlanError on all ranks unless all have recorded the same."""
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, recording.digest())
+    if len(set(digests)) > 1:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        raise PlanError(f"init= builds another model on the ranks {others} than on rank 0\n  Build the same on all.")
+
+
+def same_start() -> None:
+    """Give every rank the state of rank 0's generator."""
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state)
