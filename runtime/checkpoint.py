@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbpc.errors import CheckpointError
+from sbpc.runtime import groups
 from sbpc.runtime.parts import Part, empty_like, names_of, parts_of, states_of
 from sbpc.structure import flatten, unflatten
 
@@ -99,7 +100,7 @@ class Checkpoints:
         self.extra: Any = None
         self.alone = not dist.is_initialized()
         self.first = self.alone or dist.get_rank() == 0
-        self.group = None if self.alone else dist.new_group(backend="gloo")
+        self.group = None if self.alone else dist.new_group(backend="gloo", timeout=groups.limit())
         self.writer = ThreadPoolExecutor(1, "sbpc-checkpoint")
         self.pending: Future[None] | None = None
 

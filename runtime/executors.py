@@ -11,6 +11,7 @@ from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
 from sbpc.errors import PlanError
+from sbpc.runtime.nans import NanCheck
 
 Run = Callable[[list[Tensor]], tuple[Any, ...]]
 
@@ -33,9 +34,9 @@ def code(gm: GraphModule) -> Run:
     return GraphModule(gm, graph).forward
 
 
-def interpreter(gm: GraphModule) -> Run:
+def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> Run:
     """fx's interpreter: slower, every node can be watched."""
-    run = Interpreter(gm).run
+    run = kind(gm).run
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         taken = given.copy()
@@ -59,7 +60,17 @@ def inductor(gm: GraphModule) -> Run:
     return boxed
 
 
-EXECUTORS: dict[str, Callable[[GraphModule], Run]] = {"code": code, "inductor": inductor, "interpreter": interpreter}
+def nans(gm: GraphModule) -> Run:
+    """The interpreter that stops at the first node which makes NaN."""
+    return interpreter(gm, NanCheck)
+
+
+EXECUTORS: dict[str, Callable[[GraphModule], Run]] = {
+    "code": code,
+    "inductor": inductor,
+    "interpreter": interpreter,
+    "nans": nans,
+}
 
 
 def executor_of(name: str) -> Callable[[GraphModule], Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +13,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from sbpc._compat import register_process_group, unregister_process_group
 from sbpc.errors import MeshError
 from sbpc.mesh import Mesh
+from sbpc.runtime.meet import store_of_attempt
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
+waiting = {"seconds": TIMEOUT}
 bound: dict[str, dist.ProcessGroup] = {}
 
 
-def start(device: str | None = None) -> torch.device:
+def limit() -> timedelta:
+    """How long a rank waits for another one."""
+    return timedelta(seconds=waiting["seconds"])
+
+
+def start(device: str | None = None, timeout: float | None = None) -> torch.device:
     """Join the process group that the launcher set up, if that has not been done; the device of this rank.
 
-    A rank that waits longer than TIMEOUT for another one ends with an error.
+    timeout: seconds after which a rank that waits for another one ends with an error.
     Raises MeshError outside a launcher.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if timeout is not None:
+        waiting["seconds"] = timeout
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise MeshError("there is no process group\n  Run under torchrun --nproc-per-node N, or use sbpc.simulate.")
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=TIMEOUT)
+        store = store_of_attempt(waiting["seconds"])
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        about: dict[str, Any] = {} if store is None else {"store": store, **place}
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
@@ -55,7 +68,7 @@ def bind(mesh: Mesh) -> None:
         if name in bound:
             continue
         for ranks in mesh.groups(axes):
-            group = dist.new_group(ranks, timeout=TIMEOUT)
+            group = dist.new_group(ranks, timeout=limit())
             if dist.get_rank() in ranks:
                 bound[name] = group
         register_process_group(name, bound[name])

@@ -19,6 +19,7 @@ from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
 from sbpc.random import wrap
 from sbpc.runtime import bind, groups, scaler
+from sbpc.runtime.agree import agree
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.materialize import Recording, agreed, same_start
 from sbpc.runtime.shards import of_rank_zero, sharded, take_state
@@ -45,7 +46,8 @@ def parallelize(
     put into them. init: what builds the model on one device, such as its class, for a model on the meta device: its ops
     are recorded and replayed for one parameter at a time, so that a rank holds its shards and the largest parameter at
     most, and the weights are those that one device draws from the seed of rank 0.
-    executor: "code" (generated), "inductor" or "interpreter".
+    executor: "code" (generated), "inductor", "interpreter", or "nans", which raises NanError at the first node that
+    makes one.
     Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
     every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
     kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
@@ -56,6 +58,7 @@ def parallelize(
     check_kinds(model, plan, evaluate)
     where = groups.start(device)
     groups.check_ranks(plan.mesh)
+    agree(plan)
     groups.bind(plan.mesh)
     tensors = bind.stored(plan, model)
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):

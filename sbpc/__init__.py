@@ -10,6 +10,7 @@ from sbpc.plan import Plan
 from sbpc.rules.own import rule
 from sbpc.rules.reviewed import load_rules
 from sbpc.runtime.checkpoint import Checkpoints
+from sbpc.runtime.groups import start, stop
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.simulate import simulate
 from sbpc.states import B, P, Partial, S
@@ -35,5 +36,7 @@ __all__ = [
     "plan",
     "rule",
     "simulate",
+    "start",
+    "stop",
     "sweep",
 ]

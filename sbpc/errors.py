@@ -29,6 +29,10 @@ class MeshError(SbpcError):
     """A mesh or a cluster is malformed, or does not fit the ranks that there are."""
 
 
+class NanError(SbpcError):
+    """A step computes NaN, and was asked to look for it."""
+
+
 class PinError(SbpcError):
     """A pin names nothing, contradicts another pin, or cannot be met."""
 

@@ -95,9 +95,22 @@ def load_module(
 
     Raises PlanError as `load_programs` does, and if the weights are not those of the programs.
     """
-    found = load_programs(path, step)
+    return module_of(load_programs(path, step), weights_beside(path) if weights is None else weights, executor, device)
+
+
+def weights_beside(path: str | Path) -> Path:
+    """Where the weights of an exported file lie."""
+    return Path(path).with_suffix(".safetensors")
+
+
+def inputs_beside(path: str | Path) -> Path:
+    """Where the arguments lie with which a file was exported."""
+    return Path(path).with_suffix(".inputs.safetensors")
+
+
+def module_of(found: Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
+    """The parallel module of some programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in found.shapes.items() if port.kind in (PARAMETER, BUFFER)}
-    file = Path(path).with_suffix(".safetensors") if weights is None else weights
     tensors = zeros(values) if file == "zeros" else read_tensors(file, values)
     names = [port.name for port in found.shapes if port.kind == PARAMETER]
     module = tree(tensors, found.ports.tied, names, found.ports.frozen)

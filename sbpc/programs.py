@@ -7,6 +7,7 @@ inputs and outputs; `inputs` and `outputs`, their global shapes. The further ste
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +38,8 @@ SIZED = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
 class Programs:
     """What a rank needs to run one step of a plan; takes a plan's place in `parallelize` and `simulate`.
 
-    shapes, given, left: as those of a plan. kinds: the programs; ranks: the number of its program by rank.
+    shapes, given, left: as those of a plan. kinds: the programs; ranks: the number of its program by rank. digest: of the
+    file.
     """
 
     mesh: Mesh
@@ -48,6 +50,7 @@ class Programs:
     options: dict[str, Any]
     kinds: tuple[GraphModule, ...]
     ranks: tuple[int, ...]
+    digest: str
 
     def local_at(self, rank: int) -> GraphModule:
         """The program of `rank`. Raises PlanError if there is no such rank."""
@@ -116,6 +119,7 @@ def decode(decoder: Decoder) -> Programs:
         dict(body["options"]),
         kinds,
         tuple(body["ranks"]),
+        hashlib.sha256(decoder.path.read_bytes()).hexdigest()[:16],
     )
     for wrong in (*wrong_homes(found), *wrong_shapes(found, outputs), *wrong_collectives(found)):
         raise decoder.fail(wrong)

@@ -47,6 +47,15 @@ def own_rules():
         registry.put(op, None)
 
 
+def test_an_exported_file_trains_and_infers_as_one_device_does():
+    ended = subprocess.run([sys.executable, str(EXAMPLES / "04_export_and_run.py")], capture_output=True, text=True)
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ended.returncode == 0, ended.stderr
+    assert [line[0] for line in lines] == ["one", "train", "train", "train", "inference"]
+    losses = [float(line[-1]) for line in lines]
+    assert losses[0] == losses[1] == losses[4] > losses[2] > losses[3]
+
+
 def test_the_text_of_the_demo_is_the_same_in_every_run():
     (first, _), *_ = demo.batches(1)
     (again, _), *_ = demo.batches(1)

@@ -15,11 +15,15 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh, Plan
+from sbpc.cli import main
 from sbpc.errors import PlanError
 from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
+from sbpc.runtime.checkpoint import whole_model
 from sbpc.runtime.weights import read_tensors, save_tensors, stored_tensors, tree
 from sbpc.structure import flatten
+from sbpc.target import load_target
+from sbpc.train import optimizer_of, train
 from tests import models
 from tests.compare import eager, largest_error, relative_error
 from tests.test_plan import refused
@@ -204,3 +208,41 @@ def test_exported_file_with_a_good_checksum_and_bad_content_is_refused(
     digest = hashlib.sha256(text.encode()).hexdigest()
     broken.write_text(json.dumps(json.loads(head) | {"sha256": digest}) + "\n" + text + "\n")
     refused(PlanError, lambda: sbpc.load_programs(broken))
+
+
+MLP = f"{Path(__file__).with_name('models.py')}:mlp"
+
+
+def test_the_command_line_exports_trains_goes_on_and_infers_from_files_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, folder, out = tmp_path / "m.sbpc", tmp_path / "saved", tmp_path / "out.safetensors"
+    target = load_target(MLP)
+    model, args = target.model, target.args
+    losses = train(model, [(args, {})] * 5, optimizer_of("adamw", model, 1e-3))
+    assert main(["export", MLP, "--mesh", "x=2", "-o", str(file), "--json"]) == 0
+    written = json.loads(capfd.readouterr().out)
+    assert written["ranks"] == 2 and written["programs"] == {"train": 1, "inference": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.inputs.safetensors", "m.safetensors", "m.sbpc"]
+    found = []
+    for steps in ("3", "5"):
+        saved = ["--steps", steps, "--checkpoint", str(folder), "--every", "2"]
+        assert main(["run", str(file), "--json", *saved]) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert [run["start"] for run in found] == [0, 3]
+    assert found[0]["losses"] + found[1]["losses"] == pytest.approx(losses, rel=1e-5)
+    save_tensors(whole_model(folder), tmp_path / "trained.safetensors")
+    weights = ["--weights", str(tmp_path / "trained.safetensors"), "--output", str(out)]
+    assert main(["run", str(file), "--infer", "--json", *weights]) == 0
+    assert read_tensors(out)["0"].item() == pytest.approx(model(*args).item(), rel=1e-5)
+
+
+def test_options_that_do_not_fit_are_refused_before_ranks_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["run", str(file), "--mesh", "x=2"], "--mesh cannot change it"),
+        (["run", MLP, "--infer"], "--infer is of use with exported files alone"),
+        (["run", str(file), "--every", "0"], "Give 1 at least"),
+        (["export", MLP, "--mesh", "x=2", "-o", "no/where.sbpc"], "there is no folder"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err

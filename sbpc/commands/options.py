@@ -86,6 +86,14 @@ def rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, as in 0.001")
 
 
+def seconds(text: str) -> float:
+    """A time to wait."""
+    with contextlib.suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, as in 60")
+
+
 def file_name(text: str) -> str:
     """The name of a file or a folder, as it is given."""
     if not text:

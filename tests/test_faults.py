@@ -1,0 +1,138 @@
+"""Faults: killed ranks start again, stuck ones end in time, ranks that disagree say so, NaNs are traced to their node."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import MeshError, NanError, PlanError
+from sbpc.runtime.agree import check_nodes, compare
+from sbpc.runtime.launch import RankError, launch
+from sbpc.runtime.module import parallelize
+from tests.faults import run_job
+from tests.processes import run_ranks
+from tests.test_launch import gone, script
+from tests.test_plan import refused
+
+
+def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
+    whole = run_job(tmp_path / "whole", 12, 4, None)
+    assert sorted(whole.losses) == list(range(1, 13)) and whole.starts == [1]
+    killed = run_job(tmp_path / "killed", 12, 4, kill=9)
+    assert killed.killed == 9 and killed.starts[0] == 1 and killed.starts[-1] in (1, 5, 9)
+    assert killed.losses == whole.losses
+    for found in (whole, killed):
+        assert not found.left and found.port_free
+
+
+STUCK = """
+import torch
+from sbpc.runtime.launch import as_rank
+with as_rank():
+    groups.start(timeout=3)
+    groups.bind(__import__("sbpc").Mesh(x=2))
+    if rank == 1:
+        time.sleep(600)
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_is_stuck_ends_the_others_within_their_timeout(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(script(tmp_path, STUCK), 2)
+    assert caught.value.rank == 0 and gone(tmp_path, 2)
+    assert time.monotonic() - start < 60
+
+
+def disagree() -> str:
+    """On a rank: run a model that is not the one of rank 0."""
+    width = 4 + dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    try:
+        parallelize(model, sbpc.plan(model, (torch.ones(4, 4),), Mesh(x=2)))
+    except PlanError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_with_other_models_find_out_at_start() -> None:
+    found = run_ranks(disagree, 2)
+    assert found[0] == found[1] and "rank 1 has another model than rank 0" in found[0], found
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    same = {"torch": "2.13.0", "sbpc": "0.1", "mesh": "Mesh(x=3)", "model": "ab", "layouts": "cd", "node": "0"}
+    compare([same, same | {"node": "1"}, same])
+    message = refused(PlanError, lambda: compare([same, same, same | {"torch": "2.12.0", "layouts": "ef"}]))
+    assert message == (
+        "the ranks do not run the same: rank 2 has another torch than rank 0\n"
+        "  rank 0: 2.13.0\n  rank 2: 2.12.0\n"
+        "  1 of 3 ranks differ from rank 0: start all with the same torch, model, options and file, or give all of them "
+        "one plan: sbpc plan -o FILE."
+    )
+    for key in ("mesh", "model", "layouts"):
+        assert f"another {key} than" in refused(PlanError, lambda key=key: compare([same, same | {key: "x"}]))
+    exported = {key: same[key] for key in ("torch", "sbpc", "mesh", "node")}
+    assert "another file" in refused(PlanError, lambda: compare([exported | {"file": "1"}, exported | {"file": "2"}]))
+    assert "another file" in refused(PlanError, lambda: compare([same, exported | {"file": "2"}]))
+
+
+def test_nodes_hold_neighbouring_ranks_and_whole_inner_axes() -> None:
+    check_nodes(Mesh(data=2, tensor=4), list("aaaabbbb"))
+    check_nodes(Mesh(data=2, tensor=4), list("aabbccdd"))
+    check_nodes(Mesh(data=4, tensor=2), list("aaaabbbb"))
+    check_nodes(Mesh(data=2, tensor=3), list("aaaaaa"))
+    message = refused(MeshError, lambda: check_nodes(Mesh(data=2, tensor=2), list("abab")))
+    assert message.startswith("the ranks of node a are not neighbours: [0, 2]\n")
+    message = refused(MeshError, lambda: check_nodes(Mesh(data=2, tensor=3), list("aabbcc")))
+    assert message.startswith("axis 'tensor' of Mesh(data=2, tensor=3) is cut by the nodes: its groups span 3 ranks, a node has 2\n")
+    assert "[2, 1]" in refused(MeshError, lambda: check_nodes(Mesh(x=3), list("aab")))
+
+
+class Root(nn.Module):
+    """Makes NaN in the forward below zero, and in the backward at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x) * 0.0
+
+
+class Sick(nn.Module):
+    """A model that divides by zero in the gradient of a root."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+        self.root = Root()
+        nn.init.constant_(self.up.weight, fill)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.root(self.up(x)).sum()
+
+
+def sick(fill: float) -> str:
+    """On a rank: train a step of a model that makes NaN; what is said of it."""
+    model, args = Sick(fill), (torch.ones(4, 4),)
+    module = parallelize(model, sbpc.plan(model, args, Mesh(x=2)), executor="nans")
+    try:
+        module(*args).backward()
+    except NanError as error:
+        return str(error)
+    return "no NaN"
+
+
+def test_nan_is_traced_to_the_first_node_that_makes_it() -> None:
+    assert run_ranks(sick, 2, 1.0) == ["no NaN"] * 2
+    for rank, found in enumerate(run_ranks(sick, 2, -1.0)):
+        assert found.startswith(f"rank {rank}: %sqrt in the forward is the first to make NaN\n"), found
+        assert "aten.sqrt.default" in found and "    root\n" in found
+        assert 'test_faults.py", line' in found and "return torch.sqrt(x) * 0.0" in found and "from -4 to -4" in found
+    for found in run_ranks(sick, 2, 0.0):
+        assert "in the backward is the first to make NaN" in found and "root" in found, found
