@@ -205,13 +205,19 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
     kinds = np.where(states > SUM, states, 0)
     for kind in np.unique(kinds, axis=0):
         extremes = tuple(NAMES.get(int(code)) for code in kind)
-        prices = _prices(extremes, tuple(shape), itemsize, mesh)
+        prices = _prices(extremes, alike(shape, mesh), itemsize, mesh)
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
         matrix[np.ix_(sources, columns)] = prices.between(
             prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
         )
     return matrix
+
+
+def alike(shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are interchangeable."""
+    even = all(size % mesh.ranks == 0 for size in shape)
+    return tuple(sorted(shape)) if even else tuple(shape)
 
 
 def _extremes(layout: Layout) -> tuple[str | None, ...]:
@@ -262,24 +268,25 @@ class _Graph:
         self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
         self.sorted = np.argsort(codes)
         self.codes = codes[self.sorted]
-        self.plain, self.relabelled = self._relabel()
+        self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def at(self, codes: np.ndarray) -> np.ndarray:
         """The numbers of layouts, by code."""
         return self.sorted[np.searchsorted(self.codes, codes)]
 
-    def _relabel(self) -> tuple[np.ndarray, np.ndarray]:
-        """By layout the one of which it is a copy with other dims, split dims numbered by the first axis that cuts them;
-        and by layout the number in `renamings` of the change of dims that leads there."""
-        self.renamings: dict[tuple[int, ...], int] = {}
-        which = np.zeros(len(self.states), dtype=np.intp)
-        for at, states in enumerate(self.states.tolist()):
-            dims = [dim for dim in dict.fromkeys(states) if dim < self.rank]
-            rest = [dim for dim in range(self.rank) if dim not in dims]
-            new = {dim: number for number, dim in enumerate((*dims, *rest))}
-            which[at] = self.renamings.setdefault(tuple(new[dim] for dim in range(self.rank)), len(self.renamings))
-        self.images = [self._image(renaming) for renaming in self.renamings]
-        return np.array(self.images)[which, np.arange(len(which))], which
+    def relabelled(self, dims: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """By layout the number of the renaming of `dims` after which the first axis that cuts one of them cuts the first;
+        and by renaming, [renamings, layouts], the layout that each layout becomes."""
+        if dims not in self._relabelled:
+            renamings: dict[tuple[int, ...], int] = {}
+            which = np.zeros(len(self.states), dtype=np.intp)
+            for at, states in enumerate(self.states.tolist()):
+                cut = [dim for dim in dict.fromkeys(states) if dim in dims]
+                new = dict(zip((*cut, *(dim for dim in dims if dim not in cut)), dims))
+                which[at] = renamings.setdefault(tuple(new.get(dim, dim) for dim in range(self.rank)), len(renamings))
+            images = np.array([self._image(renaming) for renaming in renamings])
+            self._relabelled[dims] = which, images
+        return self._relabelled[dims]
 
     def _image(self, renaming: tuple[int, ...]) -> np.ndarray:
         """By layout its number once dims are renamed so."""
@@ -304,17 +311,14 @@ class _Prices:
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 2)
         self.edges = price[graph.kind, 0] + price[graph.kind, 1] * itemsize * block
-        self.even = all(size % math.prod(mesh.sizes) == 0 for size in shape)  # what a step costs depends on no dim
+        self.even = tuple(dim for dim, size in enumerate(shape) if size % math.prod(mesh.sizes) == 0)
 
     def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """The cheapest totals [sources, columns]; where dims do not matter, of one source for all that differ by dims."""
-        if not self.even:
-            return self.rows(sources.tolist())[:, columns]
-        graph = self.graph
-        plain, at = np.unique(graph.plain[sources], return_inverse=True)
-        rows = self.rows(plain.tolist())
-        images = np.array(graph.images)[graph.relabelled[sources]]
-        return rows[at[:, None], images[:, columns]]
+        """The cheapest totals [sources, columns]. Dims that every cut leaves even are alike: what a step costs does not
+        depend on which of them it cuts, so one source stands for all that differ by them."""
+        which, images = self.graph.relabelled(self.even)
+        plain, at = np.unique(images[which[sources], sources], return_inverse=True)
+        return self.rows(plain.tolist())[at[:, None], images[which[sources]][:, columns]]
 
     def row(self, source: int) -> np.ndarray:
         return self.rows([source])[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sbpc.boxing import seconds as boxing_seconds
+from sbpc.boxing import closure
 from sbpc.choices import Candidates, Choice, may_cut, of_match
 from sbpc.codes import decode, elements, joined, order_bits, pairs, sorted_axes, state_code
 from sbpc.cost import kernel_seconds
@@ -252,16 +252,10 @@ def apart_seconds(table: Table, operands: Tensors) -> np.ndarray:
         total += call_seconds(
             part.match, cutters([s.factor for s in chosen], digits), tensors, (*columns, made), 0.0, mesh
         )
-        moves, at = np.unique(np.stack([made, read]), axis=1, return_inverse=True)
-        total += np.array([moving(a, b, sized[part.number], mesh) for a, b in moves.T.tolist()])[at.reshape(-1)]
+        ends, at = np.unique(np.concatenate([made, read]), return_inverse=True)
+        itemsize, shape = sized[part.number]
+        total += closure(ends, shape, itemsize, mesh)[at[: len(made)], at[len(made) :]]
     return total
-
-
-def moving(before: int, after: int, tensor: tuple[int, tuple[int, ...]], mesh: Mesh) -> float:
-    """Seconds of the boxing from one layout to another."""
-    if before == after:
-        return 0.0
-    return boxing_seconds(decode(before, mesh.axes), decode(after, mesh.axes), tensor[1], tensor[0], mesh)
 
 
 def cheapest_of_equals(seconds: np.ndarray, ports: Sequence[np.ndarray]) -> np.ndarray:

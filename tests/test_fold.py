@@ -16,7 +16,7 @@ from sbpc.passes.assign import Space
 from sbpc.repeats import Run, runs
 from sbpc.solver import Problem, Value, Variable, solve, total
 from sbpc.solver.check import Proof, checked_bound
-from sbpc.solver.dual import prove
+from sbpc.solver.dual import between_ends
 from sbpc.solver.fold import fold
 from sbpc.solver.solve import ceiling
 from tests import models
@@ -92,7 +92,7 @@ def test_the_bound_of_a_folded_chain_is_tight():
 def multipliers_of(problem: Problem) -> Proof:
     """The proof that the solver makes without folding anything."""
     folded = fold(problem, range(len(problem.variables)))
-    return prove(folded, folded, ceiling(problem))[0]
+    return between_ends(folded, ceiling(problem))[0].proof()
 
 
 @settings(max_examples=200, deadline=None)

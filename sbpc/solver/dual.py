@@ -32,21 +32,22 @@ class Part:
     units: list[float] = field(default_factory=list)
 
 
-def prove(folded: Folded, finer: Folded, cap: float) -> tuple[Proof, list[int]]:
-    """The proof of a bound of the whole problem, and labels of the folded problem read off on the way.
+def prove(dual: Dual, folded: Folded, cap: float) -> Proof:
+    """The proof of a bound of the whole problem; folded: the problem of `dual`, or the same folded less."""
+    if max(dual.folded.sizes) == 1:
+        return dual.proof()
+    found = dual.carried(folded)
+    rest = ends(folded, found)
+    found.take(rest, passed(rest.problem, cap), lambda slot: folded.sizes[slot[0]] == 1)
+    return found.proof()
 
-    finer: the same problem folded less, with the first and the last of equal blocks on their own.
-    """
+
+def between_ends(folded: Folded, cap: float) -> tuple[Dual, list[int]]:
+    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way."""
     found, part = Dual(folded), blocks(folded)
     messages = passed(part.problem, cap)
     found.take(part, messages, lambda slot: True)
-    labels = messages.decode()
-    if max(folded.sizes) == 1:
-        return found.proof(), labels
-    dual = found.carried(finer)
-    rest = ends(finer, dual)
-    dual.take(rest, passed(rest.problem, cap), lambda slot: finer.sizes[slot[0]] == 1)
-    return dual.proof(), labels
+    return found, messages.decode()
 
 
 @dataclass(eq=False)

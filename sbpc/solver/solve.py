@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.check import checked_bound
-from sbpc.solver.dual import prove
+from sbpc.solver.check import Proof, checked_bound
+from sbpc.solver.dual import Dual, between_ends, prove
 from sbpc.solver.exact import cheapest
-from sbpc.solver.fold import fold
+from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, one_axis, union
 from sbpc.solver.problem import Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
@@ -19,7 +19,7 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-TIED = 2e-3  # the gap with which a folded problem is left, as a part of what the plan costs
+TIED = (5e-3, 2.5e-2)  # the gap with which a folded problem of at most two axes, or of more, is left
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
 
@@ -39,22 +39,41 @@ def solve(
         return Solution([], 0.0, 0.0, True)
     if alike is None or len(set(alike)) == len(alike):
         return Search(problem, starts).run()
+    return solve_folded(problem, starts, alike, alike if finer is None else finer)
+
+
+def solve_folded(
+    problem: Problem, starts: Sequence[Sequence[int]], alike: Sequence[int], finer: Sequence[int]
+) -> Solution:
+    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small."""
     folded = fold(problem, alike)
-    search = Search(folded.problem, [folded.fold(labels) for labels in starts])
-    proof, labels = prove(folded, folded if finer is None else fold(problem, finer), search.cap)
-    bound = checked_bound(problem, proof)
+    search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
+    wide = folded.problem.variables[0].digits.shape[1] > 2
+    enough = TIED[wide]
+    dual, labels = between_ends(folded, search.cap)
     search.offer(labels)
-    if search.seconds - bound > TIED * search.seconds:
-        search.run()
+    found = bounded(problem, dual, folded if wide else fold(problem, finer), search.cap)
+    for step in (search.move, search.run):
+        if search.seconds - found[0] > enough * search.seconds:
+            step()
+            if step == search.move and wide and search.seconds - found[0] > enough * search.seconds:
+                found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
     labels = folded.unfold(search.labels)
     seconds = total(problem, labels)
-    return Solution(labels, seconds, min(bound, seconds), False, proof)
+    return Solution(labels, seconds, min(found[0], seconds), False, found[1])
+
+
+def bounded(problem: Problem, dual: Dual, folded: Folded, cap: float) -> tuple[float, Proof]:
+    """The bound that the multipliers of a proof give, and the proof."""
+    proof = prove(dual, folded, cap)
+    return checked_bound(problem, proof), proof
 
 
 class Search:
     """The best plan so far, and other good ones, while a problem is being solved."""
 
-    def __init__(self, problem: Problem, starts: Sequence[Sequence[int]] = ()):
+    def __init__(self, problem: Problem, starts: Sequence[Sequence[int]] = (), first: bool = True):
+        """first: begin with the cheapest label of every variable, bettered."""
         self.problem = problem
         self.near = Neighbours(problem)
         self.floor = math.fsum(float(v.costs.min()) for v in problem.variables)
@@ -62,7 +81,7 @@ class Search:
         self.seconds = total(problem, self.labels)
         self.pool: list[list[int]] = []
         self.settled: dict[int, list[int]] = {}  # by axis: the plan that a move on it left
-        for labels in (self.labels, *starts):
+        for labels in (self.labels, *starts) if first else starts:
             self.offer(labels)
         self.cap = ceiling(problem, self.seconds)
 
