@@ -22,7 +22,7 @@ from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
 from sbpc.repeats import runs
-from sbpc.solver import Problem, Value, Variable, solve, star, total
+from sbpc.solver import Problem, Value, Variable, certify, solve, star, total
 from sbpc.states import Split
 from sbpc.tables import Table, tabulate
 
@@ -84,13 +84,17 @@ class Space:
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
-        self.proof = problem, solution.proof
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
         if known:  # a start whose blocks are not alike may be better than what is folded from it
             labels = min([labels, *known], key=lambda found: total(problem, found))
         seconds = total(problem, labels)
         self.gap = (seconds - solution.lower_bound) / seconds if seconds else 0.0
         return self.assignment(labels), solution.lower_bound
+
+    def certify(self, seconds: float, limit: float) -> float:
+        """A bound for all plans, tighter the longer it may take; `seconds` is what a plan takes, `limit` CPU seconds."""
+        partitions = [self.classes(None, apart) for apart in (0, 1, 2, 4)]
+        return certify(Problem(self.variables, self.values), partitions, seconds, limit)
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
         """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are

@@ -31,7 +31,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
 
 log = logging.getLogger("sbpc")
-ROOM, TIE, FEW = 2e-3, 1e-9, 1_000
+ROOM, TIE, FEW = 3e-2, 1e-9, 1_000
 REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
@@ -127,6 +127,7 @@ def finish(
                 return make_plan(gm, mesh, space.solve(held, price)[0], bound, options, stages)
 
             plan = within(options["memory"], plan, priced)
+    plan.certifier = space.certify if solved_on is mesh else None
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)

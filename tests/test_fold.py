@@ -144,3 +144,13 @@ def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
     counts = np.bincount(np.unique(space.classes(None), return_inverse=True)[1])
     assert len(counts) < 0.5 * len(space.variables) and counts.max() in (5, 6)
     assert plan.cost.lower_bound <= plan.cost.seconds and plan.cost.gap <= 0.02
+
+
+def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
+    torch.manual_seed(0)
+    model, args = models.gpt2(layers=5, batch=8, seq=8, vocab=32, width=16, heads=4)
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"))
+    before, layouts = plan.cost.lower_bound, dict(plan.layouts)
+    gap = plan.certify(seconds=5)
+    assert before <= plan.cost.lower_bound <= plan.cost.seconds and gap == plan.cost.gap
+    assert plan.layouts == layouts

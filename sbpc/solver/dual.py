@@ -19,7 +19,7 @@ from sbpc.solver.trws import Messages, Space, aliased, distinct
 
 ROUNDS = 12  # at most so many times SWEEPS sweeps
 SWEEPS = 4
-IDLE = 1e-4  # what a round must add to the bound, as a part of it
+IDLE = (1e-4, 1e-3)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
 
 @dataclass(eq=False)
@@ -32,20 +32,20 @@ class Part:
     units: list[float] = field(default_factory=list)
 
 
-def prove(dual: Dual, folded: Folded, cap: float) -> Proof:
+def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> Proof:
     """The proof of a bound of the whole problem; folded: the problem of `dual`, or the same folded less."""
     if max(dual.folded.sizes) == 1:
         return dual.proof()
     found = dual.carried(folded)
     rest = ends(folded, found)
-    found.take(rest, passed(rest.problem, cap), lambda slot: folded.sizes[slot[0]] == 1)
+    found.take(rest, passed(rest.problem, cap, rounds), lambda slot: folded.sizes[slot[0]] == 1)
     return found.proof()
 
 
-def between_ends(folded: Folded, cap: float) -> tuple[Dual, list[int]]:
+def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[Dual, list[int]]:
     """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way."""
     found, part = Dual(folded), blocks(folded)
-    messages = passed(part.problem, cap)
+    messages = passed(part.problem, cap, rounds)
     found.take(part, messages, lambda slot: True)
     return found, messages.decode()
 
@@ -119,7 +119,9 @@ def blocks(folded: Folded) -> Part:
         if 0 not in places or len(places) == 1:
             continue
         unit = max(weights[kind.slots[place][0]] / kind.many[place] for place in places)
-        closure = closures.setdefault((id(kind.closure), unit), unit * kind.closure if unit != 1 else kind.closure)
+        if (id(kind.closure), unit) not in closures:
+            closures[id(kind.closure), unit] = unit * kind.closure if unit != 1 else kind.closure
+        closure = closures[id(kind.closure), unit]
         found = Value(value.producer, value.out, [value.consumers[place - 1] for place in places[1:]], closure)
         part.problem.values.append(found)
         part.kinds.append(at)
@@ -187,11 +189,13 @@ def ends(folded: Folded, dual: Dual) -> Part:
 def passed(problem: Problem, cap: float, rounds: int = ROUNDS) -> Messages:
     """Messages over all layouts, until they raise the bound no more."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
-    messages = Messages(problem, Space([np.arange(len(v.costs)) for v in problem.variables], aliases), cap)
+    wide = problem.variables[0].digits.shape[1] > 2
+    everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
+    messages = Messages(problem, everything, cap, np.float32 if wide else np.float64)
     for _ in range(rounds):
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE * abs(messages.bound):
+        if messages.bound - before < IDLE[wide] * ROUNDS / rounds * abs(messages.bound):
             break
     return messages

@@ -38,7 +38,7 @@ class Share:
         """
         needs, messages = [], self.messages(sent)
         for columns, charges, pays, message in zip(self.columns, self.charges, sent, messages):
-            need = np.zeros(self.price.shape)
+            need = np.zeros(self.price.shape, self.price.dtype)
             need[:, columns] = charges if pays is None else np.maximum(message[:, None] - pays, 0)
             needs.append(need)
         room = self.price - functools.reduce(np.add, needs)
@@ -52,7 +52,7 @@ class Share:
                 needs[at][:, columns] = np.maximum(messages[at][:, None] - pays, 0)
                 room -= needs[at]
         room += functools.reduce(np.minimum, needs)
-        spare = np.maximum(room, 0) * shares(self.columns, self.price.shape[1])
+        spare = np.maximum(room, 0) * shares(self.columns, self.price.shape[1]).astype(room.dtype)
         for at, pays in enumerate(sent):
             if pays is not None:
                 self.charges[at][:] = (needs[at] + spare)[:, self.columns[at]]

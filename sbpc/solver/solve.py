@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from sbpc.solver.check import Proof, checked_bound
-from sbpc.solver.dual import Dual, between_ends, prove
+from sbpc.solver.dual import ROUNDS, Dual, between_ends, prove
 from sbpc.solver.exact import cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, one_axis, union
-from sbpc.solver.problem import Problem, Solution, check, total
+from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
 
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
@@ -63,9 +64,26 @@ def solve_folded(
     return Solution(labels, seconds, min(found[0], seconds), False, found[1])
 
 
-def bounded(problem: Problem, dual: Dual, folded: Folded, cap: float) -> tuple[float, Proof]:
+def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> float:
+    """The best bound found within about `limit` CPU seconds; partitions: classes of variables, coarse ones first.
+
+    seconds: what a plan takes. More sweeps for the equal blocks, then for ends of more and more blocks.
+    """
+    start, best = time.process_time(), 0.0
+    coarse = fold(problem, partitions[0])
+    cap = ceiling(coarse.problem, seconds)
+    for rounds in (ROUNDS, 4 * ROUNDS, 16 * ROUNDS):
+        dual, _ = between_ends(coarse, cap, rounds)
+        for partition in partitions:
+            if seconds - best <= SLACK * seconds or (best and time.process_time() - start > limit):
+                return min(best, seconds)
+            best = max(best, bounded(problem, dual, fold(problem, partition), cap, rounds)[0])
+    return min(best, seconds)
+
+
+def bounded(problem: Problem, dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[float, Proof]:
     """The bound that the multipliers of a proof give, and the proof."""
-    proof = prove(dual, folded, cap)
+    proof = prove(dual, folded, cap, rounds)
     return checked_bound(problem, proof), proof
 
 

@@ -109,8 +109,8 @@ class Messages:
     charged for their boxings as `Share` says.
     """
 
-    def __init__(self, problem: Problem, space: Space, cap: float):
-        self.problem, self.space, self.cap = problem, space, cap
+    def __init__(self, problem: Problem, space: Space, cap: float, real: type[np.floating] = np.float64):
+        self.problem, self.space, self.cap, self.real = problem, space, cap, real
         self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
         self.shares: dict[int, tuple[Share, list[Edge]]] = {}
         self.names = order(problem, space)
@@ -120,10 +120,10 @@ class Messages:
         for edge in self.edges:
             by_node[edge.last.node][0].append(edge)
             by_node[edge.first.node][1].append(edge)
-        self.nodes = [node(len(self.free(name)), *sides) for name, sides in zip(self.names, by_node)]
+        self.nodes = [node(len(self.free(name)), *sides, real) for name, sides in zip(self.names, by_node)]
         self.price([v.costs for v in problem.variables])
         self.sweeps = 0
-        self.buffer = np.empty(max((e.seconds.size for e in self.edges), default=0))
+        self.buffer = np.empty(max((e.seconds.size for e in self.edges), default=0), real)
 
     def free(self, name: tuple[int, int]) -> np.ndarray:
         """The labels of a variable (0, number), the layouts of the alias of a value (1, number)."""
@@ -135,7 +135,7 @@ class Messages:
         """Let the labels cost this from now on; messages are kept, the bound begins anew."""
         for (kind, at), found in zip(self.names, self.nodes):
             if kind == 0:
-                found.costs = costs[at][self.space.labels[at]]
+                found.costs = costs[at][self.space.labels[at]].astype(self.real)
         self.bound = -np.inf
 
     def connect(self) -> list[Edge]:
@@ -155,14 +155,15 @@ class Messages:
             branches = [self.edge(value, port(middle, alias), wants) for wants in wanted]
             found += branches
             if len(wanted) > 2:
-                self.shares[middle] = charge(value, alias, wanted, branches, self.cap), branches
+                self.shares[middle] = charge(value, alias, wanted, branches, self.cap, self.real), branches
         return found
 
     def edge(self, value: Value, tail: Port, head: Port) -> Edge:
         """The edge over which `value` is boxed from the layouts of `tail` to those of `head`."""
         key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
         if key not in self.matrices:
-            self.matrices[key] = np.minimum(value.closure[np.ix_(tail.layouts, head.layouts)], self.cap)
+            part = value.closure[np.ix_(tail.layouts, head.layouts)]
+            self.matrices[key] = np.minimum(part, self.cap).astype(self.real, copy=False)
         seconds = self.matrices[key]
         return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
 
@@ -276,7 +277,7 @@ class Messages:
         for value, ports in zip(self.problem.values, self.ports):
             layouts = [value.out, *(wants for _, wants in slots(value))]
             found.append(
-                [message[id(p)][np.searchsorted(p.layouts, by_label)] if id(p) in message else np.zeros(len(by_label))
+                [message[id(p)][np.searchsorted(p.layouts, by_label)].astype(np.float64) if id(p) in message else np.zeros(len(by_label))
                  for p, by_label in zip(ports, layouts)]
             )  # fmt: skip
         return found
@@ -288,7 +289,7 @@ class Messages:
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
-        found = Messages(self.problem, space, self.cap)
+        found = Messages(self.problem, space, self.cap, self.real)
         found.bound, found.sweeps = self.bound, self.sweeps
         charged = {id(edge) for _, edges in found.shares.values() for edge in edges}
         for old, new in zip(self.edges, found.edges):
@@ -308,12 +309,14 @@ def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def charge(value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float) -> Share:
+def charge(
+    value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float, real: type[np.floating]
+) -> Share:
     """Give the edges from an alias to its consumers charges, which begin as equal parts of the price."""
     layouts = np.unique(np.concatenate([port.layouts for port in wanted]))
     columns = [np.searchsorted(layouts, port.layouts) for port in wanted]
-    price = np.minimum(value.closure[np.ix_(alias, layouts)], cap)
-    parts = shares(columns, len(layouts))
+    price = np.minimum(value.closure[np.ix_(alias, layouts)], cap).astype(real, copy=False)
+    parts = shares(columns, len(layouts)).astype(real)
     charges = [price[:, found] * parts[found] for found in columns]
     for edge, wants, part in zip(edges, wanted, charges):
         edge.shared = edge.last is wants
@@ -327,16 +330,16 @@ def port(node: int, layouts: np.ndarray) -> Port:
     return Port(node, found, at)
 
 
-def node(labels: int, earlier: list[Edge], later: list[Edge]) -> Node:
+def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floating]) -> Node:
     """A node and its inbox; its ports are told where their messages lie."""
     ports = [edge.last for edge in earlier] + [edge.first for edge in later]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
-    inbox = np.zeros(ends[-1])
+    inbox = np.zeros(ends[-1], real)
     for found, start, stop in zip(ports, ends, ends[1:]):
         found.inbox = inbox[start:stop]
     gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), labels)
     return Node(
-        np.zeros(labels),
+        np.zeros(labels, real),
         side(earlier, ports[: len(earlier)]),
         side(later, ports[len(earlier) :]),
         inbox,
