@@ -101,8 +101,8 @@ class Boxer:
             args, kwargs = part.arguments(values)
             made = self.graph.create_node("call_function", part.match.op, args, kwargs, name=name)
             inner = candidates.part(at, choice)
-            meta = {"val": part.val, "match": part.match, "choice": inner, "sbp": inner.output(0, axes)}
-            made.meta = {**about, **meta}
+            meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
+            made.meta = {**about, **meta, "sbp": inner.output(0, axes)}
             values[part.number] = self.walk(made, candidates.read(part.number, choice, axes), made, node)
         results: list[Any] = [None if number is None else values[number] for number in candidates.phases.outputs]
         if several:
