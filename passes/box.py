@@ -103,6 +103,9 @@ class Boxer:
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
             made.meta = {**about, **meta, "sbp": inner.output(0, axes)}
+            if "parts" in node.meta:
+                factors, dims = node.meta["parts"][part.number]
+                made.meta |= {"factors": factors, "dims": (dims,)}
             values[part.number] = self.walk(made, candidates.read(part.number, choice, axes), made, node)
         results: list[Any] = [None if number is None else values[number] for number in candidates.phases.outputs]
         if several:

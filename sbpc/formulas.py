@@ -23,6 +23,7 @@ from sbpc.choices import operands, value_of
 from sbpc.errors import SbpcError
 from sbpc.pins import closest
 from sbpc.ports import OUTPUT, PARAMETER, TANGENT, Port, placeholders
+from sbpc.rules import Match, Phases
 
 Dims = tuple[Any, ...]  # per dim of a tensor: a sympy expression
 Size = tuple[tuple[Any, int], ...]  # of one dim: atoms (expression, number) of which it is the product, major first
@@ -67,7 +68,8 @@ def declare(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[str, int]:
 
     dynamic: name of a parameter (or pattern) or of an input -> its dims, each a text, an integer or None for the number
     it is; name of a symbol that no dim has alone -> its number. After: `meta["dims"]` on every placeholder and call, one
-    tuple per output, and `meta["factors"]` on every call that has a rule.
+    tuple per output, and `meta["factors"]` on every call that has a rule; `meta["parts"]` the same for what a call may be
+    taken apart into.
 
     Raises SbpcError if a name is unknown, or if the dims do not fit the shapes or each other.
     """
@@ -182,12 +184,25 @@ class Walk:
         elif match is None:
             sizes = [tuple(self.by_number(node, number) for number in shape) for shape in shapes]
         else:
-            factors = self.factors(node, match)
+            factors = self.factors(node, match, [self.sizes[value_of(operand)] for operand in operands(node)])
             node.meta["factors"] = {name: product(size) for name, size in factors.items()}
             sizes = [tuple(size_of(dim, factors) for dim in output.dims or ()) for output in match.bound.outputs]
+            if match.phases is not None:
+                node.meta["parts"] = self.parts(node, match.phases)
         for index, found in enumerate(sizes):
             self.sizes[node, index] = found
         node.meta["dims"] = tuple(tuple(map(product, found)) for found in sizes)
+
+    def parts(self, node: Node, phases: Phases) -> dict[int, tuple[dict[str, Any], Dims]]:
+        """Of the parts into which a node may be taken apart, by the number of the value: its factors and its dims."""
+        sizes = {slot: self.sizes[value_of(operand)] for slot, operand in enumerate(operands(node))}
+        found = {}
+        for part in phases.parts:
+            factors = self.factors(node, part.match, [sizes[number] for number in part.reads])
+            sizes[part.number] = tuple(size_of(dim, factors) for dim in part.match.bound.outputs[0].dims or ())
+            named = {name: product(size) for name, size in factors.items()}
+            found[part.number] = named, tuple(map(product, sizes[part.number]))
+        return found
 
     def by_number(self, node: Node, number: int) -> Size:
         """The size that nothing but a number tells."""
@@ -197,9 +212,8 @@ class Walk:
             self.notes.append(f"{node.name}: a dim of {number} elements may be {names}; in formulas it is a number")
         return ((found[0] if len(found) == 1 else sympy.Integer(number), number),)
 
-    def factors(self, node: Node, match: Any) -> dict[str, Size]:
+    def factors(self, node: Node, match: Match, read: Sequence[tuple[Size, ...]]) -> dict[str, Size]:
         """What the factors of a call are, told by the dims of its operands; what has symbols first."""
-        read = [self.sizes[value_of(operand)] for operand in operands(node)]
         bound = [
             (dim, size)
             for value, sizes in zip(match.bound.inputs, read)

@@ -313,3 +313,17 @@ def test_an_op_of_ones_own_is_split_through_a_function_of_ones_own_or_refused() 
         assert [str(signature) for signature in found.signatures] == ["B -> B", "S(0) -> S(0)    split b", "S(1) -> S(1)    split d"]
     with pytest.raises(RuleError, match=r"the rule is refuted: S\(1\) -> S\(1\), split d, on 2 ranks: output 0 has other values"):
         sbpc.rule("sbpc_phases::scaled", "b d -> b d ; via d = by_sum", examples=examples)
+
+
+@pytest.mark.parametrize("cluster", [None, "h100"])
+def test_formulas_of_what_is_taken_apart_hold_at_other_sizes(cluster: str | None) -> None:
+    def planned(tokens: int, vocab: int, **options: Any) -> sbpc.Plan:
+        args = torch.randn(tokens, 32), torch.randint(0, vocab, (tokens,))
+        pins = {"weight.weight": "S(0)", "_log_softmax": "S(1)", "_log_softmax_backward_data": "S(1)"}
+        return sbpc.plan(Head(vocab=vocab), args, Mesh(tensor=2, cluster=cluster), pin=pins, **options)
+
+    names = {"x": ("t", "h"), "targets": ("t",), "weight.weight": ("v", "h")}
+    cost = planned(12, 480, dynamic=names).cost
+    assert cost.subs() == pytest.approx(cost.seconds, rel=1e-12)
+    for tokens, vocab in ((12, 960), (36, 480), (24, 1200)):
+        assert cost.subs(t=tokens, v=vocab) == pytest.approx(planned(tokens, vocab).cost.seconds, rel=1e-12)
