@@ -3,13 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test prove prove-library lint types clean
+.PHONY: demo test test-newest prove prove-library lint types clean
 
 demo: $(READY)
 	$(BIN)/sbpc demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not prove and not prove_library" -n 2
+
+# The newest torch that the registry has, in an environment of its own, made anew; the build for CPUs is enough.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	.venv-newest/bin/python -c 'import torch; print("torch", torch.__version__)'
+	.venv-newest/bin/python -m pytest -m "not prove and not prove_library" -n 2
 
 prove: $(READY)
 	$(BIN)/python -m pytest -m prove -n 2 --timeout 2400
@@ -24,7 +32,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist *.egg-info sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-newest build dist *.egg-info sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A system's python3 may lack ensurepip; its own pip then installs into .venv.

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbpc._compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     HigherOrderOperator,
+    TorchDispatchMode,
     UnsupportedOperatorException,
     autograd_node,
     next_sequence_number,

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
-from sbpc._compat import FakeTensor, FakeTensorMode, schema_of, storage_of
+from sbpc._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, storage_of, tree_flatten, tree_map
 from sbpc.errors import PlanError
 
 aten = torch.ops.aten

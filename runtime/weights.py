@@ -56,13 +56,10 @@ def tree(tensors: Mapping[str, Any], tied: Mapping[str, str], parameters: Iterab
         *path, leaf = name.split(".")
         parent = root
         for part in path:
-            if part not in parent._modules:
-                parent._modules[part] = nn.Module()
+            if part not in dict(parent.named_children()):
+                parent.register_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        if first in trained:
-            parent._parameters[leaf] = made[first]
-        else:
-            parent._buffers[leaf] = made[first]
+        (parent.register_parameter if first in trained else parent.register_buffer)(leaf, made[first])
     return root
 
 

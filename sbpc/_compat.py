@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = [
     "HOOKS",
@@ -73,6 +74,8 @@ __all__ = [
     "slots",
     "source_of",
     "storage_of",
+    "tree_flatten",
+    "tree_map",
     "unregister_process_group",
     "with_local",
 ]

@@ -100,8 +100,27 @@ def test_private_names_of_torch_are_imported_in_one_file() -> None:
         f"{name} imports {module}"
         for name, path in files()
         for module, _ in imports(path)
-        if name != "_compat" and module.startswith(PRIVATE)
+        if name != "_compat" and (module.startswith(PRIVATE) or (module.startswith("torch.") and "._" in module))
     ]
+    assert not wrong, wrong
+
+
+# Of an op: its schema, as torch documents operators by it; the others have no public counterpart.
+KNOWN = {"_schema", "_overloadname", "_cdata", "_sequence_nr"}
+PYTHONS = {"_exit", "_fields", "_getframe"}  # of os, of named tuples, of sys
+OPS = ("aten._", "torch.ops.")  # names of ops, which are public
+
+
+def test_no_more_private_attributes_of_torch_are_used_elsewhere() -> None:
+    wrong = []
+    for name, path in files():
+        for node in ast.walk(ast.parse(path.read_text())) if name != "_compat" else ():
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            text = ast.unparse(node)
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and node.attr not in KNOWN | PYTHONS and not text.startswith(OPS):
+                wrong.append(f"{name}, line {node.lineno}: {text}")
     assert not wrong, wrong
 
 
