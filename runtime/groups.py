@@ -32,6 +32,7 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
     Raises MeshError outside a launcher.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = device_of(kind)
     if timeout is not None:
         waiting["seconds"] = timeout
     if not dist.is_initialized():
@@ -41,10 +42,18 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         about: dict[str, Any] = {} if store is None else {"store": store, **place}
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(kind)
+    return where
+
+
+def device_of(kind: str) -> torch.device:
+    """The device of this rank: of GPUs the one with the number of the rank on its machine. Raises MeshError."""
+    if kind != "cuda":
+        return torch.device(kind)
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= there:
+        raise MeshError(f"rank {local} of this machine has no GPU, there are {there}\n  Start one rank for each GPU.")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 def check_ranks(mesh: Mesh) -> None:

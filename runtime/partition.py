@@ -64,6 +64,35 @@ def partition(gm: GraphModule) -> Partition:
     return Partition(forward, backward, inference)
 
 
+def late_waits(body: list[Node]) -> list[Node]:
+    """The nodes with each wait, and the views of what it gives, right before the first that computes with it.
+
+    Until then the collective runs beside the computation: on a GPU on a stream of its own, with gloo on another thread.
+    Collectives are started in the order in which they were, on all ranks alike.
+    """
+    order: list[Node] = []
+    waiting: set[Node] = set()
+
+    def emit(node: Node) -> None:
+        for used in node.all_input_nodes:
+            if used in waiting:
+                waiting.remove(used)
+                emit(used)
+        order.append(node)
+
+    for node in body:
+        view = memory_of(node) is not node and any(used in waiting for used in node.all_input_nodes)
+        if node.target is wait or view:
+            waiting.add(node)
+        else:
+            emit(node)
+    for node in body:
+        if node in waiting:
+            waiting.remove(node)
+            emit(node)
+    return order
+
+
 def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable[[Node], Node]) -> None:
     """Put `op` on each output at `places` whose root is a placeholder, or that of an earlier output."""
     end = gm.graph.output_node()
@@ -113,7 +142,7 @@ def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list
     for node in inputs:
         made[node] = graph.placeholder(node.name)
         made[node].meta = node.meta
-    for node in body:
+    for node in late_waits(body):
         if node.op not in ("placeholder", "output") and node not in made:
             made[node] = graph.node_copy(node, lambda n: made[n])
     graph.output(tuple(None if node is None else made[node] for node in outputs))

@@ -1,0 +1,58 @@
+"""One GPU: the whole path on a mesh of one rank. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sbpc
+from sbpc import Mesh
+from sbpc.runtime import groups
+from tests import models
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        yield
+        groups.stop()
+
+
+@pytest.mark.parametrize("executor", ["code", "inductor"])
+def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=4)
+    model, args = model.cuda(), tuple(arg.cuda() for arg in args)
+    parallel = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(data=1)), executor=executor)
+    for module in (model, parallel):
+        module.losses = []  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = module(*args)
+            loss.backward()
+            optimizer.step()
+            module.losses.append(loss.item())  # type: ignore[operator, union-attr]
+    assert parallel.losses == pytest.approx(model.losses, rel=1e-10)
+    for name, parameter in parallel.named_parameters():
+        assert parameter.device.type == "cuda", name
+        torch.testing.assert_close(parameter.full_tensor(), model.get_parameter(name), rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+
+
+def test_half_precision_is_near_eager(one_rank: Any) -> None:
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=4)
+    model, args = model.cuda(), tuple(arg.cuda() for arg in args)
+    parallel = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(data=1), dtype=torch.bfloat16))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert parallel(*args).item() == pytest.approx(model(*args).item(), rel=2e-2)
