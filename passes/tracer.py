@@ -24,6 +24,7 @@ from sbpc._compat import (
     UnsupportedOperatorException,
     autograd_node,
     next_sequence_number,
+    storage_of,
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error, user_stack
@@ -102,7 +103,7 @@ class Watch(TorchDispatchMode):
 
     def check_memory(self, value: Tensor) -> None:
         """Remember the memory of `value`. Raises CaptureError if it is another one than before."""
-        storage = _storage(value)
+        storage = storage_of(value)
         if self.memory.setdefault(id(value), (storage, value))[0] != storage:
             what = "the forward assigns to the .data of a tensor, which no op shows"
             raise user_error(what, user_stack(), "Compute a new tensor instead.")
@@ -154,7 +155,7 @@ class Light(Watch):
         node.meta.update(module="", stack_trace="", phase=self.phase)
         self.ports.append(port)
         self._keep(node, value)
-        self.owners[_storage(value)] += 1
+        self.owners[storage_of(value)] += 1
 
     def seed(self) -> Tensor:
         """The seed of the step; the first draw makes it an input."""
@@ -231,7 +232,7 @@ class Light(Watch):
         self.kept.append((node, value))
         self.nodes[id(value)] = node
         self.check_memory(value)
-        storage = _storage(value)
+        storage = storage_of(value)
         self.owners[storage] = self.owners.get(storage, 0) + 1
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -243,7 +244,7 @@ class Light(Watch):
         if not simple or functional is None or not isinstance(target, Tensor):
             raise NeedsAot(f"{func} has no functional form")
         self.node_of(target)
-        if self.owners[_storage(target)] != 1:
+        if self.owners[storage_of(target)] != 1:
             raise NeedsAot(f"{func} writes into memory that others can see")
         fresh = run(functional, args, kwargs, self.stack())
         if fresh.shape != target.shape or fresh.stride() != target.stride():
@@ -285,7 +286,7 @@ class Light(Watch):
             if fake is None:
                 fake = self.source.mode.from_tensor(value)
                 self._keep(self._constant(value), fake)
-                self.owners[_storage(fake)] += 1
+                self.owners[storage_of(fake)] += 1
             self.fakes[id(value)] = fake
         return self.fakes[id(value)]
 
@@ -329,10 +330,6 @@ def functional_form(func: Any) -> Any:
     packet = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
     found = getattr(packet, func._overloadname, None)
     return None if found is None or found._schema.is_mutable else found
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
 
 
 def _leaves(value: Any) -> Iterator[Any]:

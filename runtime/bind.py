@@ -17,6 +17,8 @@ from sbpc.structure import flatten, unflatten
 
 def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
     """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the model is {model!r:.80}\n  Give the nn.Module that was planned.")
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     known = {*planned, *plan.ports.tied, *plan.ports.unused}
@@ -37,6 +39,7 @@ def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
 
 def arguments(plan: Plan | Programs, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
     """The tensor leaves of the arguments. Raises PlanError if structure, shapes or dtypes are not those planned."""
+    args = args if isinstance(args, (tuple, list)) else (args,)
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
     if structure != plan.ports.arguments:
         raise PlanError(

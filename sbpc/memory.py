@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sbpc._compat import storage_of
 from sbpc.boxing import Step
 from sbpc.choices import nodes_in, operands
 from sbpc.cost import OPTIMIZER_STATE, numel
@@ -185,31 +186,26 @@ def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) 
     origin = (0,) * len(mesh.sizes)
     x = torch.empty(step.before.local_shape(shape, mesh.sizes, origin), dtype=dtype, device="meta")
     positions = [torch.zeros(1, dtype=torch.int64, device="meta") for _ in mesh.sizes]
-    numbers = {key(x): 0}
+    numbers = {storage_of(x): 0}
     calls: list[Emitted] = []
     kept = [x]  # so that no storage's address is used twice
 
     def call(op: Any, *args: Any) -> Any:
         given = [value for value in leaves(args) if isinstance(value, torch.Tensor)]
-        reads = tuple(dict.fromkeys(numbers[key(value)] for value in given if key(value) in numbers))
+        reads = tuple(dict.fromkeys(numbers[storage_of(value)] for value in given if storage_of(value) in numbers))
         out = args[0] if "wait_tensor" in str(op) else op(*args)
         makes: tuple[int, ...] = ()
-        if key(out) not in numbers and not any(key(out) == key(position) for position in positions):
-            numbers[key(out)] = len(numbers)
+        if storage_of(out) not in numbers and not any(storage_of(out) == storage_of(position) for position in positions):
+            numbers[storage_of(out)] = len(numbers)
             makes = (out.untyped_storage().nbytes(),)
         kept.append(out)
-        calls.append(Emitted(reads, makes, numbers.get(key(out), 0)))
+        calls.append(Emitted(reads, makes, numbers.get(storage_of(out), 0)))
         return out
 
     result = lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name)
-    if not calls or calls[-1].result != numbers[key(result)]:
-        calls.append(Emitted((numbers[key(result)],), (), numbers[key(result)]))
+    if not calls or calls[-1].result != numbers[storage_of(result)]:
+        calls.append(Emitted((numbers[storage_of(result)],), (), numbers[storage_of(result)]))
     return tuple(calls)
-
-
-def key(tensor: torch.Tensor) -> int:
-    """What tells storages apart."""
-    return tensor.untyped_storage()._cdata
 
 
 def leaves(value: Any) -> Iterator[Any]:

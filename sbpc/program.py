@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc import ports
-from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, slots
+from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, slots, storage_of
 from sbpc.errors import CaptureError
 from sbpc.ports import Port, Ports
 from sbpc.structure import flatten, paths, unflatten
@@ -274,12 +274,12 @@ def _check_memory(parameters: Named, named: Named) -> None:
         start = int(value.storage_offset()) * value.itemsize
         extent = sum((int(size) - 1) * int(stride) for size, stride in zip(value.shape, value.stride())) + 1
         end = start + (extent * value.itemsize if value.numel() else 0)
-        for low, high, other in spans.setdefault(value.untyped_storage()._cdata, []):
+        for low, high, other in spans.setdefault(storage_of(value), []):
             trained = any(n in parameters and parameters[n].requires_grad for n in (name, other))
             if start < high and low < end and trained:
                 what = f"{name!r} shares memory with {other!r}"
                 raise CaptureError(f"{what}\n  Tie them as one parameter: a.weight = b.weight.")
-        spans[value.untyped_storage()._cdata].append((start, end, name))
+        spans[storage_of(value)].append((start, end, name))
 
 
 def _labels(module: nn.Module, loss: Any, count: int, leaf_paths: Sequence[tuple[Any, ...]]) -> list[str]:
