@@ -20,7 +20,8 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-TIED = (5e-3, 2.5e-2)  # the gap with which a folded problem of at most two axes, or of more, is left
+TIED = ((5e-3, 9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
+# moves are tried, beyond the second all else
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
 
@@ -50,15 +51,20 @@ def solve_folded(
     folded = fold(problem, alike)
     search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
     wide = folded.problem.variables[0].digits.shape[1] > 2
-    enough = TIED[wide]
+    enough, most = TIED[wide]
     dual, labels = between_ends(folded, search.cap)
     search.offer(labels)
     found = bounded(problem, dual, folded if wide else fold(problem, finer), search.cap)
-    for step in (search.move, search.run):
-        if search.seconds - found[0] > enough * search.seconds:
-            step()
-            if step == search.move and wide and search.seconds - found[0] > enough * search.seconds:
-                found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
+
+    def gap() -> float:
+        return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
+
+    if gap() > enough:
+        search.move()
+    if gap() > most and wide:
+        found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
+    if gap() > most:
+        search.run()
     labels = folded.unfold(search.labels)
     seconds = total(problem, labels)
     return Solution(labels, seconds, min(found[0], seconds), False, found[1])
@@ -97,15 +103,16 @@ class Search:
         self.floor = math.fsum(float(v.costs.min()) for v in problem.variables)
         self.labels = [int(v.costs.argmin()) for v in problem.variables]
         self.seconds = total(problem, self.labels)
+        self.wide = problem.variables[0].digits.shape[1] > 2  # to better a plan takes long
         self.pool: list[list[int]] = []
         self.settled: dict[int, list[int]] = {}  # by axis: the plan that a move on it left
         for labels in (self.labels, *starts) if first else starts:
             self.offer(labels)
         self.cap = ceiling(problem, self.seconds)
 
-    def offer(self, labels: Sequence[int]) -> None:
+    def offer(self, labels: Sequence[int], better: bool = True) -> None:
         """Better a plan one variable at a time, and keep it."""
-        found = self.near.descend(labels)
+        found = self.near.descend(labels) if better else list(labels)
         self.pool.append(found)
         if (seconds := total(self.problem, found)) < self.seconds:
             self.labels, self.seconds = found, seconds
@@ -148,7 +155,7 @@ class Search:
             before, size = messages.bound, messages.space.size
             for _ in range(sweeps):
                 messages.sweep()
-            self.offer(messages.decode())
+            self.offer(messages.decode(), not self.wide)
             pruned = self.prune(messages)
             if pruned is None:
                 return None
@@ -181,7 +188,7 @@ class Search:
         scale = self.seconds if math.isfinite(self.seconds) else self.cap
         answer = cheapest(self.problem, messages.space, scale, nodes)
         if answer.labels is not None:
-            self.offer(answer.labels)
+            self.offer(answer.labels, not self.wide)
         return max(messages.bound, answer.bound), answer.proved
 
     def tilt(self, messages: Messages, seed: int) -> None:
@@ -206,6 +213,8 @@ class Search:
             idle = idle + 1 if self.labels == before else 0
             self.settled[axis] = self.labels
             axis = (axis + 1) % axes
+        if self.wide:
+            self.offer(self.labels)
 
 
 def tilts(digits: np.ndarray, seed: int, at: int) -> np.ndarray:
