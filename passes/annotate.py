@@ -37,7 +37,14 @@ def annotate(gm: GraphModule) -> GraphModule:
     rules = dict.fromkeys(made for made in matched if made.source)
     unproved = [made for made in rules if made.source == UNPROVED]
     result.meta["notes"] = tuple(f"unproved rule for {r.op}: it was registered without example inputs" for r in unproved)
-    result.meta["remarks"] = tuple(f"{made.source} rule for {made.op}" for made in rules if made not in unproved)
+    parts: dict[str, dict[str, None]] = {}
+    for node in result.graph.nodes:
+        if "decomposed" in node.meta and "match" in node.meta:
+            parts.setdefault(node.meta["decomposed"], {})[str(node.target)] = None
+    result.meta["remarks"] = (
+        *(f"{made.source} rule for {made.op}" for made in rules if made not in unproved),
+        *(f"no rule for {op}, which is planned as what it is made of: {', '.join(made)}" for op, made in parts.items()),
+    )
     return result
 
 

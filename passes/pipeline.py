@@ -22,6 +22,7 @@ from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import Space, kept
 from sbpc.passes.box import box
+from sbpc.passes.decompose import decompose
 from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
 from sbpc.passes.memory import within
@@ -35,6 +36,7 @@ ROOM, TIE, FEW = 3e-2, 1e-9, 1_000
 REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
+    ("decompose", decompose, verify_captured),
     ("lift", lift, verify_captured),
     ("annotate", annotate, verify_annotated),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 __all__ = [
     "HOOKS",
@@ -58,6 +58,7 @@ __all__ = [
     "compile_id",
     "compiling",
     "composite_ops",
+    "decompositions",
     "enable_python_dispatcher",
     "inductor_compile",
     "keeps_graph",
@@ -75,6 +76,7 @@ __all__ = [
     "source_of",
     "storage_of",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "unregister_process_group",
     "with_local",
@@ -115,6 +117,13 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """What torch says ops are made of, by op."""
+    from torch._decomp import decomposition_table
+
+    return dict(decomposition_table)
 
 
 def next_sequence_number() -> int:

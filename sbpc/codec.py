@@ -31,7 +31,7 @@ NAMESPACES = ("aten", "prims", "sbpc")
 WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
-NOTED = ("module", "stack_trace", "phase")
+NOTED = ("module", "stack_trace", "phase", "decomposed")
 
 
 def save(plan: Plan, path: Path) -> None:

@@ -36,6 +36,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     errors = [float(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == "error"]
     if errors:
         terminalreporter.write_line(f"largest relative error of all plans: {max(errors):.2e}, in {len(errors)} groups of plans")
+    lacking = [int(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == "lacking"]
+    if lacking:
+        terminalreporter.write_line(f"{sum(lacking)} valid signatures that no rule offers, each with its reason in tests/lacking.txt")
     for kind in ("signatures", "mutants", "pairs"):
         counts = [int(value) for r in reports for key, value in getattr(r, "user_properties", ()) if key == kind]
         if counts:

@@ -45,7 +45,10 @@ def forward(mask: str, lse: str, absent: int = 0) -> Write:
 
 
 def backward(mask: str, lse: str, more: str = "") -> Write:
-    """Linear in grad_out, and jointly in value and out: dS = P (grad_out value^T - rowsum(grad_out out))."""
+    """Linear in grad_out, and jointly in value and out: dS = P (grad_out value^T - rowsum(grad_out out)).
+
+    Since P comes from the whole logsumexp, the keys may be split where no causal mask speaks of their positions.
+    """
 
     def write(given: Arguments, outputs: Any) -> str:
         dims = _bias(given, mask)
@@ -57,8 +60,8 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
             results.append(str(dims) if wanted else "_")
             linear += ",3" if wanted else ""
             summed += [name for name in ("b", "g") if wanted and name not in str(dims)]
-        fixed = _fixed(given, lse)
-        summed += ["s"] if "s" not in fixed.split() else []
+        fixed = " ".join(name for name in _fixed(given, lse).split() if name != "t" or given["is_causal"])
+        summed += [name for name in ("s", "t") if name not in fixed.split()]
         seeds = " p o" if more else ""
         sign = f"{', '.join(operands)}{more} -> {', '.join(results)}"
         clauses = f"+{' '.join(summed)} ; fix {fixed}{seeds} ; lin(0) ; lin(3,4 -> {linear})"
@@ -93,13 +96,13 @@ for name, mask, lse, absent, more in (
 ):
     ahead, back = (getattr(aten, f"_scaled_dot_product_{name}_attention{which}").default for which in ("", "_backward"))
     rule(ahead, forward(mask, lse, absent), flops=AHEAD, nonempty="b g s")
-    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s")
+    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s t")
 rule(aten._scaled_dot_product_flash_attention_for_cpu.default, forward("attn_mask", EXACT), flops=AHEAD, nonempty="g s")
 rule(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     backward("attn_mask", EXACT),
     flops=BACK,
-    nonempty="g",
+    nonempty="g t",
 )
 rule(aten._softmax.default, along(1, "softmax"))
 rule(aten._softmax_backward_data.default, along(2, "softmax_backward", "lin(0)"))

@@ -161,6 +161,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # an op made of others is not taken apart where another mode is tracing
+            made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
         made = func(*args, **(kwargs or {}))
         assert isinstance(made, Tensor), f"{func} gives several values: use ops that give one"
         number = len(self.values)

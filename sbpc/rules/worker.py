@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import resource
 import select
 import signal
 import traceback
@@ -64,6 +65,7 @@ def start(function: Callable[[Item], Any], items: Sequence[Item], first: int) ->
     try:
         os.close(pipe)
         faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings about shapes that are tried on purpose
         for item in items[first:]:
             try:

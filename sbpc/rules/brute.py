@@ -1,0 +1,235 @@
+"""Brute force: every tuple of input states of a call is tried on two ranks, and what comes out says which are valid.
+
+It knows nothing of rules: it runs the op itself on shards, with each integer that stands for a size once as it is and
+once cut. So it finds what a rule lacks (`lacking`), and what an op without a rule can do (`sbpc.rules.probe`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.rules.prove import BROKEN, Case, call, equal, swapped
+from sbpc.rules.worker import Lost, attempt
+from sbpc.states import B, P, Split, State, chunk_sizes, shards
+
+RANKS = 2
+MOST = 20_000
+CRASHES = 3  # after which an op is taken to crash on shapes that do not fit
+FREE = ((B, Split), (B, type(P)), (Split, type(P)))  # boxings that send nothing: slice, keep, pad
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer argument that is the size of something: by name, and its place where it is one of several."""
+
+    name: str
+    at: int | None
+
+
+Pattern = tuple[tuple[int | None, ...], "Size | None"]
+
+
+def valid(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0) -> list[Signature]:
+    """All signatures of a call that hold on two ranks.
+
+    Of the states that an output could be said to have, the first of B, S, P that holds is taken. An op that crashes or
+    hangs on a few patterns of splits does not check shapes: then only those are tried that split all dims of one size,
+    as where there are too many.
+    """
+    tried = list(patterns(one, sizes))
+    fitting = [pattern for pattern in tried if alike(one, pattern)]
+    for chosen in (tried, fitting) if len(tried) <= MOST else (fitting,):
+        found: dict[Signature, None] = {}
+        lost = 0
+        for _, result in attempt(lambda pattern: of_pattern(one, pattern), chosen, seconds):
+            lost += isinstance(result, Lost)
+            if lost > CRASHES:
+                break
+            if not isinstance(result, Lost):
+                found.update(dict.fromkeys(result))
+        else:
+            return list(found)
+    return []
+
+
+def alike(one: Case, pattern: Pattern) -> bool:
+    """Whether what is split is one dim of every operand that has a dim of that size."""
+    split = [value.shape[dim] for value, dim in zip(one.operands, pattern[0]) if dim is not None]
+    holders = [value for value in one.operands if split and split[0] in value.shape]
+    return len(set(split)) < 2 and len(split) == len(holders)
+
+
+def patterns(one: Case, sizes: Sequence[Size]) -> Iterator[Pattern]:
+    """Which dim of each operand is split, if any, and which integer is cut with it."""
+    each = [[None, *(dim for dim, size in enumerate(value.shape) if size > 1)] for value in one.operands]
+    for dims in itertools.product(*each):
+        for size in (None, *sizes):
+            if size is None or any(dim is not None for dim in dims):
+                yield dims, size
+
+
+def of_pattern(one: Case, pattern: Pattern) -> list[Signature]:
+    """The valid signatures with these splits: every other operand is whole, or partial where it holds numbers."""
+    dims, size = pattern
+    whole: list[State] = [B if dim is None else Split(dim) for dim in dims]
+    if outcome(one, whole, size, shapes_only=True) is None:
+        return []
+    exact = all(not value.is_floating_point() for value in one.operands)
+    numbers = [
+        at
+        for at, (dim, value) in enumerate(zip(dims, one.operands))
+        if dim is None and value.dtype != torch.bool and (value.is_floating_point() or exact)
+    ]
+    found = []
+    for count in range(len(numbers) + 1):
+        for chosen in itertools.combinations(numbers, count):
+            ins = [P if at in chosen else state for at, state in enumerate(whole)]
+            outs = outcome(one, ins, size)
+            if outs is not None and not any(by_chance(other, ins, size, outs) for other in others(one)):
+                found.append(Signature(tuple(ins), outs))
+    return found
+
+
+def others(one: Case) -> Iterator[Case]:
+    """Calls of the same shapes on other values: single true and false elements, another order, few special numbers."""
+    for lone in (True, False):
+        changed = []
+        for value in one.operands:
+            if value.dtype == torch.bool:
+                single = torch.arange(value.numel()).view(value.shape) == 0
+                changed.append(single if lone else ~single)
+            else:
+                changed.append(value.flatten().roll(1 + lone).view(value.shape))
+        args, kwargs = swapped(one, changed)
+        yield replace(one, args=tuple(args), kwargs=kwargs)
+    smooth = [value for value in one.operands if value.is_floating_point()]
+    for special in ((0.0, 1.0, -1.0, 2.0, 3.0), *([(0.0, torch.inf, -torch.inf, torch.nan)] if len(smooth) == 1 else [])):
+        args, kwargs = swapped(one, [draw(value, special, at) for at, value in enumerate(one.operands)])
+        yield replace(one, args=tuple(args), kwargs=kwargs)
+
+
+def draw(value: Tensor, special: Sequence[float], seed: int) -> Tensor:
+    """A tensor like `value` of these numbers, if it holds real ones."""
+    if not value.is_floating_point():
+        return value
+    chosen = torch.randint(0, len(special), value.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(special, dtype=value.dtype)[chosen]
+
+
+def by_chance(other: Case, ins: Sequence[State], size: Size | None, outs: tuple[State, ...]) -> bool:
+    """Whether a signature that held does not hold on other values (which the op may refuse)."""
+    try:
+        other.run()
+    except BROKEN:
+        return False
+    return outcome(other, ins, size) != outs
+
+
+def outcome(one: Case, ins: Sequence[State], size: Size | None, shapes_only: bool = False) -> tuple[State, ...] | None:
+    """The states of the outputs if the inputs are in `ins`, None if an output is in no state.
+
+    shapes_only: ask only whether the ranks' outputs have the shapes of some state.
+    """
+    generator = torch.Generator().manual_seed(11)
+    held = [parts_of(value, state, generator) for value, state in zip(one.operands, ins)]
+    results = []
+    for rank in range(RANKS):
+        args, kwargs = swapped(one, [parts[rank] for parts in held])
+        try:
+            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank), **kwargs)))
+        except BROKEN:
+            return None
+    wanted, outs = flat_outputs(one.run()), []
+    if any(len(result) != len(wanted) for result in results):
+        return None
+    for at, expected in enumerate(wanted):
+        parts = [result[at] for result in results]
+        state = state_of(parts, expected, one, shapes_only) if isinstance(expected, Tensor) else B
+        if state is None:
+            return None
+        outs.append(state)
+    return tuple(outs)
+
+
+def parts_of(value: Tensor, state: State, generator: torch.Generator) -> list[Tensor]:
+    """What each rank holds; partial sums of real numbers, since rounding is linear in whole ones."""
+    if state != P or not value.is_floating_point():
+        return shards(value, state, RANKS, generator)
+    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+    return [value - noise, noise]
+
+
+def resized(one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | None, rank: int) -> list[Any]:
+    """The positional arguments with one integer cut; a named one is replaced in `kwargs`."""
+    if size is None:
+        return args
+
+    def cut(value: Any) -> Any:
+        if size.at is None:
+            return chunk_sizes(value, RANKS)[rank]
+        return [chunk_sizes(item, RANKS)[rank] if at == size.at and item > 0 else item for at, item in enumerate(value)]
+
+    if size.name in kwargs:
+        kwargs[size.name] = cut(kwargs[size.name])
+        return args
+    names = [argument.name for argument in one.op._schema.arguments]
+    return [cut(value) if names[at] == size.name else value for at, value in enumerate(args)]
+
+
+def state_of(parts: Sequence[Any], expected: Tensor, one: Case, shapes_only: bool) -> State | None:
+    """The first state that these parts of an output are in."""
+    if not all(isinstance(part, Tensor) and part.dtype == expected.dtype for part in parts):
+        return None
+    shapes = [tuple(part.shape) for part in parts]
+    loose = shapes_only or not one.values
+    if shapes == [tuple(expected.shape)] * RANKS:
+        if loose or all(equal(part, expected, close(one)) for part in parts):
+            return B
+        if expected.dtype != torch.bool and equal(parts[0] + parts[1], expected, close(one)):
+            return P
+        return None
+    for dim, size in enumerate(expected.shape):
+        cut = [(*expected.shape[:dim], part, *expected.shape[dim + 1 :]) for part in chunk_sizes(size, RANKS)]
+        if shapes == cut and (loose or equal(torch.cat(list(parts), dim), expected, close(one))):
+            return Split(dim)
+    return None
+
+
+def close(one: Case) -> float:
+    """How far apart equal values may be: partial sums of real numbers are rounded."""
+    narrow = any(value.dtype in (torch.bfloat16, torch.float16) for value in one.operands)
+    return max(one.tolerance, 5e-2 if narrow else 1e-9)
+
+
+# --- what follows from what -------------------------------------------------------------------------------------------
+def lacking(found: Sequence[Signature], offered: Sequence[Signature]) -> list[Signature]:
+    """Those of `found` that cost more without a signature of their own: neither offered nor an offered one with free boxings."""
+    missing = [s for s in found if not any(follows(s, other) for other in offered)]
+    return [s for s in missing if not any(other is not s and follows(s, other) for other in missing)]
+
+
+def follows(signature: Signature, other: Signature) -> bool:
+    """Whether `other` does what `signature` does, its inputs and outputs boxed without sending anything."""
+    ins = all(given == wanted or is_free(given, wanted) for given, wanted in zip(signature.inputs, other.inputs))
+    return ins and all(made == asked or is_free(made, asked) for made, asked in zip(other.outputs, signature.outputs))
+
+
+def is_free(before: State, after: State) -> bool:
+    """Whether boxing sends nothing."""
+    return any(isinstance(after, kind) and (before == state if state == B else isinstance(before, Split)) for state, kind in FREE)
+
+
+def sizes_of(fills: Sequence[Any], named: Mapping[str, Any]) -> list[Size]:
+    """The integers that a rule rewrites, one by one."""
+    found = []
+    for fill in fills:
+        value = named[fill.name]
+        found += [Size(fill.name, None)] if fill.single else [Size(fill.name, at) for at in range(len(value))]
+    return found

@@ -1,0 +1,74 @@
+"""Ops without a rule: taken apart where all their parts have rules, replicated loudly where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from tests.compare import largest_error
+
+
+class Head(nn.Module):
+    """A linear layer, and a function with an op that sbpc has no rule of its own for."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 12)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x)).square().sum()
+
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "addr": lambda y: torch.addr(y, y[:, 0], y[0]),
+    "aminmax": lambda y: torch.aminmax(y, dim=1)[0],
+    "linalg_cross": lambda y: torch.linalg.cross(y.view(-1, 4, 3), (y * 2 + 1).view(-1, 4, 3).flip(-1)),
+    "log_sigmoid_forward": F.logsigmoid,
+    "reflection_pad2d": lambda y: F.pad(y.view(1, -1, 3, 4), (1, 1, 1, 1), mode="reflect"),
+    "soft_margin_loss": lambda y: F.soft_margin_loss(y, torch.ones_like(y)),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_without_a_rule_is_planned_as_what_it_is_made_of(op: str) -> None:
+    model, args = Head(OPS[op]), (torch.randn(24, 8) / 3,)
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2))
+    assert not plan.notes
+    assert f"no rule for aten.{op}.default, which is planned as what it is made of: aten." in plan.remarks[0]
+    assert largest_error(plan, model, args) <= 1e-10
+    assert plan.verify() > 10
+    assert plan.cost.flops <= 0.4 * plan.cost.flops_one_device
+
+
+def test_parts_have_the_module_and_the_line_of_the_op() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Head(F.logsigmoid)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    plan = sbpc.plan(Deep(), (torch.randn(24, 8),), Mesh(x=2))
+    parts = [node for node in plan.graph.graph.nodes if "decomposed" in node.meta]
+    assert {node.meta["module"] for node in parts} == {"inner"}
+    assert all("self.function(self.linear(x))" in node.meta["stack_trace"] for node in parts)
+
+
+def test_a_saved_plan_still_says_what_was_taken_apart(tmp_path) -> None:
+    plan = sbpc.plan(Head(F.logsigmoid), (torch.randn(24, 8),), Mesh(x=2))
+    plan.save(tmp_path / "plan.sbpc")
+    assert sbpc.load(tmp_path / "plan.sbpc").remarks == plan.remarks
+
+
+def test_an_op_with_a_part_that_has_no_rule_stays_whole_and_the_plan_is_loud() -> None:
+    plan = sbpc.plan(Head(lambda y: torch.linalg.matrix_exp(y[:12])), (torch.randn(24, 8) / 10,), Mesh(x=2))
+    assert len(plan.notes) == 1 and "no rule for aten.linalg_matrix_exp.default, so every rank computes all" in plan.notes[0]
