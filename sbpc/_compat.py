@@ -63,6 +63,7 @@ __all__ = [
     "inductor_compile",
     "keeps_graph",
     "local_of",
+    "local_ranks",
     "next_sequence_number",
     "on_dtensors",
     "op_names",
@@ -124,6 +125,20 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._decomp import decomposition_table
 
     return dict(decomposition_table)
+
+
+@contextlib.contextmanager
+def local_ranks(ranks: int) -> Iterator[None]:
+    """While this lasts, DTensors hold the shards of all ranks of a mesh in this process."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with LocalTensorMode(ranks):
+            yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def next_sequence_number() -> int:
