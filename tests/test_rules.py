@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from sbpc.errors import RuleError
 from sbpc.rules import match, registry, rule
 from sbpc.rules.prove import Case, case, check, prove
 from sbpc.rules.registry import TABLE
-from tests import pointwise_cases, proof_cases
+from tests import coverage, pointwise_cases, proof_cases
 from tests.duality import duals, missing
 from tests.samples import x
 
@@ -68,11 +66,8 @@ def test_every_rule_has_a_case():
 
 
 def test_every_op_of_the_graphs_of_real_models_has_a_rule():
-    """overloads.txt: those of thirteen joint graphs of nine models, and the ops of attention and norms on CUDA."""
-    names = (Path(__file__).parent / "overloads.txt").read_text().split()
-    assert len(names) > 120
-    ops = {name: functools.reduce(getattr, name.split("."), torch.ops) for name in names}
-    assert not [name for name, op in ops.items() if registry.row(op) is None]
+    assert len(coverage.listed()) > 120
+    assert not [name for name, op in coverage.listed().items() if registry.row(op) is None]
 
 
 def test_every_backward_rule_covers_the_transpose_of_its_forward():
