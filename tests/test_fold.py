@@ -83,6 +83,19 @@ def test_a_folded_plan_costs_the_same_unfolded_and_its_bound_holds_for_every_pla
     assert found.lower_bound <= best * (1 + 1e-9) and best <= found.seconds * (1 + 1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 2**32 - 1))
+def test_a_folded_plan_is_found_where_most_boxings_are_impossible(labels, layouts, seed):
+    problem, classes, finer = chain(5, labels, layouts, seed, True)
+    rng = np.random.default_rng(seed)
+    for closure in {id(value.closure): value.closure for value in problem.values}.values():
+        closure[rng.random(closure.shape) < 0.6] = np.inf
+        closure[:] = closed(closure)
+    found, best = solve(problem, alike=classes, finer=finer), solve(fold(problem, classes).problem)
+    assert np.isfinite(found.seconds) == np.isfinite(best.seconds)
+    assert best.seconds * (1 - 1e-9) <= found.seconds and found.lower_bound <= solve(problem).seconds * (1 + 1e-9)
+
+
 def test_the_bound_of_a_folded_chain_is_tight():
     problem, classes, finer = chain(12, 3, 4, 5, True)
     found, best = solve(problem, alike=classes, finer=finer), solve(problem)

@@ -57,6 +57,8 @@ def solve_folded(
     found = bounded(problem, dual, folded if wide else fold(problem, finer), search.cap)
 
     def gap() -> float:
+        if not math.isfinite(search.seconds):
+            return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
     if gap() > enough:
