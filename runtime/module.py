@@ -34,6 +34,7 @@ def parallelize(
     *,
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
+    weights: Callable[[str], Tensor] | None = None,
     executor: str = "code",
     device: str | None = None,
 ) -> nn.Module:
@@ -45,7 +46,8 @@ def parallelize(
     evaluate: another plan of the same model in other modes (`model.eval()`), with the same homes, for when the module is
     put into them. init: what builds the model on one device, such as its class, for a model on the meta device: its ops
     are recorded and replayed for one parameter at a time, so that a rank holds its shards and the largest parameter at
-    most, and the weights are those that one device draws from the seed of rank 0.
+    most, and the weights are those that one device draws from the seed of rank 0. weights: what gives the whole tensor of
+    a name, asked for one after another, in place of those of the model, which may then be on the meta device.
     executor: "code" (generated), "inductor", "interpreter", or "nans", which raises NanError at the first node that
     makes one.
     Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
@@ -65,7 +67,10 @@ def parallelize(
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
-    value = recorded(init, plan) if init is not None else copied_of(model, where)
+    if weights is not None:
+        value: Callable[[str], Tensor] = lambda name: of_rank_zero(weights(name), where)  # noqa: E731
+    else:
+        value = recorded(init, plan) if init is not None else copied_of(model, where)
     scaler.mend()
     result = skeleton(model)
     fill(result, plan, value, where)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -40,6 +39,34 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
         raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from error
 
 
+def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """What reads one tensor of a safetensors file at a time. Raises PlanError if one is absent or not like that wanted."""
+    names = list(wanted)
+    try:
+        with safe_open(path, framework="pt") as file:
+            there = set(file.keys())
+            missing = [name for name in names if name not in there]
+            shapes = {name: list(file.get_slice(name).get_shape()) for name in names if name in there}
+    except (OSError, SafetensorError) as error:
+        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from error
+    if missing:
+        raise PlanError(f"{path} lacks {', '.join(missing[:3])}\n  Give the weights of the model that was exported.")
+    for name in names:
+        if shapes[name] != list(wanted[name].shape):
+            raise PlanError(
+                f"{name} is {shapes[name]} in {path}, and {list(wanted[name].shape)} in the programs\n"
+                "  Give the weights of the model that was exported."
+            )
+
+    def read(name: str) -> Tensor:
+        found = read_tensors(path, [name])[name]
+        if found.dtype != wanted[name].dtype:
+            raise PlanError(f"{name} is {found.dtype} in {path}, not {wanted[name].dtype}\n  Give it in that type.")
+        return found
+
+    return read
+
+
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module by name, tied ones once, also what `state_dict` leaves out."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -61,8 +88,3 @@ def tree(tensors: Mapping[str, Any], tied: Mapping[str, str], parameters: Iterab
             parent = parent.get_submodule(part)
         (parent.register_parameter if first in trained else parent.register_buffer)(leaf, made[first])
     return root
-
-
-def zeros(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the given shapes."""
-    return {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in values.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from sbpc import codec, programs
@@ -17,7 +18,7 @@ from sbpc.passes.verify import verify_local
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER
 from sbpc.programs import Programs
 from sbpc.runtime.module import parallelize
-from sbpc.runtime.weights import read_tensors, tree, zeros
+from sbpc.runtime.weights import reader, tree
 from sbpc.structure import unflatten
 
 STEPS = ("train", "inference")
@@ -111,9 +112,9 @@ def inputs_beside(path: str | Path) -> Path:
 def module_of(found: Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
     """The parallel module of some programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in found.shapes.items() if port.kind in (PARAMETER, BUFFER)}
-    tensors = zeros(values) if file == "zeros" else read_tensors(file, values)
+    read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)
     names = [port.name for port in found.shapes if port.kind == PARAMETER]
-    module = tree(tensors, found.ports.tied, names, found.ports.frozen)
+    module = tree(values, found.ports.tied, names, found.ports.frozen)
     for name, part in module.named_modules():
         part.training = name not in found.options.get("eval", ())
-    return parallelize(module, found, executor=executor, device=device)
+    return parallelize(module, found, weights=read, executor=executor, device=device)

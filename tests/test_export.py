@@ -20,7 +20,7 @@ from sbpc.errors import PlanError
 from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
 from sbpc.runtime.checkpoint import whole_model
-from sbpc.runtime.weights import read_tensors, save_tensors, stored_tensors, tree
+from sbpc.runtime.weights import read_tensors, reader, save_tensors, stored_tensors, tree
 from sbpc.structure import flatten
 from sbpc.target import load_target
 from sbpc.train import optimizer_of, train
@@ -208,6 +208,21 @@ def test_exported_file_with_a_good_checksum_and_bad_content_is_refused(
     digest = hashlib.sha256(text.encode()).hexdigest()
     broken.write_text(json.dumps(json.loads(head) | {"sha256": digest}) + "\n" + text + "\n")
     refused(PlanError, lambda: sbpc.load_programs(broken))
+
+
+def test_weights_of_another_model_are_refused(file: Path, tmp_path: Path) -> None:
+    found, weights = sbpc.load_programs(file), tmp_path / "weights.safetensors"
+    values = {port.name: value for port, value in found.shapes.items() if port.kind == PARAMETER}
+    right = {name: torch.zeros(value.shape) for name, value in values.items()}
+    name = next(iter(right))
+    for wrong, message in (
+        (right | {name: torch.zeros(3)}, f"{name} is [3] in"),
+        ({key: value for key, value in right.items() if key != name}, f"lacks {name}"),
+    ):
+        save_tensors(wrong, weights)
+        assert message in refused(PlanError, lambda: reader(weights, values))
+    save_tensors(right | {name: right[name].double()}, weights)
+    assert "torch.float64" in refused(PlanError, lambda: reader(weights, values)(name))
 
 
 MLP = f"{Path(__file__).with_name('models.py')}:mlp"

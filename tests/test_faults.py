@@ -34,9 +34,10 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_s
 
 STUCK = """
 import torch
+from sbpc.runtime import groups
 from sbpc.runtime.launch import as_rank
 with as_rank():
-    groups.start(timeout=3)
+    groups.start(timeout=10)
     groups.bind(__import__("sbpc").Mesh(x=2))
     if rank == 1:
         time.sleep(600)

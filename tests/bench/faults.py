@@ -20,17 +20,18 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--every", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first run, which draws step and rank")
     options = parser.parse_args()
     good = 0
     with tempfile.TemporaryDirectory() as folder:
         expected = run_job(Path(folder, "whole"), options.steps, options.every, None)
-        for number in range(options.runs):
+        for number in range(options.seed, options.seed + options.runs):
             kill = random.Random(number).randrange(1, options.steps)
             found = run_job(Path(folder, f"killed{number}"), options.steps, options.every, kill, seed=number)
-            right = found.losses == expected.losses and not found.left and found.port_free and len(found.starts) == 2
+            right = found.losses == expected.losses and not found.left and found.port_free
             good += right
             print(
-                f"run {number:2d}: killed at step {found.killed}, started again at step {found.starts[-1]}, "
+                f"run {number:2d}: killed at step {found.killed}, first steps of its starts {found.starts}, "
                 f"final loss {found.losses[options.steps]}, {found.seconds:.0f} s, {'right' if right else 'WRONG'}",
                 flush=True,
             )
