@@ -81,7 +81,7 @@ def test_the_demo_refuses_a_replicated_plan():
 
 
 def test_a_compiled_script_trains_on_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [*command, str(EXAMPLES / "03_torch_compile.py")],
         capture_output=True,
