@@ -7,6 +7,7 @@ of a group run the same collective on the same shape; where even that chunk is e
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -135,12 +136,12 @@ class Cut:
         tail = layout.cuts[state.dim][-len(axes) :]
         return cls(state.dim, shape[state.dim], tail, {axis: sizes[axis] for axis in axes})
 
-    @property
+    @functools.cached_property
     def lengths(self) -> list[int]:
         """The sizes of the axes in the order of the cuts."""
         return [self.ranks[axis] for axis in self.axes]
 
-    @property
+    @functools.cached_property
     def chunks(self) -> list[int]:
         """The sizes of the chunks in the order of the cuts; the first is the largest."""
         chunks = [self.size]
@@ -148,13 +149,13 @@ class Cut:
             chunks = [part for size in chunks for part in chunk_sizes(size, count)]
         return chunks
 
-    @property
+    @functools.cached_property
     def even(self) -> bool:
         """Whether the chunks, each padded to the first, follow each other with padding at the very end alone."""
         step = self.chunks[0]
         return self.chunks == [max(0, min(step, self.size - at * step)) for at in range(len(self.chunks))]
 
-    @property
+    @functools.cached_property
     def members(self) -> list[int]:
         """By chunk, in the order of the cuts: the place in the group of the rank that holds it."""
         at = [list(self.ranks).index(axis) for axis in self.axes]
