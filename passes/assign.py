@@ -20,7 +20,7 @@ from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
 from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
-from sbpc.ports import GRADIENT, HOMES, PARAMETER, Port, placeholders
+from sbpc.ports import HOMES, Port, placeholders
 from sbpc.repeats import runs
 from sbpc.solver import Problem, Value, Variable, certify, solve, star, total
 from sbpc.states import Split
@@ -68,7 +68,7 @@ class Space:
         """The cheapest assignment and its bound, where a byte that a rank keeps costs `price` seconds.
 
         starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
-        held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state); see `kept`.
+        held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state).
         Raises LayoutError if no assignment has finite cost.
         """
         variables = [
@@ -311,26 +311,3 @@ def refusal(node: Node, wish: Wish, table: Table, mesh: Mesh) -> str:
             )
     more = ", ..." if len(offered) > 8 else ""
     return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")
-
-
-def kept(gm: GraphModule, copies: int) -> dict[str, float]:
-    """By node, how often its bytes are alive at the peak: parameters with `copies` tensors for each that is trained, and
-    values of the forward that the backward reads."""
-    ports = gm.meta["ports"]
-    trained = {port.name for port in ports.outputs if port.kind == GRADIENT}
-    found = {}
-    for port, node in placeholders(gm).items():
-        if port.kind == PARAMETER:
-            found[node.name] = 1.0 + (copies if port.name in trained else 0)
-    for node in gm.graph.nodes:
-        if node.meta.get("phase") == "backward":
-            for operand in operands(node):
-                producer, _ = value_of(operand)
-                match = producer.meta.get("match")
-                if (
-                    producer.op == "call_function"
-                    and producer.meta.get("phase") != "backward"
-                    and not (match and match.view)
-                ):
-                    found[producer.name] = 1.0
-    return found

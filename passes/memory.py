@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
 from sbpc.plan import Plan
 
+HALVINGS = 6  # of the span between a price at which the plan fits and one at which it does not
+DEAREST = 1 << 12  # a byte may cost as much as so many steps
 
-def within(limit: float, plan: Plan, priced: Callable[[float], Plan]) -> Plan:
+
+def within(limit: float, plan: Plan, priced: Callable[[float], Plan], floor: Callable[[float], float]) -> Plan:
     """The fastest plan found that stays under `limit` bytes a rank: the price of a byte is raised until the plan fits.
 
-    plan: the fastest without a limit. priced: the plan at a price in seconds a byte, a Lagrange multiplier; the bound of
-    the unlimited problem stays valid. Raises MemoryLimitError.
+    plan: the fastest without a limit. priced: the plan at a price in seconds a byte, a Lagrange multiplier. floor: by
+    price, seconds below which no plan under the limit is; the plan carries the highest. Raises MemoryLimitError.
     """
     unit = plan.cost.seconds / plan.cost.memory["total"]
-    low, high, best, least = 0.0, unit / 16, None, plan
-    while best is None and high <= unit * 2**12:
-        tried = priced(high)
-        if tried.cost.memory["total"] <= limit:
-            best = tried
-        else:
-            low, high = high, 4 * high
-        least = min(least, tried, key=lambda p: p.cost.memory["total"])
-    if best is None:
-        raise MemoryLimitError(shortage(least, limit))
-    for _ in range(4):
-        middle = priced((low + high) / 2)
-        if middle.cost.memory["total"] <= limit:
-            high = (low + high) / 2
-            best = min(best, middle, key=lambda p: p.cost.seconds)
-        else:
-            low = (low + high) / 2
-    return best
+    tried: dict[float, Plan] = {}
+
+    def fits(price: float) -> bool:
+        tried[price] = priced(price)
+        return tried[price].cost.memory["total"] <= limit
+
+    low, high = 0.0, unit / 16
+    while not fits(high):
+        low, high = high, 4 * high
+        if high > unit * DEAREST:
+            raise MemoryLimitError(shortage(min(tried.values(), key=lambda p: p.cost.memory["total"]), limit))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    fitting = [found for found in tried.values() if found.cost.memory["total"] <= limit]
+    best = min(fitting, key=lambda found: found.cost.seconds)
+    return replace(best, lower_bound=max(0.0, *map(floor, (0.0, low, high))))
 
 
 def shortage(plan: Plan, limit: float) -> str:

@@ -20,13 +20,14 @@ from sbpc.graphtext import graph_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import Space, kept
+from sbpc.passes.assign import Space
 from sbpc.passes.box import box
 from sbpc.passes.decompose import decompose
 from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
 from sbpc.passes.memory import within
 from sbpc.passes.normalize import normalize
+from sbpc.passes.store import counted, cuts, store
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
@@ -121,20 +122,31 @@ def finish(
             bound = max(bound, again)
     bound = bound if solved_on is mesh else 0.0
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
+    plan.certifier = space.certify if solved_on is mesh else None
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
-            held = kept(gm, 1 + OPTIMIZER_STATE[options.get("optimizer")])
-
-            def priced(price: float) -> Plan:
-                return make_plan(gm, mesh, space.solve(held, price)[0], bound, options, stages)
-
-            plan = within(options["memory"], plan, priced)
-    plan.certifier = space.certify if solved_on is mesh else None
+            plan = limited(plan, Space(annotate(store(gm)), solved_on, wishes, outputs), stages)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)
         stages.show("localize", plan.local)
     return plan
+
+
+def limited(plan: Plan, space: Space, stages: Stages) -> Plan:
+    """The plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
+    limit, copies = plan.options["memory"], 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
+    held, moments = counted(space.gm, copies), cuts(space.gm, copies)
+
+    def priced(price: float) -> Plan:
+        return make_plan(space.gm, plan.mesh, space.solve(held, price)[0], 0.0, plan.options, stages)
+
+    def floor(price: float) -> float:
+        if space.mesh is not plan.mesh:  # bytes were minimised, not seconds
+            return 0.0
+        return max(space.solve(cut, price)[1] - price * limit for cut in (moments if price else moments[:1]))
+
+    return within(limit, plan, priced, floor)
 
 
 def followed(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 import sbpc
 from sbpc import Mesh, Plan
+from sbpc.cluster import CLUSTERS
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
+from sbpc.passes.store import STORED
 from tests import models
+from tests.compare import largest_error
 from tests.models import Model
 from tests.random_plans import random_plan
 
@@ -72,3 +77,63 @@ def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:
         sbpc.plan(model, args, Mesh(x=4), memory=1000)
     message = str(raised.value)
     assert "more than the limit of 1,000" in message and message.count("%") == 3
+
+
+FALLING = [
+    ("mlp", {"batch": 512, "width": 96, "hidden": 384}, Mesh(x=4, cluster="a100")),
+    pytest.param(
+        "mlp", {"batch": 96, "width": 48, "hidden": 192}, Mesh(x=2, y=2, cluster="h100"), marks=pytest.mark.prove
+    ),
+    pytest.param("gpt2", {"layers": 1}, Mesh(x=4, cluster="h100"), marks=pytest.mark.prove),
+]
+
+
+def falling(model: Model, mesh: Mesh, count: int) -> list[Plan]:
+    """The unlimited plan, then plans for limits that fall evenly to 1.05 times the least that any plan was found to take."""
+    free = sbpc.plan(*model, mesh)
+    with pytest.raises(MemoryLimitError) as raised:
+        sbpc.plan(*model, mesh, memory=1)
+    least = 1.05 * int(str(raised.value).split(" bytes a rank")[0].split()[-1].replace(",", ""))
+    most = free.cost.memory["total"]
+    limits = [least + (most - least) * (count - at) / (count + 1) for at in range(count + 1)]
+    found = [free]
+    for limit in limits:
+        found.append(sbpc.plan(*model, mesh, memory=limit))
+        assert found[-1].cost.memory["total"] <= limit
+    return found
+
+
+def is_slower_by_no_less_than_its_gap(plans: list[Plan]) -> bool:
+    """Whether no plan is faster than what is proved of any that has more memory."""
+    return all(
+        after.cost.seconds >= before.cost.lower_bound * (1 - 1e-9) for before, after in itertools.combinations(plans, 2)
+    )
+
+
+@pytest.mark.parametrize(("name", "sizes", "mesh"), FALLING, ids=str)
+def test_with_less_memory_homes_are_split_and_steps_take_longer(name: str, sizes: dict[str, int], mesh: Mesh) -> None:
+    model = models.MODELS[name](**sizes)
+    plans = falling(model, mesh, 2)
+    whole = [sum(str(home).count("S") for home in plan.parameters.values()) for plan in plans]
+    assert whole[0] == 0 and whole[-1] >= len(plans[0].parameters)
+    assert is_slower_by_no_less_than_its_gap(plans)
+    for plan in plans[1:]:
+        assert plans[0].cost.lower_bound * (1 - 1e-9) <= plan.cost.lower_bound <= plan.cost.seconds
+        assert plan.verify() > 0
+        assert largest_error(plan, *model) <= 1e-4
+    assert abs(error(plans[-1], model)) <= 0.05
+
+
+def test_whole_copies_of_parameters_are_kept_for_the_backward_while_there_is_memory() -> None:
+    model, args = models.mlp(batch=64, width=24, hidden=96, layers=3)
+    split = {name: "S(0)@x" for name in ("*.weight", "gelu", "gelu_1", "gelu_2")}
+    about: dict[str, Any] = {"pin": {**split, "*.bias": "B"}, "inputs": ["S(0)"], "optimizer": "sgd"}
+    mesh = Mesh(x=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9))
+    free = sbpc.plan(model, args, mesh, **about)
+    held = []
+    for share in (0.98, 0.81):
+        plan = sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"])
+        nodes = [node for node in plan.graph.graph.nodes if str(node.meta.get(STORED)).endswith("_weight")]
+        held.append(([str(plan.layouts[node.name]) for node in nodes], plan.cost.seconds))
+    assert held[0][0].count("[B]") > held[1][0].count("[B]") == 0, held
+    assert held[0][1] < held[1][1], held
