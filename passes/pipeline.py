@@ -33,7 +33,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
 
 log = logging.getLogger("sbpc")
-ROOM, TIE, FEW = 3e-2, 1e-9, 1_000
+ROOM, TIE, FEW = 3e-2, 1e-9, 100_000
 REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
@@ -108,7 +108,7 @@ def finish(
     """From the annotated graph to the plan; the boxed and local graphs are made on first use, or here when dumping.
 
     experts: the wishes of schemes that the plan is not to be slower than. They are tried where the proof of the plan
-    leaves room for a better one: a gap of more than ROOM, in graphs of at most FEW nodes of any.
+    leaves room for a better one: a gap of more than ROOM, where there are at most FEW labels of any.
 
     Raises MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
     """
@@ -116,7 +116,7 @@ def finish(
     with stages.timed("assign"):
         space = Space(gm, solved_on, wishes, outputs)
         assignment, bound = space.solve()
-        if experts is not None and space.gap > (ROOM if len(space.nodes) > FEW else TIE):
+        if experts is not None and space.gap > (ROOM if sum(len(v.costs) for v in space.variables) > FEW else TIE):
             starts = [assignment, *followed(gm, solved_on, outputs, experts())]
             assignment, again = space.solve(starts=starts)
             bound = max(bound, again)

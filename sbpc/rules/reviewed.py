@@ -1,4 +1,4 @@
-"""Reviewed files of rules, which `sbpc probe` writes and a person reads and edits: `sbpc.load_rules`."""
+"""Files of rules that a person writes and reviews: `sbpc.load_rules`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def load_rules(path: str | Path) -> list[Registered]:
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(f"cannot read the rules of {file}: {error}\n  Write them with `sbpc probe`.") from error
+        raise RuleError(
+            f"cannot read the rules of {file}: {error}\n  Each line holds an op and its rule string; # starts a comment."
+        ) from error
     texts: dict[OpOverload, list[str]] = {}
     first: dict[OpOverload, int] = {}
     for number, line in enumerate(lines, 1):
