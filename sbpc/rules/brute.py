@@ -1,7 +1,7 @@
 """Brute force: every tuple of input states of a call is tried on two ranks, and what comes out says which are valid.
 
 It knows nothing of rules: it runs the op itself on shards, with each integer that stands for a size once as it is and
-once cut. So it finds what a rule lacks (`lacking`), and what an op without a rule can do (`sbpc.rules.probe`).
+once cut. So it finds what a rule lacks (`lacking`), and what an op without a rule can do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc.errors import RuleError
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.prove import BROKEN, Case, call, equal, swapped
 from sbpc.rules.worker import Lost, attempt
@@ -41,7 +42,7 @@ def valid(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0) -> list[
 
     Of the states that an output could be said to have, the first of B, S, P that holds is taken. An op that crashes or
     hangs on a few patterns of splits does not check shapes: then only those are tried that split all dims of one size,
-    as where there are too many.
+    as where there are too many. Raises RuleError for an op that crashes or hangs on those as well.
     """
     tried = list(patterns(one, sizes))
     fitting = [pattern for pattern in tried if alike(one, pattern)]
@@ -56,7 +57,7 @@ def valid(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0) -> list[
                 found.update(dict.fromkeys(result))
         else:
             return list(found)
-    return []
+    raise RuleError(f"{one.op} crashes or hangs on {CRASHES + 1} calls on shards\n  Give it smaller examples.")
 
 
 def alike(one: Case, pattern: Pattern) -> bool:
