@@ -330,7 +330,7 @@ def load(path: str | Path) -> Plan:
     if not isinstance(path, (str, Path)):
         raise PlanError(f"{path!r} is no path\n  Give the file that plan.save wrote.")
     decoder = codec.decode(Path(path))
-    try:
+    with decoder.reading():
         mesh = decoder.mesh()
         gm = annotate(decoder.graph(decoder.body))
         choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
@@ -340,12 +340,6 @@ def load(path: str | Path) -> Plan:
         assignment = Assignment(choices, aliases, tuple(outputs))
         plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
         check_loaded(plan)
-    except PlanError:
-        raise
-    except SbpcError as error:
-        raise decoder.fail(str(error).splitlines()[0]) from error
-    except Exception as error:  # whatever nonsense a file holds, it is the file that is wrong
-        raise decoder.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
     return plan
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import keyword
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import OpOverload
 from sbpc.choices import Candidates, Choice, signature_text
 from sbpc.cluster import Cluster
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, SbpcError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.ports import INPUTS, OUTPUTS, Port, Ports
@@ -167,6 +169,18 @@ class Decoder:
     def fail(self, what: str) -> PlanError:
         """The error for a file whose content makes no sense."""
         return PlanError(f"{self.path}: {what}\n  Plan anew with this version of sbpc and torch.")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Whatever nonsense the file holds, it is the file that is wrong: any error becomes a PlanError that names it."""
+        try:
+            yield
+        except PlanError:
+            raise
+        except SbpcError as error:
+            raise self.fail(str(error).splitlines()[0]) from error
+        except Exception as error:
+            raise self.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
 
     def program(self, body: dict[str, Any]) -> GraphModule:
         """The program of a rank, with its ports."""

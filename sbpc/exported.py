@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sbpc import codec, programs
-from sbpc.errors import PlanError, SbpcError
+from sbpc.errors import PlanError
 from sbpc.passes.verify import verify_local
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER
 from sbpc.programs import Programs
@@ -31,7 +31,7 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
     collectives. Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """
     decoder = codec.decode(Path(path))
-    try:
+    with decoder.reading():
         bodies = steps_of(decoder.body)
         if step is None:
             step = next(iter(bodies))
@@ -42,12 +42,6 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
         for program in found.kinds:
             verify_local(program)
         check_structures(found)
-    except PlanError:
-        raise
-    except SbpcError as error:
-        raise decoder.fail(str(error).splitlines()[0]) from error
-    except Exception as error:  # whatever nonsense a file holds, it is the file that is wrong
-        raise decoder.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
     return found
 
 
