@@ -1,5 +1,4 @@
-"""What a training script does with a module, written once: run in one process on the plain module, and on ranks on the
-parallel one; what the functions return must be equal."""
+"""What a training script does with a module, run in one process on the plain one, on ranks on the parallel one: equal."""
 
 from __future__ import annotations
 
