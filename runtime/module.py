@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import HOOKS, slots
+from sbpc._compat import HOOKS, detached, on_dtensors, slots
 from sbpc.errors import PlanError
 from sbpc.layout import broadcast
 from sbpc.plan import Plan
@@ -72,6 +72,7 @@ def parallelize(
     else:
         value = recorded(init, plan) if init is not None else copied_of(model, where)
     scaler.mend()
+    on_dtensors(torch.ops.aten.detach.default, detached)
     result = skeleton(model)
     fill(result, plan, value, where)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
@@ -127,7 +128,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         held: Held | None = self.__dict__.get(HELD)
         if held is None:
             held = self.__dict__[HELD] = Held.of(self, runners[0].plan)
-        return runner_for(runners, held).step(self, held, self.__dict__[RANDOM], args, kwargs)
+        return held.runner_of(runners).step(self, held, self.__dict__[RANDOM], args, kwargs)
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -150,23 +151,6 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         "__doc__": cls.__doc__,
     }
     return type(f"Parallel{cls.__name__}", (cls,), own)
-
-
-def runner_for(runners: list[Runner], held: Held) -> Runner:
-    """The runner whose plan was made with every submodule in the mode in which it is now. Raises PlanError."""
-    modes = held.eval_modes()
-    for runner in runners:
-        if modes == runner.modes & held.parts.keys():
-            return runner
-    planned = runners[0].modes & held.parts.keys()
-    name = min(modes ^ planned)
-    mode = {True: "eval", False: "train"}
-    raise PlanError(
-        f"the module is in another mode (train or eval) than when it was planned:"
-        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
-        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
-        " and give it as parallelize(..., evaluate=)."
-    )
 
 
 def agreed_seed(where: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,12 +212,17 @@ class Step(Function):
 
 @dataclass
 class Held:
-    """Where a parallel module keeps its weights, looked up once: by port, a table and the key in it."""
+    """Where a parallel module keeps its weights, looked up once: by port, a table and the key in it.
+
+    accepted: what was found right last. modes, runner: the modes of the submodules last, and the runner for these.
+    """
 
     places: dict[Port, tuple[dict[str, Any], str]]
     tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
     parts: dict[str, nn.Module]
-    handles: int = -1
+    accepted: Sequence[Any] = ()
+    modes: Sequence[bool] = ()
+    runner: Runner | None = None
 
     @classmethod
     def of(cls, module: nn.Module, plan: Plan | Programs) -> Held:
@@ -231,19 +237,52 @@ class Held:
         tied = [(name, named[name], kinds[first]) for name, first in plan.ports.tied.items() if name in named]
         return cls(places, tied, dict(module.named_modules()))
 
-    def eval_modes(self) -> frozenset[str]:
-        """The submodules that are in eval mode."""
-        return frozenset(name for name, part in self.parts.items() if not part.training)
+    def runner_of(self, runners: list[Runner]) -> Runner:
+        """The runner whose plan was made with every submodule in the mode in which it is now. Raises PlanError."""
+        modes = [part.training for part in self.parts.values()]
+        if self.runner is None or modes != self.modes:
+            self.runner, self.modes = self.in_mode(runners), modes
+        return self.runner
+
+    def in_mode(self, runners: list[Runner]) -> Runner:
+        """As `runner_of`, by the names of the submodules that are in eval mode."""
+        modes = frozenset(name for name, part in self.parts.items() if not part.training)
+        for runner in runners:
+            if modes == runner.modes & self.parts.keys():
+                return runner
+        planned = runners[0].modes & self.parts.keys()
+        name = min(modes ^ planned)
+        mode = {True: "eval", False: "train"}
+        raise PlanError(
+            f"the module is in another mode (train or eval) than when it was planned:"
+            f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
+            "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
+            " and give it as parallelize(..., evaluate=)."
+        )
 
     def weights(self, runner: Runner, train: bool) -> dict[Port, Any]:
-        """The parameters and buffers by port. Raises PlanError where they are no longer what was planned."""
-        found = {port: table[key] for port, (table, key) in self.places.items()}
+        """The parameters and buffers by port. Raises PlanError where they are no longer what was planned.
+
+        That takes as long as a small model's step, so it is looked at again only when something is another object.
+        """
+        found = [table[key] for table, key in self.places.values()]
+        tied = (table[key] for _, (table, key), _ in self.tied)
+        asked = (value.requires_grad for value in found)
+        now = [runner, train, RemovableHandle.next_id, *found, *map(local_of, found), *asked, *tied]
+        given = dict(zip(self.places, found))
+        if len(now) != len(self.accepted) or not all(map(operator.is_, now, self.accepted)):
+            self.check(runner, train, given)
+            self.accepted = now
+        return given
+
+    def check(self, runner: Runner, train: bool, given: dict[Port, Any]) -> None:
+        """Raise PlanError for what is no longer as it was planned."""
         for name, (table, key), port in self.tied:
-            if table[key] is not found[port]:
+            if table[key] is not given[port]:
                 raise PlanError(
                     f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
                 )
-        for port, value in found.items():
+        for port, value in given.items():
             fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
             local, planned = local_of(value), runner.shapes[port]
             if not fits or local.dtype != planned.dtype or local.shape != runner.local_shapes[port]:
@@ -255,10 +294,7 @@ class Held:
                 )
             if train and port.kind == PARAMETER and value.requires_grad != (port in runner.gradients):
                 self.refuse_flip(runner, port, value)
-        if self.handles != RemovableHandle.next_id:
-            self.refuse_hooks()
-            self.handles = RemovableHandle.next_id
-        return found
+        self.refuse_hooks()
 
     def refuse_flip(self, runner: Runner, port: Port, value: Tensor) -> None:
         """Raise PlanError for a parameter that is trained, or frozen, only now; one without influence may be either."""

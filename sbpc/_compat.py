@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +58,7 @@ __all__ = [
     "compiling",
     "composite_ops",
     "decompositions",
+    "detached",
     "enable_python_dispatcher",
     "inductor_compile",
     "keeps_graph",
@@ -207,8 +207,13 @@ def with_local(like: Any, local: Tensor) -> Any:
     """A DTensor of the layout of another one; its part is made contiguous, as that of a parameter is. Else itself."""
     if not isinstance(like, DTensor):
         return local
-    spec = copy.copy(like._spec)
-    return DTensor.__new__(DTensor, local.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor.__new__(DTensor, local.contiguous(), like._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def detached(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """detach of a DTensor. torch's own takes four times as long, and autograd asks for one with every gradient."""
+    local = args[0]._local_tensor.detach()
+    return DTensor.__new__(DTensor, local, args[0]._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def on_dtensors(op: Any, handler: Any) -> None:

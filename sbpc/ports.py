@@ -29,6 +29,9 @@ class Port:
     kind: str
     name: str
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # which a text remembers
+
 
 SEED_PORT = Port(SEED, "seed")
 

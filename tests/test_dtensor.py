@@ -1,4 +1,4 @@
-"""Where torch's DTensor is wrong and a plan is not: a mean whose shards of the batch count unequally many targets."""
+"""Where torch's DTensor was wrong and a plan is not: a mean whose shards of the batch count unequally many targets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.usefixtures("float64")
-def test_cross_entropy_with_ignored_targets_is_that_of_one_device_and_dtensor_averages_means():
+def test_cross_entropy_with_ignored_targets_is_that_of_one_device_where_dtensor_may_average_means():
     assert not dist.is_initialized()
     torch.manual_seed(0)
     logits, target = torch.randn(8, 5), torch.randint(0, 5, (8,))
@@ -38,8 +38,9 @@ def test_cross_entropy_with_ignored_targets_is_that_of_one_device_and_dtensor_av
         sharded = [distribute_tensor(value, mesh, [Shard(0)]) for value in (logits, target)]
         found = F.cross_entropy(*sharded).full_tensor().reconcile()
     assert not dist.is_initialized()
-    assert torch.allclose(found, torch.stack(means).mean())
-    assert abs(found - expected) > 0.05
+    average = torch.stack(means).mean()
+    assert abs(average - expected) > 0.05
+    assert torch.allclose(found, average) or torch.allclose(found, expected)  # 2.13 averages, 2.15 is right
     model = Loss(logits)
     plan = sbpc.plan(model, (target,), Mesh(x=2), pin={"logits": "S(0)"})
     run = sbpc.simulate(plan, model, (target,))

@@ -40,17 +40,19 @@ def step_of(module: Callable[..., Any], model: nn.Module, args: Any) -> Step:
 
 
 def program_of(plan: sbpc.Plan, model: nn.Module, args: Any) -> Step:
-    """The generated code alone: parameters in, gradients out, no autograd."""
+    """The generated code alone: parameters in, gradients out, no autograd. Gradients live until the next step, as in all."""
     halves = partition(plan.local)
     forward, backward = code(halves.forward), code(halves.backward)
     values = [parameter.detach() for parameter in model.parameters()]
     positions = [torch.tensor([0]) for _ in plan.mesh.axes]
     tangent = torch.ones(())
+    gradients: list[Any] = []
 
-    def step() -> Any:
+    def step() -> None:
+        gradients.clear()
         with torch.no_grad():
             found = [*forward([*values, *args, *positions])[1:], tangent]
-            return backward(found)
+            gradients.extend(backward(found))
 
     return step
 
