@@ -113,7 +113,7 @@ def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable
 def memory_of(node: Node) -> Node:
     """The node whose memory a value may lie in: itself, or what it is a view of."""
     call = node.all_input_nodes[0] if node.target is operator.getitem else node
-    if call.op != "call_function":
+    if call.op != "call_function" or not isinstance(call.target, OpOverload):  # a function of `sbpc.runtime.kernels`
         return node
     if call.target is wait:
         return memory_of(call.all_input_nodes[0])
@@ -121,18 +121,6 @@ def memory_of(node: Node) -> Node:
         if argument.alias_info is not None and isinstance(given, Node):
             return memory_of(given)
     return node
-
-
-def on_device(gm: GraphModule, where: torch.device) -> GraphModule:
-    """The program with its factories making tensors on `where`, whatever device it was captured on."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
-        if isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": where}
-    result = GraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
 
 
 def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:

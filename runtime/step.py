@@ -38,7 +38,8 @@ from sbpc.programs import Programs
 from sbpc.random import seed_of_step
 from sbpc.runtime import bind, groups
 from sbpc.runtime.executors import Run
-from sbpc.runtime.partition import Partition, on_device, partition
+from sbpc.runtime.kernels import placed
+from sbpc.runtime.partition import Partition, partition
 from sbpc.runtime.shards import placements
 
 
@@ -67,7 +68,7 @@ class Runner:
     @functools.cached_property
     def halves(self) -> Partition:
         """The programs of this rank."""
-        return partition(on_device(self.plan.local_at(dist.get_rank()), self.where))
+        return partition(placed(self.plan.local_at(dist.get_rank()), self.where))
 
     @functools.cached_property
     def forward(self) -> Run:

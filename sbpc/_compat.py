@@ -60,6 +60,7 @@ __all__ = [
     "decompositions",
     "detached",
     "enable_python_dispatcher",
+    "has_kernel",
     "inductor_compile",
     "keeps_graph",
     "local_of",
@@ -237,6 +238,11 @@ def outside_dynamo() -> Iterator[None]:
     """Tracing within this takes no notice of the one from which it is called."""
     with tracing(None):
         yield
+
+
+def has_kernel(op: OpOverload, device: str) -> bool:
+    """Whether an op runs on devices of this type."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), torch._C._dispatch_key_for_device(device))
 
 
 def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
