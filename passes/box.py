@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.boxing import path
-from sbpc.choices import Choice, operands, value_of, with_operands
+from sbpc.choices import Choice, operands, value_of
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.plan import Assignment, results
@@ -81,8 +81,8 @@ class Boxer:
         if node.meta["candidates"].apart(choice):
             self.take_apart(node, choice, boxed)
             return
-        copy = self.graph.node_copy(node, lambda n: self.copies.get(n, n))
-        copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(boxed))
+        reads = iter(boxed)
+        copy = self.graph.node_copy(node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0]}

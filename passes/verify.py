@@ -53,7 +53,7 @@ def verify_captured(gm: GraphModule) -> int:
     for node in gm.graph.nodes:
         if node.op != "output":
             require("val" in node.meta, "a value without a shape", node)
-        edges += sum(1 for _ in nodes_in((node.args, node.kwargs)))
+        edges += len(operands(node))
     shapes = {port: node.meta["val"].shape for port, node in placeholders(gm).items()}
     for port, node in zip(ports.outputs, results(gm)):
         home = HOMES.get(port.kind)
@@ -172,7 +172,7 @@ class ShapeCheck(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """One node, its shape compared with the recorded one."""
-        self.edges += sum(1 for _ in nodes_in((n.args, n.kwargs)))
+        self.edges += len(nodes_in((n.args, n.kwargs)))
         try:
             value = super().run_node(n)
         except VerifyError:

@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.codes import NAMES, ORDERS, SUM, WHOLE, encode, joined, states_of
+from sbpc.codes import NAMES, SUM, WHOLE, decode, encode, joined, states_of
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.states import B, Broadcast, P, Partial, Split, State
+from sbpc.stepgraph import all_layouts, all_steps
 
 COLLECTIVE = {
     (Split, Broadcast): "all_gather",
@@ -43,6 +44,7 @@ WIRE = {
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
 }
+KINDS = {0: Split, WHOLE: Broadcast, **dict.fromkeys(NAMES, Partial)}  # by code of a state
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
@@ -238,7 +240,8 @@ def _ends(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, 
     _check(before, shape, mesh)
     _check(after, shape, mesh)
     prices = _prices(_extremes(before), shape, itemsize, mesh)
-    start, goal = prices.graph.index[before], prices.graph.index.get(after)
+    start, goal = prices.graph.number(before), prices.graph.number(after)
+    assert start is not None
     if goal is None or not np.isfinite(prices.row(start)[goal]):
         raise LayoutError(f"no boxing leads from {before} to {after}\n  Box P(max) and P(min) to B or to a split.")
     return prices, start, goal
@@ -248,27 +251,31 @@ class _Graph:
     """All layouts that a tensor may pass through and all steps between them, by number, sorted by where they lead."""
 
     def __init__(self, rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...]) -> None:
-        states = (*map(Split, range(rank)), B, P)
-        choices = [(*states, *((Partial(op),) if op else ())) for op in extremes]
-        self.layouts = tuple(_enumerate(axes, choices, orders=True))
-        self.index = {layout: at for at, layout in enumerate(self.layouts)}
+        self.axes, self.rank = axes, rank
+        self.states, self.bits = all_layouts(rank, extremes)
+        self.numbered = joined(self.states, self.bits)
+        self.sorted = np.argsort(self.numbered)
+        self.codes = self.numbered[self.sorted]
         kinds: dict[tuple[str, tuple[int, ...]], int] = {}
-        edges = [
-            (self.index[step.after], at, kinds.setdefault((step.collective, step.axes), len(kinds)))
-            for at, layout in enumerate(self.layouts)
-            for step in steps(layout, rank)
-        ]
+        edges = []
+        for (before, after, over), sources, codes in all_steps(rank, self.states, self.bits):
+            name = COLLECTIVE[KINDS[before], KINDS[after]]
+            kind = np.full(len(sources), kinds.setdefault((name, over), len(kinds)))
+            edges.append(np.stack([self.at(codes), sources, kind]))
+        found = np.concatenate(edges, axis=1)
+        self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
-        self.target, self.source, self.kind = np.array(sorted(edges), dtype=np.intp).reshape(-1, 3).T.copy()
         targets, starts = np.unique(self.target, return_index=True)
-        ends = [*starts[1:].tolist(), len(edges)]
+        ends = [*starts[1:].tolist(), len(self.target)]
         self.into = [(int(t), slice(first, last)) for t, first, last in zip(targets, starts.tolist(), ends)]
-        codes = np.array([encode(layout) for layout in self.layouts])
-        self.rank, self.states = rank, states_of(codes, len(axes))
         self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
-        self.sorted = np.argsort(codes)
-        self.codes = codes[self.sorted]
         self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+
+    def number(self, layout: Layout) -> int | None:
+        """The number of a layout, None if it is not one of these."""
+        code = encode(layout)
+        at = int(np.searchsorted(self.codes, code))
+        return int(self.sorted[at]) if at < len(self.codes) and self.codes[at] == code else None
 
     def at(self, codes: np.ndarray) -> np.ndarray:
         """The numbers of layouts, by code."""
@@ -291,13 +298,12 @@ class _Graph:
     def _image(self, renaming: tuple[int, ...]) -> np.ndarray:
         """By layout its number once dims are renamed so."""
         new = np.array([*renaming, *range(self.rank, 16)])
-        orders = np.zeros(len(self.states), dtype=np.int64)
-        orders[self.sorted] = self.codes >> ORDERS
-        return self.at(joined(new[self.states], orders))
+        return self.at(joined(new[self.states], self.bits))
 
     def step(self, edge: int) -> Step:
         collective, axes = self.kinds[self.kind[edge]]
-        return Step(collective, axes, self.layouts[self.source[edge]], self.layouts[self.target[edge]])
+        ends = (decode(int(self.numbered[at]), self.axes) for at in (self.source[edge], self.target[edge]))
+        return Step(collective, axes, *ends)
 
 
 class _Prices:
@@ -326,15 +332,22 @@ class _Prices:
     def rows(self, sources: Sequence[int]) -> np.ndarray:
         """The cheapest totals from each source to every layout: all sources at once, relaxed until nothing changes."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
-        total = np.full((len(self.graph.layouts), len(fresh)), np.inf)
+        total = np.full((len(self.graph.states), len(fresh)), np.inf)
         total[fresh, range(len(fresh))] = 0.0
+        lowered, seen, clock = np.zeros(len(total), np.int64), np.zeros(len(total), np.int64), 1
+        lowered[fresh] = clock  # when a row was lowered last; seen: up to when those before it were looked at
         changed = bool(fresh)
         while changed:
             changed = False
             for target, into in self.graph.into:
-                better = (total[self.graph.source[into]] + self.edges[into, None]).min(axis=0)
+                source = self.graph.source[into]
+                if lowered[source].max() <= seen[target]:
+                    continue
+                seen[target] = clock
+                better = (total[source] + self.edges[into, None]).min(axis=0)
                 if (better < total[target]).any():
                     np.minimum(total[target], better, out=total[target])
+                    lowered[target] = clock = clock + 1
                     changed = True
         self._rows.update(zip(fresh, total.T.copy()))
         return np.stack([self._rows[at] for at in sources])

@@ -158,19 +158,29 @@ def of_stored(shape: tuple[int, ...]) -> Candidates:
 
 def operands(node: Node) -> tuple[Node, ...]:
     """The tensor operands of a call in schema order, lists flattened; a node used twice stands twice."""
-    return tuple(nodes_in((node.args, node.kwargs)))
+    found: list[Node] = []
+    gather(node.args, found)
+    gather(node.kwargs, found)
+    return tuple(found)
 
 
-def nodes_in(value: Any) -> Iterator[Node]:
+def nodes_in(value: Any) -> list[Node]:
     """All nodes inside nested arguments, in order."""
+    found: list[Node] = []
+    gather(value, found)
+    return found
+
+
+def gather(value: Any, found: list[Node]) -> None:
+    """Add all nodes inside nested arguments, in order."""
     if isinstance(value, Node):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from nodes_in(item)
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from nodes_in(item)
+            gather(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            gather(item, found)
 
 
 def with_operands(value: Any, replaced: Iterator[Any]) -> Any:

@@ -14,9 +14,9 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpc.boxing import Step, closure, layouts, path, seconds, steps, wire
+from sbpc.boxing import Step, _graph, closure, layouts, path, seconds, steps, wire
 from sbpc.cluster import Cluster, Rate
-from sbpc.codes import encode
+from sbpc.codes import decode, encode
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
@@ -50,6 +50,18 @@ def whole_tensors(before: str, after: str, shape: tuple[int, ...] = (64, 64)) ->
     """The bytes of the cheapest path on (2, 4), over all ranks, in units of the whole tensor."""
     taken = path(layout(before), layout(after), shape, 4, GRID)
     return sum(wire(step, shape, 4, GRID.sizes)[1] for step in taken) * GRID.ranks / (4 * math.prod(shape))
+
+
+@pytest.mark.parametrize("extremes", [(None,), ("max", None), ("max", "min"), (None, None, None), ("max", None, "max")])
+def test_the_arrays_hold_the_layouts_and_the_steps_that_the_objects_give(extremes: tuple[str | None, ...]) -> None:
+    axes, dims = ("a", "b", "c")[: len(extremes)], 2
+    graph = _graph(dims, axes, extremes)
+    every = [decode(int(code), axes) for code in graph.numbered]
+    if not any(extremes):
+        assert tuple(every) == layouts(dims, axes)
+    wanted = [step for at in every for step in steps(at, dims)]
+    made = [graph.step(edge) for edge in range(len(graph.source))]
+    assert len(made) == len(wanted) == len(set(made)) and set(made) == set(wanted)
 
 
 @pytest.mark.parametrize("dims", range(5))
