@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api import placeholder_wishes, prepare
 from sbpc.measure import measure
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import Space
@@ -23,6 +24,7 @@ from sbpc.passes.box import box
 from sbpc.passes.capture import capture
 from sbpc.passes.normalize import normalize
 from sbpc.plan import results
+from sbpc.solver import Problem, total
 from tests import models
 
 STEPS = ("mm", "gelu", "add", "self mm", "split", "sum", "t")
@@ -60,8 +62,6 @@ def spaces(program: list[tuple[str, int, int]], mesh: Mesh, size: int = 12) -> S
     """The solver's space of a drawn program (forward alone); inputs and outputs whole."""
     args = torch.randn(size, size), torch.randn(size, size)
     gm = annotate(normalize(capture(Drawn(program), args, train=False)))
-    from sbpc.api import placeholder_wishes
-
     return Space(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
 
 
@@ -110,7 +110,7 @@ def seconds_of_labels(space: Space, labels: tuple[int, ...]) -> float:
     seconds = sum(float(v.costs[label]) for v, label in zip(space.variables, labels))
     for value in space.values:
         source = value.out[labels[value.producer]]
-        wanted = {int(wants[labels[at]]) for at, wants in value.consumers}
+        wanted = {int(wants[labels[at]]) for at, wants in value.consumers} - {int(source)}
         seconds += min(
             value.closure[source, alias] + sum(value.closure[alias, target] for target in wanted if target != alias)
             for alias in range(len(value.closure))
@@ -118,15 +118,29 @@ def seconds_of_labels(space: Space, labels: tuple[int, ...]) -> float:
     return seconds
 
 
-def test_objective_is_what_the_boxed_graph_costs() -> None:
-    model, args = models.mlp()
-    mesh = Mesh(x=2, y=2)
-    plan = sbpc.plan(model, args, mesh)
-    space = Space(plan.graph, mesh, {}, {})
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
+def assert_box_pays_the_objective(space: Space, generator: torch.Generator, times: int) -> None:
+    """Labels drawn at random cost on the boxed graph what the objective says."""
+    for _ in range(times):
         labels = [int(torch.randint(len(table), (), generator=generator)) for table in space.tables]
-        assert seconds_of(space, labels) == pytest.approx(seconds_of_labels(space, tuple(labels)), rel=1e-9)
+        seconds = seconds_of_labels(space, tuple(labels))
+        assert seconds < float("inf")
+        assert seconds_of(space, labels) == pytest.approx(seconds, rel=1e-9)
+        assert total(Problem(space.variables, space.values), labels) == pytest.approx(seconds, rel=1e-9)
+
+
+@settings(max_examples=25)
+@given(program(8), st.sampled_from([Mesh(x=2, y=2), Mesh(x=2, y=3, cluster="h100"), Mesh(x=2, y=2, z=2)]), st.integers(0))
+def test_box_pays_the_objective_for_random_graphs_and_labels(drawn: Any, mesh: Mesh, seed: int) -> None:
+    assert_box_pays_the_objective(spaces(drawn, mesh), torch.Generator().manual_seed(seed % 1_000), 3)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_box_pays_the_objective_for_models_and_random_labels(name: str, sizes: tuple[int, ...]) -> None:
+    model, args = models.gpt2(layers=1) if name == "gpt2" else models.mlp()
+    task, mesh = prepare(model, args), Mesh(cluster="h100", **dict(zip("xyz", sizes)))
+    space = Space(task.gm, mesh, placeholder_wishes(task.gm, mesh, None, None, False), {})
+    assert_box_pays_the_objective(space, torch.Generator().manual_seed(0), 8)
 
 
 def test_gradients_land_in_their_parameters_home() -> None:

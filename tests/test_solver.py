@@ -32,7 +32,7 @@ def brute_force(problem: Problem, fixed: dict[int, int] | None = None) -> float:
             key = (source, wanted)
             if key not in memo:
                 memo[key] = min(
-                    closure[source][alias] + sum(closure[alias][to] for to in wanted if to != alias)
+                    closure[source][alias] + sum(closure[alias][to] for to in wanted if to not in (alias, source))
                     for alias in range(len(closure))
                 )
             return memo[key]

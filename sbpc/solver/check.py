@@ -6,7 +6,8 @@ alone. Variables of one class have equal multipliers, so equal terms are compute
 
 A value with several consumers costs at least its cheapest star with charges, P_j(a, t) for consumer j and the boxing from
 the alias a to t, provided that no m-1 of the m consumers pay more than its price: not all consumers want the same t, or else
-the alias t itself is as cheap (a boxing is never dearer than a detour). k consumers of one class at one port are as
+the alias t itself is as cheap (a boxing is never dearer than a detour). Who wants the layout in which the value is made
+takes it as it is and is charged nothing: the others are at most m-1. k consumers of one class at one port are as
 good as one that is paid k times: pick one of each class at random, and the star for those costs no more.
 """
 
@@ -95,16 +96,19 @@ def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int
     for (number, place, _), group in groups.items():
         wanted = wants[group[0]]
         taken.append(paid(wanted, len(group) * multiplier(proof, number, place, len(wanted))))
-    reached = (value.closure[made[0]] - made[1][:, None]).min(0)  # to each alias
     if not taken:
-        return float(reached.min())
+        return -float(made[1].max())
+    reached = value.closure[made[0]] - made[1][:, None]  # from each source to each alias
     prices = [value.closure[:, layouts] for layouts, _ in taken]
     if len(taken) > 2:
         prices = charges(
             value.closure, [layouts for layouts, _ in taken], proof.charges.get(name(value, proof.classes, groups))
         )
-    for price, (_, pays) in zip(prices, taken):
-        reached = reached + (price - pays).min(1)
+    for price, (layouts, pays) in zip(prices, taken):
+        direct = np.full(len(made[0]), np.inf)
+        _, at, to = np.intersect1d(made[0], layouts, assume_unique=True, return_indices=True)
+        direct[at] = -pays[to]
+        reached += np.minimum((price - pays).min(1), direct[:, None])
     return float(reached.min())
 
 

@@ -2,7 +2,8 @@
 
 Per variable x[label] in {0, 1}. Per value with one consumer a flow from made to wanted layouts; else a flow from made
 layouts to alias layouts z, per consumer a flow from z to wanted layouts, and per (alias, wanted layout) a payment that
-is at least the flow of each consumer. With x integral an optimal vertex has one alias, so only x need be integral.
+is at least the flow of each consumer. Of more than two consumers each may also take the value as it was made, for
+nothing, and then less flows from z. With x integral an optimal vertex has one alias, so only x need be integral.
 Ports with one layout left need no flow: what they pay falls on the labels, or on the aliases, at the other end.
 """
 
@@ -88,20 +89,23 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         return
     middle = tap(program.choose(np.zeros(len(alias))), alias)
     flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
-    known = np.array(sorted({int(head.layouts[0]) for head in heads if len(head.layouts) == 1}), dtype=np.intp)
+    one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1}
+    if len(heads) > 2:  # what is never taken as it was made
+        one -= set(out.layouts.tolist())
+    known = np.array(sorted(one), dtype=np.intp)
     program.dues.append((middle.columns, value.closure[np.ix_(alias, known)].sum(1)))
-    free = [head for head in heads if len(head.layouts) > 1]
+    free = [head for head in heads if len(head.layouts) > 1 or int(head.layouts[0]) not in one]
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in free]
     for head, price in zip(free, prices):
         price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot go there has infinite dues
     if len(free) < 2 or len(heads) == 2:  # two never share a boxing: where both want one layout, alias = that layout
         for head, price in zip(free, prices):
-            flow(program, price, middle, head)
+            flow(program, price, middle, head, out if len(heads) > 2 else None)
         return
     layouts = np.unique(np.concatenate([head.layouts for head in free]))
     share = np.full((len(alias), len(layouts)), -1)
     for head, price in zip(free, prices):
-        columns = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, always=True)
+        columns = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, out)
         at, to = np.nonzero(np.isfinite(price) & (price > 0))
         which = np.searchsorted(layouts, head.layouts)[to]
         new = share[at, which] < 0
@@ -111,19 +115,30 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         program.add(rows, columns[at, to], -1.0)
 
 
-def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, always: bool = False) -> np.ndarray:
-    """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed)."""
+def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, source: Tap | None = None) -> np.ndarray:
+    """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed).
+
+    source: a port from which the head can also be reached, for nothing and where the layouts are equal.
+    """
     columns = np.full(seconds.shape, -1)
-    if not always and 1 in seconds.shape:
+    if source is None and 1 in seconds.shape:
         end = head if len(tail.layouts) == 1 else tail
         program.dues.append((end.columns, seconds.ravel()[end.at]))
         return columns
     at, to = np.nonzero(np.isfinite(seconds))
     columns[at, to] = program.add_columns(seconds[at, to])
     for end, side in ((tail, at), (head, to)):
-        balance = program.add_rows(len(end.layouts), 0.0, 0.0)
+        least = -np.inf if end is tail and source is not None else 0.0
+        balance = program.add_rows(len(end.layouts), least, 0.0)
         program.add(balance[side], columns[at, to], 1.0)
         program.add(balance[end.at], end.columns, -1.0)
+    if source is not None:
+        _, here, there = np.intersect1d(source.layouts, head.layouts, return_indices=True)
+        straight = program.add_columns(np.zeros(len(here)))
+        program.add(balance[there], straight, 1.0)
+        limit = program.add_rows(len(source.layouts), -np.inf, 0.0)
+        program.add(limit[here], straight, 1.0)
+        program.add(limit[source.at], source.columns, -1.0)
     return columns
 
 

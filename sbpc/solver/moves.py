@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, targets
+from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars
 from sbpc.solver.trws import Port, Space, aliased, port, slots
 
 
@@ -72,21 +72,22 @@ def made(use: Use, labels: Sequence[int]) -> np.ndarray:
     if any(consumer == at for consumer, _ in use.value.consumers):
         moved = [[*labels[:at], label, *labels[at + 1 :]] for label in range(len(out.at))]
         return np.array([star_seconds(use.value, found) for found in moved])
-    rest = np.zeros(len(closure))
-    for target in targets(use.value, labels):
-        rest += closure[:, target]
-    return (closure[out.layouts] + rest).min(1)[out.at]
+    wanted = dict.fromkeys(int(wants[labels[consumer]]) for consumer, wants in use.value.consumers)
+    seconds = (closure[out.layouts] + closure[:, list(wanted)].sum(1)).min(1)
+    for number, source in enumerate(out.layouts.tolist()):
+        if source in wanted:  # taken as it is
+            seconds[number] = stars(closure, source, [target for target in wanted if target != source]).min()
+    return seconds[out.at]
 
 
 def taken(use: Use, at: int, labels: Sequence[int]) -> np.ndarray:
     """Seconds of the star by label of a consumer."""
     value, closure = use.value, use.value.closure
-    base = closure[value.out[labels[value.producer]]].copy()
+    source = int(value.out[labels[value.producer]])
     others = dict.fromkeys(int(wants[labels[other]]) for other, wants in value.consumers if other != at)
-    for target in others:
-        base += closure[:, target]
+    base = stars(closure, source, [target for target in others if target != source])
     free = np.zeros(len(closure), dtype=bool)
-    free[list(others)] = True
+    free[[source, *others]] = True
     if len(use.ports) == 1:
         (wants,) = use.ports
         sums = base[:, None] + np.where(free[wants.layouts], 0.0, closure[:, wants.layouts])

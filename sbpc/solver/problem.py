@@ -1,7 +1,8 @@
 """The layout problem: one label per variable; label costs plus, for every value, the cheapest star of boxings are paid.
 
-A value is made in one layout by its producer and wanted in a layout by each consumer. It is boxed once to an *alias*
-layout, and from there once to every distinct layout that a consumer wants: equal boxings of a value are shared.
+A value is made in one layout by its producer and wanted in a layout by each consumer. Who wants the layout in which it
+is made takes it as it is. For the others it is boxed once to an *alias* layout, and from there once to every distinct
+layout that a consumer wants: equal boxings of a value are shared.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Solution:
 
 
 def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The alias layout of `value`, and the distinct layouts other than it that consumers want, in their order.
+    """The alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
 
     Among aliases that cost the same: the layout in which the value is made, then the lowest number.
     """
@@ -89,8 +90,11 @@ def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def targets(value: Value, labels: Sequence[int]) -> list[int]:
-    """The distinct layouts that the consumers of `value` want, in the order of the consumers."""
-    return list(dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers))
+    """The distinct layouts other than that in which `value` is made that its consumers want, in their order."""
+    source = int(value.out[labels[value.producer]])
+    found = dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers)
+    found.pop(source, None)
+    return list(found)
 
 
 def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray:

@@ -5,12 +5,14 @@ more than its price c(a, t): for every (a, t), sum_j P_j - min_j P_j <= c. Then 
 more than the true one. For layouts t_j that are not all the same, a target t is wanted by at most m-1 consumers, whose
 charges do not exceed c(a, t), which the star pays once. If all want the same t, the star costs c(source, t), as other
 aliases are detours, and that is what alias = t costs here (c(t, t) = 0, so nobody is charged anything there).
+A consumer that wants the layout in which the value is made takes it as it is and is charged nothing, at any alias: the
+others are at most m-1.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +20,13 @@ import numpy as np
 
 @dataclass(eq=False)
 class Share:
-    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts, and charges there."""
+    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts, charges there, and
+    the layouts."""
 
     price: np.ndarray
     columns: list[np.ndarray]
     charges: list[np.ndarray]
+    places: list[np.ndarray]
 
     def messages(self, sent: Sequence[np.ndarray | None]) -> list[np.ndarray]:
         """What each consumer sends to the alias at the charges as they are: the least of sent(t) + charge(a, t)."""
@@ -57,6 +61,125 @@ class Share:
             if pays is not None:
                 self.charges[at][:] = (needs[at] + spare)[:, self.columns[at]]
         return messages
+
+
+@dataclass(eq=False)
+class Star:
+    """A value with more than two consumers as a node of message passing: its labels are pairs (source, alias).
+
+    seconds [sources, aliases]. straight: by consumer, which sources it can take as they are, and their places among its
+    layouts. Messages: `made` [sources] from the producer; from a consumer the lesser of `over` [aliases], what it pays
+    for a boxing from the alias, and `direct` [sources], what it pays without one. sent: what later consumers send.
+    """
+
+    seconds: np.ndarray
+    share: Share
+    straight: list[tuple[np.ndarray, np.ndarray]]
+    sources: np.ndarray
+    aliases: np.ndarray
+    made: np.ndarray
+    over: list[np.ndarray]
+    direct: list[np.ndarray]
+    sent: list[np.ndarray | None]
+
+    def belief(self, buffer: np.ndarray) -> np.ndarray:
+        """Seconds and messages [sources, aliases], in the first half of the buffer."""
+        found, rest = self.halves(buffer)
+        np.add(self.seconds, self.made[:, None], out=found)
+        for over, direct in zip(self.over, self.direct):
+            found += np.minimum(over, direct[:, None], out=rest)
+        return found
+
+    def halves(self, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Two parts of the buffer, each of the size of `seconds`."""
+        size, shape = self.seconds.size, self.seconds.shape
+        return buffer[:size].reshape(shape), buffer[size : 2 * size].reshape(shape)
+
+    def tell(self, branch: int, belief: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+        """The message to the producer (0) or a consumer: by layout the least belief without what came from there."""
+        if branch == 0:
+            return belief.min(1) - self.made
+        _, rest = self.halves(buffer)
+        np.minimum(self.over[branch - 1], self.direct[branch - 1][:, None], out=rest)
+        np.subtract(belief, rest, out=rest)
+        message = (self.share.charges[branch - 1] + rest.min(0)[:, None]).min(0)
+        at, to = self.straight[branch - 1]
+        message[to] = np.minimum(message[to], rest[at].min(1))
+        return message
+
+    def hear(self, branch: int, sent: np.ndarray, over: np.ndarray | None = None) -> float:
+        """Take what the producer or a consumer sends by layout (`over` the aliases, if that is known); what is taken off."""
+        if branch == 0:
+            least = float(sent.min())
+            self.made[:] = sent - least
+            return least
+        if over is None:
+            over = (self.share.charges[branch - 1] + sent).min(1)
+        at, to = self.straight[branch - 1]
+        least = min(float(over.min()), float(sent[to].min(initial=np.inf)))
+        self.over[branch - 1][:] = over - least
+        self.direct[branch - 1][at] = sent[to] - least
+        return least
+
+    def choose(self, known: Mapping[int, int]) -> int:
+        """The best pair where these branches have these layouts, the producer among them; see `due`."""
+        source = known[0]
+        belief = self.seconds[source].copy()
+        for at, (over, direct) in enumerate(zip(self.over, self.direct)):
+            if 1 + at not in known:
+                belief += np.minimum(over, direct[source])
+            elif (source, known[1 + at]) not in zip(*self.straight[at]):
+                belief += self.share.charges[at][:, known[1 + at]]
+        return source * len(self.aliases) + int(belief.argmin())
+
+    def due(self, branch: int, pair: int) -> np.ndarray:
+        """What a consumer is charged by layout at a pair that was chosen."""
+        source, alias = divmod(pair, len(self.aliases))
+        found = self.share.charges[branch - 1][alias].copy()
+        at, to = self.straight[branch - 1]
+        found[to[at == source]] = 0
+        return found
+
+    def inherit(self, other: Star) -> None:
+        """Take the messages and charges of a star with more layouts."""
+        sources = np.searchsorted(other.sources, self.sources)
+        aliases = np.searchsorted(other.aliases, self.aliases)
+        self.made[:] = other.made[sources]
+        for at, columns in enumerate(self.share.places):
+            self.over[at][:], self.direct[at][:] = other.over[at][aliases], other.direct[at][sources]
+            found = np.searchsorted(other.share.places[at], columns)
+            self.share.charges[at][:] = other.share.charges[at][np.ix_(aliases, found)]
+
+
+def star_of(
+    closure: np.ndarray, aliases: np.ndarray, ports: Sequence[np.ndarray], cap: float, real: type[np.floating]
+) -> Star:
+    """The star of a value with these layouts at its producer's and its consumers' ports; charges begin as equal parts."""
+    sources, *wanted = ports
+    layouts = np.unique(np.concatenate(wanted))
+    columns = [np.searchsorted(layouts, found) for found in wanted]
+    price = np.minimum(closure[np.ix_(aliases, layouts)], cap).astype(real, copy=False)
+    parts = shares(columns, len(layouts)).astype(real)
+    share = Share(price, columns, [price[:, found] * parts[found] for found in columns], wanted)
+    both = [np.intersect1d(sources, found, assume_unique=True, return_indices=True)[1:] for found in wanted]
+    return Star(
+        np.minimum(closure[np.ix_(sources, aliases)], cap).astype(real, copy=False),
+        share,
+        both,
+        sources,
+        aliases,
+        np.zeros(len(sources), real),
+        [np.zeros(len(aliases), real) for _ in wanted],
+        [straight(len(sources), at, real) for at, _ in both],
+        [None] * len(wanted),
+    )
+
+
+def straight(count: int, at: np.ndarray, real: type[np.floating]) -> np.ndarray:
+    """No message by source: 0 from where a consumer can take it as it is, else inf."""
+    found = np.full(count, np.inf, real)
+    found[at] = 0
+    return found
 
 
 def shares(columns: Sequence[np.ndarray], layouts: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. The nodes are the variables
 and, for every value with several consumers, an alias whose labels are layouts. An edge lies between two ports (a port
 maps labels to layouts) and costs a boxing, so a message goes labels -> layouts (min) -> closure (min-plus) -> layouts.
+Where a value has more than two consumers, its alias is a `Star`: labels are pairs of a source and an alias layout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value
-from sbpc.solver.share import Share, shares
+from sbpc.solver.share import Star, star_of
 
 BALANCE = 3  # charges are balanced in every so many sweeps
 
@@ -68,8 +69,8 @@ class Edge:
     first: Port
     last: Port
     seconds: np.ndarray
-    shared: bool = False  # charges, to be balanced when a backward sweep comes to the alias, the first node
-    sent: np.ndarray | None = None  # till then: what the last node sends, by layout
+    star: Star | None = None  # at one of the ends, instead of `seconds`
+    branch: int = 0  # of the star: 0 its producer, then its consumers
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class Messages:
     def __init__(self, problem: Problem, space: Space, cap: float, real: type[np.floating] = np.float64):
         self.problem, self.space, self.cap, self.real = problem, space, cap, real
         self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
-        self.shares: dict[int, tuple[Share, list[Edge]]] = {}
+        self.stars: dict[int, Star] = {}
         self.names = order(problem, space)
         self.place = {name: place for place, name in enumerate(self.names)}
         self.edges = self.connect()
@@ -120,10 +121,14 @@ class Messages:
         for edge in self.edges:
             by_node[edge.last.node][0].append(edge)
             by_node[edge.first.node][1].append(edge)
-        self.nodes = [node(len(self.free(name)), *sides, real) for name, sides in zip(self.names, by_node)]
+        self.nodes = [
+            node(len(self.free(name)), *sides, real, at in self.stars)
+            for at, (name, sides) in enumerate(zip(self.names, by_node))
+        ]
         self.price([v.costs for v in problem.variables])
         self.sweeps = 0
-        self.buffer = np.empty(max((e.seconds.size for e in self.edges), default=0), real)
+        sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
+        self.buffer = np.empty(max(sizes, default=0), real)
 
     def free(self, name: tuple[int, int]) -> np.ndarray:
         """The labels of a variable (0, number), the layouts of the alias of a value (1, number)."""
@@ -151,11 +156,16 @@ class Messages:
                 found += [self.edge(value, out, wants) for wants in wanted]
                 continue
             middle = self.place[1, number]
-            found.append(self.edge(value, out, port(middle, alias)))
-            branches = [self.edge(value, port(middle, alias), wants) for wants in wanted]
-            found += branches
-            if len(wanted) > 2:
-                self.shares[middle] = charge(value, alias, wanted, branches, self.cap, self.real), branches
+            if len(wanted) < 3:
+                found.append(self.edge(value, out, port(middle, alias)))
+                found += [self.edge(value, port(middle, alias), wants) for wants in wanted]
+                continue
+            layouts = [p.layouts for p in (out, *wanted)]
+            star = self.stars[middle] = star_of(value.closure, alias, layouts, self.cap, self.real)
+            for branch, end in enumerate((out, *wanted)):
+                middle_port = Port(middle, alias, np.zeros(0, np.intp))
+                ends = (end, middle_port) if end.node < middle else (middle_port, end)
+                found.append(Edge(*ends, np.zeros((0, 0)), star, branch))
         return found
 
     def edge(self, value: Value, tail: Port, head: Port) -> Edge:
@@ -169,12 +179,22 @@ class Messages:
 
     def forward(self) -> None:
         """Send messages from every node to the later ones, first node first."""
-        for at in self.nodes:
+        for number, at in enumerate(self.nodes):
             if not at.later.edges:
+                continue
+            if number in self.stars:
+                belief = self.stars[number].belief(self.buffer)
+                belief *= at.weight
+                for edge in at.later.edges:
+                    message = self.stars[number].tell(edge.branch, belief, self.buffer)
+                    edge.last.inbox[:] = message - message.min()
                 continue
             sent = at.later.project(at.belief(at.inbox)) * at.weight
             sent -= at.inbox[len(at.inbox) - len(sent) :]
             for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
+                if edge.star is not None:
+                    edge.star.hear(edge.branch, sent[start:stop])
+                    continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop, None], out=sums)
                 np.minimum.reduce(sums, axis=0, out=edge.last.inbox)
@@ -190,22 +210,30 @@ class Messages:
         bound = 0.0
         self.sweeps += 1
         for number in range(len(self.nodes) - 1, -1, -1):
-            at = self.nodes[number]
-            if number in self.shares:
-                bound += self.balance(*self.shares[number])
-            belief = at.belief(at.inbox)
+            at, star = self.nodes[number], self.stars.get(number)
+            if star is not None:
+                bound += self.balance(star)
+            belief = at.belief(at.inbox) if star is None else star.belief(self.buffer)
             least = float(belief.min())
             bound += least
             belief -= least
             if beliefs is not None:
-                beliefs.append(belief)
+                beliefs.append(belief if star is None else belief.min(0))
             if not at.earlier.edges:
+                continue
+            if star is not None:
+                belief *= at.weight
+                for edge in at.earlier.edges:
+                    message = star.tell(edge.branch, belief, self.buffer)
+                    least = float(message.min())
+                    edge.first.inbox[:] = message - least
+                    bound += least
                 continue
             sent = at.earlier.project(belief) * at.weight
             sent -= at.inbox[: len(sent)]
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                if edge.shared:
-                    edge.sent = sent[start:stop]
+                if edge.star is not None:
+                    edge.star.sent[edge.branch - 1] = sent[start:stop]
                     continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop], out=sums)
@@ -215,17 +243,17 @@ class Messages:
                 bound += least
         return bound
 
-    def balance(self, share: Share, edges: list[Edge]) -> float:
-        """Send the messages to an alias, its charges balanced now and then; returns what they add to the bound."""
-        sent, bound = [edge.sent for edge in edges], 0.0
-        turn = self.sweeps % BALANCE == BALANCE - 1
-        messages = share.balance(sent, self.sweeps % (2 * BALANCE) < BALANCE) if turn else share.messages(sent)
-        for edge, message in zip(edges, messages):
-            if edge.shared:
-                least = float(message.min())
-                edge.first.inbox[:] = message - least
-                bound += least
-        return bound
+    def balance(self, star: Star) -> float:
+        """Let a star hear its later consumers, charges balanced now and then; returns what this adds to the bound."""
+        if self.sweeps % BALANCE == BALANCE - 1:
+            messages = star.share.balance(star.sent, self.sweeps % (2 * BALANCE) < BALANCE)
+        else:
+            messages = star.share.messages(star.sent)
+        return sum(
+            star.hear(1 + at, sent, message)
+            for at, (sent, message) in enumerate(zip(star.sent, messages))
+            if sent is not None
+        )
 
     def sweep(self) -> float:
         """One sweep forward and backward; returns the bound."""
@@ -249,10 +277,18 @@ class Messages:
     def decode(self) -> list[int]:
         """Labels by variable, chosen node by node: own costs, boxings from the chosen earlier nodes, later messages."""
         chosen: list[int] = []
-        for at in self.nodes:
+        for number, at in enumerate(self.nodes):
+            if number in self.stars:
+                known = {edge.branch: int(edge.first.at[chosen[edge.first.node]]) for edge in at.earlier.edges}
+                chosen.append(self.stars[number].choose(known))
+                continue
             inbox = at.inbox.copy()
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                inbox[start:stop] = edge.seconds[edge.first.at[chosen[edge.first.node]]]
+                label = chosen[edge.first.node]
+                if edge.star is not None:
+                    inbox[start:stop] = edge.star.due(edge.branch, label)
+                else:
+                    inbox[start:stop] = edge.seconds[edge.first.at[label]]
             chosen.append(int(at.belief(inbox).argmin()))
         return [int(labels[chosen[self.place[0, at]]]) for at, labels in enumerate(self.space.labels)]
 
@@ -264,13 +300,12 @@ class Messages:
         With them every variable alone and every value alone cost together at least what `backward` has just returned:
         a node keeps (1 - |e| w) D of its belief D, and leaves w D to each earlier edge, as explained there.
         """
-        beliefs = [at.belief(at.inbox) for at in self.nodes]
-        left = [at.earlier.project(belief - belief.min()) * at.weight if at.earlier.edges else belief[:0]
-                for at, belief in zip(self.nodes, beliefs)]  # fmt: skip
         message: dict[int, np.ndarray] = {}
-        for at, belief in zip(self.nodes, left):
+        for at in (at for number, at in enumerate(self.nodes) if at.earlier.edges and number not in self.stars):
+            belief = at.belief(at.inbox)
+            left = at.earlier.project(belief - belief.min()) * at.weight
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                message[id(edge.last)] = edge.last.inbox - belief[start:stop]
+                message[id(edge.last)] = edge.last.inbox - left[start:stop]
         for edge in self.edges:
             message[id(edge.first)] = edge.first.inbox
         found = []
@@ -285,20 +320,18 @@ class Messages:
     def charges(self) -> dict[int, list[np.ndarray]]:
         """By value with more than two consumers, what each of `slots` is charged, [layouts of the alias, its layouts]."""
         values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
-        return {values[middle]: share.charges for middle, (share, _) in self.shares.items()}
+        return {values[middle]: star.share.charges for middle, star in self.stars.items()}
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
         found = Messages(self.problem, space, self.cap, self.real)
         found.bound, found.sweeps = self.bound, self.sweeps
-        charged = {id(edge) for _, edges in found.shares.values() for edge in edges}
         for old, new in zip(self.edges, found.edges):
-            first = np.searchsorted(old.first.layouts, new.first.layouts)
-            last = np.searchsorted(old.last.layouts, new.last.layouts)
-            new.first.inbox[:] = old.first.inbox[first]
-            new.last.inbox[:] = old.last.inbox[last]
-            if id(new) in charged:
-                new.seconds[:] = old.seconds[np.ix_(first, last)]
+            for before, after in ((old.first, new.first), (old.last, new.last)):
+                if len(after.inbox):
+                    after.inbox[:] = before.inbox[np.searchsorted(before.layouts, after.layouts)]
+        for middle, star in self.stars.items():
+            found.stars[middle].inherit(star)
         return found
 
 
@@ -309,29 +342,18 @@ def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def charge(
-    value: Value, alias: np.ndarray, wanted: list[Port], edges: list[Edge], cap: float, real: type[np.floating]
-) -> Share:
-    """Give the edges from an alias to its consumers charges, which begin as equal parts of the price."""
-    layouts = np.unique(np.concatenate([port.layouts for port in wanted]))
-    columns = [np.searchsorted(layouts, port.layouts) for port in wanted]
-    price = np.minimum(value.closure[np.ix_(alias, layouts)], cap).astype(real, copy=False)
-    parts = shares(columns, len(layouts)).astype(real)
-    charges = [price[:, found] * parts[found] for found in columns]
-    for edge, wants, part in zip(edges, wanted, charges):
-        edge.shared = edge.last is wants
-        edge.seconds = part if edge.shared else part.T
-    return Share(price, columns, charges)
-
-
 def port(node: int, layouts: np.ndarray) -> Port:
     """The port of a node whose labels have these layouts."""
     found, at = np.unique(layouts, return_inverse=True)
     return Port(node, found, at)
 
 
-def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floating]) -> Node:
-    """A node and its inbox; its ports are told where their messages lie."""
+def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floating], star: bool = False) -> Node:
+    """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
+    if star:
+        none = np.zeros(0, np.intp)
+        before, after = (Side(edges, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
+        return Node(np.zeros(0, real), before, after, np.zeros(0, real), none, 1 / max(len(earlier), len(later)))
     ports = [edge.last for edge in earlier] + [edge.first for edge in later]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
     inbox = np.zeros(ends[-1], real)
