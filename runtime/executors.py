@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.graph import CodeGen
@@ -13,6 +14,7 @@ from sbpc._compat import inductor_compile
 from sbpc.errors import PlanError
 from sbpc.runtime.nans import NanCheck
 
+aten = torch.ops.aten
 Run = Callable[[list[Tensor]], tuple[Any, ...]]
 
 
@@ -26,10 +28,31 @@ class Boxed(CodeGen):
         return f"def forward(self, given){maybe_return_annotation}:{taken}"
 
 
+BOUND: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.div.Tensor: torch.div,
+    aten.embedding.default: torch.embedding,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.permute.default: torch.permute,
+    aten.reshape.default: torch.reshape,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.dim_IntList: torch.sum,
+}
+"""Functions of Python that call just this op when given its arguments: in half the time that it takes by its name."""
+
+
 def code(gm: GraphModule) -> Run:
     """The code that fx generates: every value is dropped after its last use."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.target = BOUND.get(node.target, node.target)
     graph.set_codegen(Boxed())
     return GraphModule(gm, graph).forward
 
@@ -47,15 +70,25 @@ def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> Run:
 
 
 def inductor(gm: GraphModule) -> Run:
-    """Inductor's kernels, compiled at the first call; it needs a C++ compiler, on GPUs triton."""
-    compiled: list[Callable[..., Any]] = []
+    """Inductor's kernels, compiled at the first call; it needs a C++ compiler, on GPUs triton.
+
+    What a program only hands on, such as weights that are saved for the backward, goes around them: each would be made
+    anew as a view.
+    """
+    graph = Graph()
+    ends: Any = graph.graph_copy(gm.graph, {})
+    places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
+    graph.output(tuple(node for node in ends if node not in places))
+    inner, compiled = GraphModule(gm, graph), list[Callable[..., Any]]()
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         if not compiled:
-            compiled.append(inductor_compile(gm, list(given)))
+            compiled.append(inductor_compile(inner, list(given)))
+        around = {node: given[places[node]] for node in ends if node in places}
         taken = given.copy()
         given.clear()
-        return tuple(compiled[0](*taken))
+        made = iter(compiled[0](*taken))
+        return tuple(around[node] if node in around else next(made) for node in ends)
 
     return boxed
 

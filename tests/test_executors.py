@@ -1,0 +1,66 @@
+"""What runs a program: generated code calls ops by the shortest way, and just these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from sbpc._compat import TorchDispatchMode
+from sbpc.runtime.executors import BOUND, inductor
+
+aten = torch.ops.aten
+X, ONES = torch.arange(12.0).reshape(3, 4), torch.ones(4)
+CASES: dict[Any, tuple[Any, ...]] = {
+    aten.add.Tensor: (X, X),
+    aten.addmm.default: (ONES[:3], X, X.T),
+    aten.bmm.default: (X[None], X.T[None]),
+    aten.cat.default: ([X, X], 1),
+    aten.clone.default: (X,),
+    aten.div.Tensor: (X, ONES),
+    aten.embedding.default: (X, torch.tensor([2, 0]), 1),
+    aten.mm.default: (X, X.T),
+    aten.mul.Tensor: (X, X),
+    aten.native_layer_norm.default: (X, [4], ONES, ONES, 1e-5),
+    aten.permute.default: (X, [1, 0]),
+    aten.reshape.default: (X.T, [2, 6]),
+    aten.sub.Tensor: (X, ONES),
+    aten.sum.dim_IntList: (X, [0], True),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Records the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_functions_in_the_place_of_ops_run_the_same_ops() -> None:
+    assert BOUND.keys() == CASES.keys()
+    for op, args in CASES.items():
+        with Calls() as named:
+            expected = op(*args)
+        with Calls() as bound:
+            found = BOUND[op](*args)
+        assert named.ops == bound.ops and (op in named.ops or op is aten.reshape.default), op
+        pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)))
+        assert all(torch.equal(one, other) for one, other in pairs), op
+
+
+def test_what_a_program_hands_on_goes_around_inductor() -> None:
+    graph = Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    graph.output((weight, graph.call_function(aten.mm.default, (x, weight)), None, weight, x))
+    run, given = inductor(GraphModule(nn.Module(), graph)), [X, X.T.contiguous()]
+    first = run(list(given))
+    for found in (first, run(list(given))):
+        assert found[0] is found[3] is given[1] and found[4] is X and found[2] is None
+        assert torch.equal(found[1], X @ X.T)
