@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.commands import demo, export, plan, profile, run, show, sweep
+from sbpc.commands import convert, demo, export, plan, profile, run, show, sweep
 from sbpc.errors import SbpcError
 from sbpc.runtime.launch import RankError
 from sbpc.target import USAGE
 
-COMMANDS = (plan, show, run, export, sweep, profile, demo)
+COMMANDS = (plan, show, run, export, convert, sweep, profile, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
@@ -23,6 +23,7 @@ EPILOG = f"""{USAGE}
   torchrun --nproc-per-node 4 -m sbpc run train.py:model --mesh data=2,tensor=2
   sbpc export train.py:model --mesh data=2,tensor=2 -o model.sbpc
   sbpc run   model.sbpc --steps 100 --checkpoint checkpoints
+  sbpc convert checkpoints -o weights.safetensors
   sbpc sweep train.py:model --devices 64 --cluster h100
   sbpc profile -o cluster.json
 

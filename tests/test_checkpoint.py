@@ -14,6 +14,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.cli import main
 from sbpc.errors import CheckpointError
 from sbpc.layout import Layout, broadcast
 from sbpc.runtime import checkpoint, groups
@@ -21,6 +22,7 @@ from sbpc.runtime.checkpoint import Checkpoints, whole_model, whole_steps
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.parts import part_of, whole_state
 from sbpc.runtime.shards import distribute
+from sbpc.runtime.weights import read_tensors
 from tests import models
 from tests.processes import run_ranks
 from tests.test_plan import refused
@@ -212,3 +214,28 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     first = run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0]
     assert first + run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0] == expected
     assert len(set(expected)) == 4
+
+
+def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    saved, wanted = tmp_path / "saved", model.state_dict()
+    checkpoints = Checkpoints(saved)
+    checkpoints.save(3, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    checkpoints.save(7, model, torch.optim.AdamW(model.parameters()))
+    checkpoints.wait()
+    chain = [saved, tmp_path / "a.safetensors", tmp_path / "b.pt", tmp_path / "again", tmp_path / "c.pth", tmp_path / "d.safetensors"]
+    for source, destination in zip(chain, chain[1:]):
+        assert main(["convert", str(source), "-o", str(destination)]) == 0
+    assert "7 tensors, 17 elements" in capsys.readouterr().out
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert Checkpoints(tmp_path / "again").load(other) == 0 and whole_steps(tmp_path / "again") == [0]
+    for found in (other.state_dict(), torch.load(chain[4], weights_only=True), read_tensors(chain[5])):
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert main(["convert", str(saved), "--step", "3", "-o", str(tmp_path / "e.pt")]) == 0
+    assert not torch.equal(torch.load(tmp_path / "e.pt", weights_only=True)["0.weight"], wanted["0.weight"])
+    (tmp_path / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    capsys.readouterr()
+    for source, said in (("bad.pt", "holds no weights"), ("nothing", "holds no checkpoint"), ("none.safetensors", "holds no tensors")):
+        assert main(["convert", str(tmp_path / source), "-o", str(tmp_path / "f.pt")]) == 2
+        assert said in capsys.readouterr().err
