@@ -197,7 +197,7 @@ def as_rank() -> Iterator[None]:
         yield
     except BaseException as error:
         code = 2 if isinstance(error, SbpcError) else 1
-        text = str(error) if isinstance(error, SbpcError) else traceback.format_exc()
+        text = text_of(error)
         rank = os.environ.get("RANK", "?")
         if RECORDS in os.environ:
             path = Path(os.environ[RECORDS], f"{rank}.json")
@@ -209,6 +209,22 @@ def as_rank() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+LOST = {
+    "Timed out waiting": "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows\n"
+    "  See what the others do and say, or allow more.",
+    "Connection closed by peer": "lost another rank\n  See what the others say.",
+}
+"""What gloo says when other ranks do not answer -> what that means, and what to do."""
+
+
+def text_of(error: BaseException) -> str:
+    """What is told of an error that ends a rank."""
+    if isinstance(error, SbpcError):
+        return str(error)
+    said = [text for part, text in LOST.items() if part in str(error)]
+    return "\n".join([*said, "".join(traceback.format_exception(error))])
 
 
 def follow(alive: int) -> None:

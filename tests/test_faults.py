@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from sbpc.errors import MeshError, NanError, PlanError
 from sbpc.runtime.agree import check_nodes, compare
 from sbpc.runtime.launch import RankError, launch
 from sbpc.runtime.module import parallelize
-from tests.faults import run_job
+from tests.faults import processes, run_job
 from tests.processes import run_ranks
 from tests.test_launch import gone, script
 from tests.test_plan import refused
@@ -50,7 +53,28 @@ def test_a_rank_that_is_stuck_ends_the_others_within_their_timeout(tmp_path: Pat
     with pytest.raises(RankError) as caught:
         launch(script(tmp_path, STUCK), 2)
     assert caught.value.rank == 0 and gone(tmp_path, 2)
+    assert str(caught.value).startswith("rank 0: waited for another rank as long as --timeout")
     assert time.monotonic() - start < 60
+
+
+WAITS = """
+import os, time, torch
+def model():
+    if os.environ.get("RANK") == "1":
+        time.sleep(600)
+    return torch.nn.Linear(4, 4), (torch.ones(4, 4),)
+"""
+
+
+def test_a_rank_that_is_stuck_ends_a_job_under_torchrun_within_its_timeout(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "sbpc", "run"]
+    command += [f"{tmp_path}/waits.py:model", "--mesh", "x=2", "--timeout", "5"]
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode and time.monotonic() - start < 90
+    assert "sbpc: rank 0: waited for another rank as long as --timeout" in done.stderr, done.stderr
+    assert not processes(str(tmp_path))
 
 
 def disagree() -> str:
