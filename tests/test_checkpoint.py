@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -225,7 +226,7 @@ def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Pat
     checkpoints.save(7, model, torch.optim.AdamW(model.parameters()))
     checkpoints.wait()
     chain = [saved, tmp_path / "a.safetensors", tmp_path / "b.pt", tmp_path / "again", tmp_path / "c.pth", tmp_path / "d.safetensors"]
-    for source, destination in zip(chain, chain[1:]):
+    for source, destination in itertools.pairwise(chain):
         assert main(["convert", str(source), "-o", str(destination)]) == 0
     assert "7 tensors, 17 elements" in capsys.readouterr().out
     other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
