@@ -260,6 +260,8 @@ def _check_plain(name: str, value: Tensor) -> None:
     kinds = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
     if nn.parameter.is_lazy(value):
         raise CaptureError(f"{name!r} has no shape yet\n  Run the model once, so that its lazy layers are made.")
+    if value.is_nested:
+        raise CaptureError(f"{name!r} is a nested tensor\n  Pad to one length, and mask the padding.")
     if type(value) not in kinds or value.layout != torch.strided:
         kind = type(value).__name__ if value.layout == torch.strided else f"tensor of layout {value.layout}"
         raise CaptureError(f"{name!r} is a {kind}\n  Only plain dense tensors can be captured.")

@@ -353,6 +353,7 @@ def test_what_no_graph_can_hold_is_refused_with_the_users_line(name, method):
         ({"loss": nn.AdaptiveLogSoftmaxWithLoss(6, 4, [2])}, "the loss has parameters"),
         ({"args": (object(),)}, "args[0] is a builtins.object"),
         ({"args": (torch.ones(2, 2).to_sparse(),)}, "'input_0' is a tensor of layout torch.sparse_coo"),
+        ({"args": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),)}, "'input_0' is a nested tensor"),
         ({"module": Model(lambda m, x: 3)}, "the model returns no tensor"),
         ({"module": Model(lambda m, x: {x})}, "the result is a builtins.set"),
         ({"module": nn.LazyLinear(6)}, "'weight' has no shape yet"),
