@@ -1,12 +1,13 @@
-"""How much of real models the rules cover: `python -m tests.coverage [model...]` prints a row for each.
+"""How much of real models the rules cover: `python -m tests.coverage [model...]` prints a row for each as it is known.
 
-A call is whole where the solver's plan splits nothing of it on any axis, so that every rank does all of it.
+All models take about five minutes of CPU; a name, or a part of one (`gpt2`, `vision`, `sdpa`), chooses among them. A call is whole where the solver's plan splits nothing of it on any axis, so that every rank does all of it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,10 +23,11 @@ from sbpc import Mesh, Plan
 from sbpc.cost import kernel_work
 from sbpc.measure import kernel_of
 from sbpc.rules import registry
-from tests import hf_models, models
+from tests import hf_models, models, vision_models
 
 MESH = Mesh(x=2, y=2)
-HEAD = ("model", "calls", "overloads", "without a rule", "whole: flops", "whole: bytes", "flops/rank", "whole calls with most bytes")
+MOST_FLOPS = 1.05 / 4  # of those of one device, that a rank may have
+HEAD = ("model", "CPU s", "calls", "overloads", "without a rule", "whole: flops", "whole: bytes", "flops/rank", "whole calls with most bytes")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     """All models, each as a function that gives the module, its arguments and its keyword arguments."""
     for name, made in models.MODELS.items():
         yield name, lambda made=made: (*made(), {})
+    for made in (vision_models.resnet, vision_models.convnext, vision_models.unet):
+        yield f"vision {made.__name__}", lambda made=made: (*made(), {})
     for name, build in hf_models.MODELS.items():
         for kind in ("sdpa", "eager"):
             yield f"transformers {name} {kind}", lambda build=build, kind=kind: library(*build(kind, 1))
@@ -101,18 +105,28 @@ def main(wanted: list[str]) -> None:
     lacking = [name for name, op in listed().items() if registry.row(op) is None]
     own = f"{len(registry.TABLE)} overloads have a rule of their own"
     print(f"{len(listed()) - len(lacking)} of {len(listed())} listed overloads have a rule, replicated: {', '.join(lacking) or 'none'}; {own}")
-    widths = (24, 6, 10, 15, 13, 13, 11, 0)
+    widths = (26, 7, 6, 10, 15, 13, 13, 11, 0)
     print("".join(cell.ljust(width) for cell, width in zip(HEAD, widths)), flush=True)
+    ratios: dict[str, float] = {}
     for name, made in cases():
         if wanted and not any(word in name.split() for word in wanted):
             continue
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.float64)
-        model, args, kwargs = made()
-        with hf_models.Doubled() if kwargs else nullcontext():
-            plan = sbpc.plan(model.double(), args, MESH, kwargs=kwargs)
-        cells = row(name, plan).cells()
+        start = time.process_time()
+        found = row(name, planned(made))
+        cells = (name, f"{time.process_time() - start:.0f}", *found.cells()[1:])
         print("".join(f"{cell} ".ljust(width) for cell, width in zip(cells, widths)), flush=True)
+        ratios[name] = found.ratio
+    over = [name for name, ratio in ratios.items() if ratio > MOST_FLOPS]
+    print(f"{len(ratios)} models; more than {MOST_FLOPS:.4f} of the flops of one device on a rank: {', '.join(over) or 'none'}")
+
+
+def planned(made: Callable[[], Any]) -> Plan:
+    """The solver's plan of one of `cases`."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, args, kwargs = made()
+    with hf_models.Doubled() if kwargs else nullcontext():
+        return sbpc.plan(model.double(), args, MESH, kwargs=kwargs)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,13 @@ def norm() -> list[Case]:
             ones,
         )
     )
+    for shape, dim in (((6, 5), 0), ((6, 5), 1), ((4, 3, 5), 0), ((4, 3, 5), 2)):
+        v, keep = f(*shape), [at for at in range(len(shape)) if at != dim % len(shape)]
+        size = v.norm(2, keep, True)
+        g = f(*size.shape, seed=1)
+        found.append(close(aten._weight_norm_interface.default, v, g, dim))
+        found.append(close(aten._weight_norm_interface_backward.default, x(*shape), v, g, size, dim))
+        found += [close(aten.renorm.default, v, order, dim, 2.0) for order in (2, 1.5)]
     return found
 
 

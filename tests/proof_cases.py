@@ -66,9 +66,10 @@ def reductions() -> list[Case]:
         kept = {"keepdim": keep}
         found += [
             close(op, f(3, 4, 5), dim, **kept)
-            for op in (aten.var.correction, aten.std.correction, aten.var_mean.correction)
+            for op in (aten.var.correction, aten.std.correction, aten.std_mean.correction, aten.var_mean.correction)
         ]
         found.append(close(aten.linalg_vector_norm.default, f(3, 4, 5), 2, dim, keep))
+        found += [close(aten.norm.ScalarOpt_dim, f(3, 4, 5), order, dim, keep) for order in (None, 3) if dim]
         found += [close(aten.linalg_vector_norm.default, x(3, 4, 5), order, [1], keep) for order in (0, 1, 3.5, torch.inf, -torch.inf)]
         found += [case(op, x(3, 4, 5) > 2, dim, keep) for op in (aten.any.dims, aten.all.dims)]
         if dim:
@@ -84,6 +85,7 @@ def reductions() -> list[Case]:
         close(aten.mean.dim, x(3, 4, 5).float(), [1], True, dtype=torch.float64),
         case(aten.sum.default, x(3, 4) > 0),
     ]
+    found += [close(aten.norm.Scalar, f(3, 4, 5)), close(aten.norm.Scalar, f(5, 4), 1)]
     found += [case(aten.prod.default, x(2, 3)), case(aten.prod.dim_int, x(2, 3), 1)]
     found += [case(op, x(3, 4) > 0) for op in (aten.any.default, aten.all.default)]
     found += [case(op, x(3, 4) > 0, 1, True) for op in (aten.any.dim, aten.all.dim)]

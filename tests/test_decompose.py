@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from tests.compare import largest_error
+from tests.compare import eager, largest_error, relative_error
 
 
 class Head(nn.Module):
@@ -46,6 +47,37 @@ def test_an_op_without_a_rule_is_planned_as_what_it_is_made_of(op: str) -> None:
     assert largest_error(plan, model, args) <= 1e-10
     assert plan.verify() > 10
     assert plan.cost.flops <= 0.4 * plan.cost.flops_one_device
+
+
+class Norm(nn.Module):
+    """Batch norm by one of the ops that it is on a device."""
+
+    def __init__(self, op: Callable[..., Any], training: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.op = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8).train(training), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        found = self.op(
+            self.conv(x), norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.training, 0.1, 1e-5
+        )
+        return found[0].relu().square().sum()
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_cudnn_is_planned_as_that_of_any_device(training: bool) -> None:
+    torch.manual_seed(0)
+    x, model, twin = torch.randn(8, 3, 4, 4), Norm(torch.cudnn_batch_norm, training), Norm(torch.native_batch_norm, training)
+    twin.load_state_dict(model.state_dict())
+    plan = sbpc.plan(model, (x,), Mesh(x=2, y=2))
+    assert not plan.notes and plan.cost.flops <= 0.3 * plan.cost.flops_one_device
+    run = sbpc.simulate(plan, model, (x,))
+    (expected,), gradients = eager(twin, (x,))
+    assert relative_error(run.outputs, expected) <= 1e-10
+    assert all(relative_error(run.gradients[name], gradients[name]) <= 1e-9 for name in ("conv.weight", "norm.weight", "norm.bias"))
+    assert set(run.buffers) == ({"norm.running_mean", "norm.running_var"} if training else set())
+    assert all(relative_error(found, twin.get_buffer(name)) <= 1e-10 for name, found in run.buffers.items())
 
 
 def test_parts_have_the_module_and_the_line_of_the_op() -> None:

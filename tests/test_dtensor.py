@@ -27,7 +27,7 @@ class Loss(nn.Module):
 def test_cross_entropy_with_ignored_targets_is_that_of_one_device_where_dtensor_may_average_means():
     assert not dist.is_initialized()
     torch.manual_seed(0)
-    logits, target = torch.randn(8, 5), torch.randint(0, 5, (8,))
+    logits, target = torch.randn(8, 6), torch.randint(0, 6, (8,))
     target[:3] = -100  # the first rank counts one target, the second one four
     eager = Loss(logits)
     expected = eager(target)
@@ -39,7 +39,7 @@ def test_cross_entropy_with_ignored_targets_is_that_of_one_device_where_dtensor_
         found = F.cross_entropy(*sharded).full_tensor().reconcile()
     assert not dist.is_initialized()
     average = torch.stack(means).mean()
-    assert abs(average - expected) > 0.05
+    assert (f"{average:.4f}", f"{expected:.4f}") == ("1.4841", "1.5638")
     assert torch.allclose(found, average) or torch.allclose(found, expected)  # 2.13 averages, 2.15 is right
     model = Loss(logits)
     plan = sbpc.plan(model, (target,), Mesh(x=2), pin={"logits": "S(0)"})

@@ -210,7 +210,10 @@ def narrowed(value: Any, dtype: torch.dtype) -> Any:
 def test_what_is_taken_apart_has_the_dtypes_and_the_digits_of_the_fused_op(dtype: torch.dtype) -> None:
     bound = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}[dtype]
     for case in cases():
-        made = Case(case.op, tuple(narrowed(v, dtype) for v in case.args), case.kwargs)
+        args = [narrowed(v, dtype) for v in case.args]
+        if case.op == aten._weight_norm_interface_backward.default:
+            args[3] = case.args[3].float()  # norms are saved in float32
+        made = Case(case.op, tuple(args), case.kwargs)
         whole = made.run()
         for found, expected in zip(taken_apart(made), whole if isinstance(whole, tuple) else (whole,)):
             if found is not None:

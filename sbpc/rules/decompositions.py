@@ -72,12 +72,13 @@ def variance(x: Tensor, dim: list[int] | None, correction: float | None, keepdim
     return found, mean if keepdim else mean.squeeze(dims)
 
 
-def deviation(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> Tensor:
-    return variance(x, dim, correction, keepdim)[0].sqrt()
+def deviation(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    found, mean = variance(x, dim, correction, keepdim)
+    return found.sqrt(), mean
 
 
-def vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, *_: Any) -> Tensor:
-    dims, size = reduced(x, dim), x.abs()
+def vector_norm(x: Tensor, order: float | None, dim: list[int] | None = None, keepdim: bool = False, *_: Any) -> Tensor:
+    dims, size, order = reduced(x, dim), x.abs(), 2 if order is None else order
     if math.isinf(order):
         return size.amax(dims, keepdim) if order > 0 else size.amin(dims, keepdim)
     if order == 0:
@@ -85,6 +86,21 @@ def vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, *
     if order == 2:
         return size.square().sum(dims, keepdim).sqrt()
     return size.pow(order).sum(dims, keepdim).pow(1 / order)
+
+
+def but(x: Tensor, dim: int) -> list[int]:
+    """All dims but one."""
+    return [at for at in range(x.dim()) if at != dim % x.dim()]
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    size = vector_norm(v, 2, but(v, dim), True)
+    return v * (g / size), size
+
+
+def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, size: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    along = (grad * v).sum(but(v, dim), True) / size
+    return (grad - v * (along / size)) * (g / size), along
 
 
 # --- normalisations ---------------------------------------------------------------------------------------------------
@@ -179,9 +195,7 @@ def group_norm_backward(
     return found.view(x.shape), (grad * unit.view(x.shape)).sum(rest), grad.sum(rest)
 
 
-def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any
-) -> tuple[Tensor, ...]:
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any) -> tuple[Tensor, ...]:
     """more: running mean and variance where there are any, whether in training, momentum, eps."""
     *running, _, momentum, eps = more
     dims = [0, *range(2, x.dim())]
@@ -211,6 +225,6 @@ def batch_norm_backward(
 for function in (
     all_of, any_of, batch_norm, batch_norm_backward, deviation, group_norm, group_norm_backward, layer_norm,
     layer_norm_backward, log_softmax, log_softmax_backward, logsumexp, rms_norm, rms_norm_backward, safe_softmax,
-    softmax, softmax_backward, variance, vector_norm,
+    softmax, softmax_backward, variance, vector_norm, weight_norm, weight_norm_backward,
 ):  # fmt: skip
     decomposition(function)

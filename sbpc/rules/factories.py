@@ -45,8 +45,7 @@ def bits(shard: Shard) -> Any:
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
     rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
 for op in (
-    aten.empty.memory_format, aten.empty_permuted.default, aten.full.default, aten.ones.default,
-    aten.zeros.default,
+    aten.empty.memory_format, aten.empty_permuted.default, aten.full.default, aten.ones.default, aten.zeros.default,
 ):  # fmt: skip
     rule(op, "[*a] -> *a", flops=FREE)
 for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):

@@ -169,7 +169,7 @@ for op in (
     aten.topk.default,
 ):  # fmt: skip
     rule(op, scan())
-rule(aten.bucketize.Tensor, "*a, b -> *a ; fix b", flops="1 *a")
+rule(aten.bucketize.Tensor, "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
 rule(aten.cumsum.default, scan("lin(0)"), flops=WRITTEN)
 rule(aten.gather.default, gather, local=addressed("v", "index", gather_local), flops=FREE)
 rule(aten.glu.default, scan(), flops=WRITTEN)

@@ -27,18 +27,14 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
     """The rule is the equation: letters become factors, those that the output lacks are summed."""
     left, arrow, right = given["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
-    if (
-        not arrow
-        or not (left + right).replace(",", "").isalpha()
-        or any(len(set(term)) < len(term) for term in (*terms, right))
-    ):
+    twice = any(len(set(term)) < len(term) for term in (*terms, right))
+    if not arrow or not (left + right).replace(",", "").isalpha() or twice:
         return None
     operands = [" ".join(term) or "()" for term in terms]
     summed = "".join(f" {letter}" for letter in dict.fromkeys("".join(terms)) if letter not in right)
     linear = [f"lin({at + 1})" for at in range(len(terms))]
-    return " ; ".join(
-        [f"_, {', '.join(operands)} -> {' '.join(right) or '()'}", *([f"+{summed}"] if summed else []), *linear]
-    )
+    sign = f"_, {', '.join(operands)} -> {' '.join(right) or '()'}"
+    return " ; ".join([sign, *([f"+{summed}"] if summed else []), *linear])
 
 
 def einsum_local(shard: Shard) -> Any:

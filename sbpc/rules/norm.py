@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sbpc.rules.registry import Arguments, rule
+from sbpc.rules.registry import Arguments, Write, rule
 
 aten = torch.ops.aten
 
@@ -25,6 +25,20 @@ def batch_norm_backward(given: Arguments, outputs: Any) -> str:
     return "n c *h, n c *h, c, c, c, *e, *f -> n c *h, c, c ; +n h ; fix e f ; lin(0)"
 
 
+def by_slice(text: str) -> Write:
+    """The rule of an op on slices along one dim k: V is all dims, G k alone, R those that a slice has."""
+
+    def write(given: Arguments, outputs: Any) -> str:
+        dims = next(iter(given.values())).dim()
+        names = ["k" if at == given["dim"] % dims else f"r{at}" for at in range(dims)]
+        one, rest = [name if name == "k" else "1" for name in names], [name for name in names if name != "k"]
+        return text.replace("V", " ".join(names)).replace("G", " ".join(one)).replace("R", " ".join(rest))
+
+    return write
+
+
+WEIGHT_NORM_BACKWARD = "V, V, G, G -> V, G ; via R = weight_norm_backward ; lin(0) ; lin(2 -> 0)"
+
 rule(aten._fused_rms_norm.default, "*b *d, [*d], *d -> *b *d, *b *e ; fix e ; via d = rms_norm")
 rule(
     aten._fused_rms_norm_backward.default,
@@ -37,6 +51,8 @@ rule(
     nonempty="c",
 )
 rule(aten._native_batch_norm_legit_no_training.default, "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)")
+rule(aten._weight_norm_interface.default, by_slice("V, G -> V, G ; via R = weight_norm ; lin(1 -> 0)"), nonempty="k r")
+rule(aten._weight_norm_interface_backward.default, by_slice(WEIGHT_NORM_BACKWARD), nonempty="k r")
 rule(aten.native_batch_norm.default, batch_norm, nonempty="c")
 rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="n c h")
 rule(aten.native_group_norm.default, "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; via c s = group_norm")
@@ -53,3 +69,4 @@ rule(
     aten.native_layer_norm_backward.default,
     "*b *d, *b *d, [*d], *b *e, *b *e, *d, *d -> *b *d, *d, *d ; +b ; fix e ; via d = layer_norm_backward ; lin(0)",
 )
+rule(aten.renorm.default, by_slice("V -> V ; fix R"))

@@ -14,16 +14,14 @@ from sbpc.rules.registry import FREE, GENERATORS, Arguments, Entry, entry, rule
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
 UNTAGGED = (
-    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default, aten.alias.default,
-    aten.complex.default, aten.copy.default,
-    aten.detach.default, aten.elu_backward.default, aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default,
-    aten.floor_divide.Scalar, aten.hardsigmoid_backward.default, aten.hardswish.default,
-    aten.hardswish_backward.default,
+    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default,
+    aten.alias.default, aten.complex.default, aten.copy.default, aten.detach.default, aten.elu_backward.default,
+    aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default, aten.floor_divide.Scalar,
+    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default,
-    aten.rrelu_with_noise_backward.default,
-    aten.rsub.Tensor, aten.softplus_backward.default,
-    aten.softshrink_backward.default, aten.where.ScalarOther, aten.where.ScalarSelf,
+    aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default, aten.rrelu_with_noise_backward.default,
+    aten.rsub.Tensor, aten.softplus_backward.default, aten.softshrink_backward.default, aten.where.ScalarOther,
+    aten.where.ScalarSelf,
 )  # fmt: skip
 # Tagged pointwise, yet not a tensor (equal) or random (rrelu).
 UNLIKE = (aten.equal.default, aten.rrelu.default)
