@@ -15,7 +15,7 @@ import numpy as np
 from sbpc.solver.check import Proof
 from sbpc.solver.fold import Folded, Kind, Slot
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.trws import Messages, Space, aliased, distinct
+from sbpc.solver.trws import Messages, Space, aliased
 
 ROUNDS = 12  # at most so many times SWEEPS sweeps
 SWEEPS = 4
@@ -38,7 +38,10 @@ def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> Proof
         return dual.proof()
     found = dual.carried(folded)
     rest = ends(folded, found)
-    found.take(rest, passed(rest.problem, cap, rounds), lambda slot: folded.sizes[slot[0]] == 1)
+    messages = passed(rest.problem, cap, rounds)
+    found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
+    free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
+    dual.extra |= {at: extra for at, extra in zip(free, messages.extra()) if dual.folded.sizes[at] == 1}
     return found.proof()
 
 
@@ -47,16 +50,19 @@ def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[Dual
     found, part = Dual(folded), blocks(folded)
     messages = passed(part.problem, cap, rounds)
     found.take(part, messages, lambda slot: True)
+    found.extra = dict(enumerate(messages.extra()))
     return found, messages.decode()
 
 
 @dataclass(eq=False)
 class Dual:
-    """Multipliers and charges in the making."""
+    """Multipliers and charges in the making. extra: by class and label, about how much dearer than the bound a plan is
+    that has the label."""
 
     folded: Folded
     multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
     charges: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by kind
+    extra: dict[int, np.ndarray] = field(default_factory=dict)
 
     def carried(self, finer: Folded) -> Dual:
         """What is known here of the classes that have several members in a problem that is folded less."""
@@ -125,7 +131,7 @@ def blocks(folded: Folded) -> Part:
         found = Value(value.producer, value.out, [value.consumers[place - 1] for place in places[1:]], closure)
         part.problem.values.append(found)
         part.kinds.append(at)
-        part.slots.append([0, *(places[1 + number] for number in distinct(found))])
+        part.slots.append([0, *(places[1 + number] for number in found.distinct)])
         part.units.append(unit)
     return part
 
@@ -181,7 +187,7 @@ def ends(folded: Folded, dual: Dual) -> Part:
         found = Value(*ports[0], ports[1:], value.closure)
         part.problem.values.append(found)
         part.kinds.append(at)
-        part.slots.append([kept[0], *(kept[1 + number] for number in distinct(found))])
+        part.slots.append([kept[0], *(kept[1 + number] for number in found.distinct)])
         part.units.append(kind.count)
     return part
 

@@ -7,6 +7,7 @@ layout that a consumer wants: equal boxings of a value are shared.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,14 @@ class Value:
     consumers: list[tuple[int, np.ndarray]]
     closure: np.ndarray
     places: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def distinct(self) -> list[int]:
+        """Which consumers do not want what an earlier one wants under every label."""
+        found: dict[tuple[int, bytes], int] = {}
+        for number, (at, wants) in enumerate(self.consumers):
+            found.setdefault((at, wants.tobytes()), number)
+        return list(found.values())
 
 
 @dataclass(eq=False)

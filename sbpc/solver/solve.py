@@ -12,7 +12,7 @@ from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.dual import ROUNDS, Dual, between_ends, prove
 from sbpc.solver.exact import cheapest
 from sbpc.solver.fold import Folded, fold
-from sbpc.solver.moves import Neighbours, one_axis, union
+from sbpc.solver.moves import Neighbours, nearest, one_axis, union
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
 
@@ -20,8 +20,10 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-TIED = ((5e-3, 9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
+NEAR = 1_000  # at least so many labels of a folded problem, those nearest to the bound, are the first to be searched
+TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
+LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
 
@@ -47,7 +49,10 @@ def solve(
 def solve_folded(
     problem: Problem, starts: Sequence[Sequence[int]], alike: Sequence[int], finer: Sequence[int]
 ) -> Solution:
-    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small."""
+    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small.
+
+    The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first.
+    """
     folded = fold(problem, alike)
     search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
     wide = folded.problem.variables[0].digits.shape[1] > 2
@@ -61,11 +66,13 @@ def solve_folded(
             return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
+    if gap() > ENOUGH:
+        search.finish(nearest(folded.problem, dual.extra, search.labels, max(NEAR, 3 * len(folded.sizes))))
     if gap() > enough:
         search.move()
     if gap() > most and wide:
         found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
-    if gap() > most:
+    if gap() > most and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
     labels = folded.unfold(search.labels)
     seconds = total(problem, labels)

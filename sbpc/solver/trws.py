@@ -34,16 +34,8 @@ class Space:
 
 
 def slots(value: Value) -> list[tuple[int, np.ndarray]]:
-    """The consumers of `value` without those that want what an earlier one wants under every label."""
-    return [value.consumers[number] for number in distinct(value)]
-
-
-def distinct(value: Value) -> list[int]:
-    """Which of the consumers `slots` keeps."""
-    found: dict[tuple[int, bytes], int] = {}
-    for number, (at, wants) in enumerate(value.consumers):
-        found.setdefault((at, wants.tobytes()), number)
-    return list(found.values())
+    """The distinct consumers of `value`."""
+    return [value.consumers[number] for number in value.distinct]
 
 
 def aliased(value: Value) -> bool:
@@ -100,7 +92,7 @@ class Node:
 
     def belief(self, inbox: np.ndarray) -> np.ndarray:
         """Costs and messages, by label."""
-        return self.costs + inbox[self.gather].sum(0) if len(self.gather) else self.costs.copy()
+        return self.costs + np.add.reduce(inbox[self.gather], axis=0) if len(self.gather) else self.costs.copy()
 
 
 class Messages:
@@ -189,7 +181,9 @@ class Messages:
                     message = self.stars[number].tell(edge.branch, belief, self.buffer)
                     edge.last.inbox[:] = message - message.min()
                 continue
-            sent = at.later.project(at.belief(at.inbox)) * at.weight
+            belief = at.belief(at.inbox)
+            belief -= np.minimum.reduce(belief)  # what is added to all messages over an edge changes no bound
+            sent = at.later.project(belief) * at.weight
             sent -= at.inbox[len(at.inbox) - len(sent) :]
             for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
                 if edge.star is not None:
@@ -198,7 +192,6 @@ class Messages:
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop, None], out=sums)
                 np.minimum.reduce(sums, axis=0, out=edge.last.inbox)
-                edge.last.inbox -= edge.last.inbox.min()
 
     def backward(self, beliefs: list[np.ndarray] | None = None) -> float:
         """Send messages to the earlier nodes, last node first; returns the bound, and appends to `beliefs` if given.
@@ -238,9 +231,9 @@ class Messages:
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop], out=sums)
                 np.minimum.reduce(sums, axis=1, out=edge.first.inbox)
-                least = float(edge.first.inbox.min())
+                least = np.minimum.reduce(edge.first.inbox)
                 edge.first.inbox -= least
-                bound += least
+                bound += float(least)
         return bound
 
     def balance(self, star: Star) -> float:
@@ -273,6 +266,12 @@ class Messages:
         self.forward()
         self.bound = max(self.backward(found), before)
         return [before + belief for belief in reversed(found)]
+
+    def extra(self) -> list[np.ndarray]:
+        """By variable and label: by how much what the node says of the label is above what it says of its best one."""
+        found = (self.nodes[self.place[0, at]] for at in range(len(self.problem.variables)))
+        beliefs = [at.belief(at.inbox) for at in found]
+        return [(belief - belief.min()).astype(np.float64) for belief in beliefs]
 
     def decode(self) -> list[int]:
         """Labels by variable, chosen node by node: own costs, boxings from the chosen earlier nodes, later messages."""

@@ -1,7 +1,8 @@
 """How fast large models are planned and how good the plans are: `python -m tests.bench.planning [cases] [--json FILE]`.
 
 Every case runs in a process of its own. Seconds are CPU seconds by pass; "outside" is all but capture; memory is the
-peak of the process, the libraries included.
+peak of the process, the libraries included. A case whose repeats are not one chain is followed by a GPT of about as many
+nodes on the same mesh, and by how many times as long it takes per node.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "mixtral 8x8": ("mixtral", {}, {"x": 8, "y": 8}),
     "unet 8x8": ("unet", {}, {"x": 8, "y": 8}),
 }
+UNCHAINED = ("t5 16x8", "mixtral 8x8", "unet 8x8")
+LAYER, REST = 79, 43  # nodes of a layer of the GPT, and of what is around them
 
 
-def measured(name: str, certify: float) -> dict[str, Any]:
-    """One case in this process."""
+def measured(name: str, certify: float, layers: int = 0) -> dict[str, Any]:
+    """One case in this process; layers: a GPT of so many on its mesh instead."""
     import sbpc
     from sbpc import Mesh
     from tests.bench import zoo
 
     model_name, options, axes = CASES[name]
+    if layers:
+        name, model_name, options = f"  gpt3 {layers} layers", "gpt3", {"layers": layers}
     model, args, kwargs = getattr(zoo, model_name)(**options)
     gc.collect()
     start = time.process_time()
@@ -68,25 +73,40 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def run(name: str, certify: float, layers: int) -> dict[str, Any] | None:
+    """One case in a process of its own, its line printed; None if it fails."""
+    options = ["--here", "--certify", str(certify), "--layers", str(layers)]
+    command = [sys.executable, "-m", "tests.bench.planning", name, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"{name:18} failed", flush=True)
+        return None
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(line(row), flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all without")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--certify", type=float, default=0.0, help="seconds for tightening each bound")
+    parser.add_argument("--layers", type=int, default=0, help="a GPT of so many layers on the mesh of the case")
     parser.add_argument("--here", action="store_true", help="run one case in this process and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(measured(arguments.cases[0], arguments.certify)))
+        print(json.dumps(measured(arguments.cases[0], arguments.certify, arguments.layers)))
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in arguments.cases or CASES:
-        command = [sys.executable, "-m", "tests.bench.planning", name, "--here", "--certify", str(arguments.certify)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"{name:18} failed", flush=True)
-            continue
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        print(line(rows[-1]), flush=True)
+        row = run(name, arguments.certify, arguments.layers)
+        rows += [row] if row else []
+        if row and name in UNCHAINED and not arguments.layers:
+            chain = run(name, arguments.certify, round((row["nodes"] - REST) / LAYER))
+            if chain:
+                row["times a chain"] = row["outside"] / row["nodes"] / (chain["outside"] / chain["nodes"])
+                print(f"{name:18} takes {row['times a chain']:.2f} times as long per node", flush=True)
+                rows.append(chain)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 
