@@ -67,7 +67,7 @@ def solve_folded(
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
     if gap() > ENOUGH:
-        search.finish(nearest(folded.problem, dual.extra, search.labels, max(NEAR, 3 * len(folded.sizes))))
+        search.finish(nearest(folded.problem, dual.extra, search.labels, max(NEAR, 2 * len(folded.sizes))))
     if gap() > enough:
         search.move()
     if gap() > most and wide:
