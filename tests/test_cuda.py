@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -56,3 +57,27 @@ def test_half_precision_is_near_eager(one_rank: Any) -> None:
     parallel = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(data=1), dtype=torch.bfloat16))
     with torch.autocast("cuda", torch.bfloat16):
         assert parallel(*args).item() == pytest.approx(model(*args).item(), rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_plan_made_without_a_gpu_runs_on_one(one_rank: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=4)
+    model = model.to(dtype)
+    plan = sbpc.plan(model, args, Mesh(data=1))
+    assert any("for_cpu" in str(node.target) for node in plan.local.graph.nodes)
+    eager, args = copy.deepcopy(model).cuda(), tuple(arg.cuda() for arg in args)
+    parallel = sbpc.parallelize(model, plan)
+    found = []
+    for module in (eager, parallel):
+        loss = module(*args)
+        loss.backward()
+        found.append((loss.item(), [whole(p.grad) for p in module.parameters()]))
+    rtol = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    assert found[0][0] == pytest.approx(found[1][0], rel=rtol)
+    for one, other in zip(found[0][1], found[1][1]):
+        assert (one - other).norm() <= rtol * one.norm()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double()
