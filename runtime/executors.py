@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
@@ -76,22 +75,17 @@ def inductor(gm: GraphModule) -> Run:
     What a program only hands on, such as weights that are saved for the backward, goes around them: each would be made
     anew as a view.
     """
-    graph, values = Graph(), dict[Node, Node]()
-    taken = graph.placeholder("given")
-    taken.meta["steal_arg"] = True  # by which torch empties the list
-    places = {node: at for at, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    for node, at in places.items():
-        values[node] = graph.call_function(operator.getitem, (taken, at))
-    ends: Any = graph.graph_copy(gm.graph, values)
-    around = {values[node]: at for node, at in places.items()}
-    graph.output(tuple(node for node in ends if node not in around))
-    order = [around.get(node) for node in ends]
-    handed = [at for at in around.values() if at in order]
+    graph = Graph()
+    ends: Any = graph.graph_copy(gm.graph, {})
+    places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
+    graph.output(tuple(node for node in ends if node not in places))
+    order = [places.get(node) for node in ends]
+    handed = [at for at in places.values() if at in order]
     inner, compiled = GraphModule(gm, graph), list[Callable[..., Any]]()
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         if not compiled:
-            compiled.append(inductor_compile(inner, [list(given)]))
+            compiled.append(inductor_compile(inner, list(given)))
         kept = {at: given[at] for at in handed}
         made = iter(compiled[0](given))
         return tuple(next(made) if at is None else kept[at] for at in order)

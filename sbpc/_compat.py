@@ -246,11 +246,15 @@ def has_kernel(op: OpOverload, device: str) -> bool:
 
 
 def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
-    """A function that computes what a graph computes, by Inductor's kernels. Imported when it is needed."""
-    from torch._inductor import compile as run
+    """A function of one list, which it empties, that computes what a graph computes, by Inductor's kernels.
+
+    What it needs is imported now. That the list is emptied is how torch calls what stands in such a wrapper.
+    """
+    from torch._dynamo.utils import GmWrapper
+    from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        return run(gm, examples)
+        return compile_fx(GmWrapper(gm, lambda values: values), examples)  # type: ignore[arg-type]
 
 
 def storage_of(tensor: Tensor) -> int:
