@@ -268,7 +268,7 @@ class Held:
         """
         found = [table[key] for table, key in self.places.values()]
         tied = (table[key] for _, (table, key), _ in self.tied)
-        asked = (value.requires_grad for value in found)
+        asked = (getattr(value, "requires_grad", None) for value in found)  # a parameter may have become None
         now = [runner, train, RemovableHandle.next_id, *found, *map(local_of, found), *asked, *tied]
         given = dict(zip(self.places, found))
         if len(now) != len(self.accepted) or not all(map(operator.is_, now, self.accepted)):
