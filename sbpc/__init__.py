@@ -8,6 +8,7 @@ from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.rules.own import rule
+from sbpc.rules.probe import probe
 from sbpc.rules.reviewed import load_rules
 from sbpc.runtime.checkpoint import Checkpoints
 from sbpc.runtime.groups import start, stop
@@ -34,6 +35,7 @@ __all__ = [
     "load_rules",
     "parallelize",
     "plan",
+    "probe",
     "rule",
     "simulate",
     "start",

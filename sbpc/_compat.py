@@ -63,6 +63,7 @@ __all__ = [
     "has_kernel",
     "inductor_compile",
     "keeps_graph",
+    "load_custom_ops",
     "local_of",
     "local_ranks",
     "next_sequence_number",
@@ -140,6 +141,11 @@ def local_ranks(ranks: int) -> Iterator[None]:
             yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def load_custom_ops() -> None:
+    """Import what the first call of a custom op imports, so that not every forked process does it anew."""
+    import torch._dynamo  # noqa: F401
 
 
 def next_sequence_number() -> int:

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.commands import convert, demo, export, plan, profile, run, show, sweep
+from sbpc.commands import convert, demo, export, plan, probe, profile, run, show, sweep
 from sbpc.errors import SbpcError
 from sbpc.runtime.launch import RankError
 from sbpc.target import USAGE
 
-COMMANDS = (plan, show, run, export, convert, sweep, profile, demo)
+COMMANDS = (plan, show, run, export, convert, sweep, probe, profile, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
@@ -25,6 +25,7 @@ EPILOG = f"""{USAGE}
   sbpc run   model.sbpc --steps 100 --checkpoint checkpoints
   sbpc convert checkpoints -o weights.safetensors
   sbpc sweep train.py:model --devices 64 --cluster h100
+  sbpc probe train.py:model -o rules.txt
   sbpc profile -o cluster.json
 
 Exit codes: 0 all is well, 2 something of yours is to be mended (the message says what), 130 interrupted.

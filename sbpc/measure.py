@@ -106,7 +106,7 @@ def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
     where = nodes[0].meta.get("module") or "the model"
     which = f"%{nodes[0].name} in {where}" + (f" and {len(nodes) - 1} more calls" if len(nodes) > 1 else "")
     costs = f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, {waiting:.3g} s"
-    return f"no rule for {op}, so every rank computes all of it ({which}): {costs}"
+    return f"no rule for {op}, so every rank computes all of it ({which}): {costs}. `sbpc probe` looks for a rule"
 
 
 def transfer_of(node: Node) -> Transfer:

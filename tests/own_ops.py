@@ -79,7 +79,54 @@ def hang(x: Tensor) -> Tensor:
     return x.cumsum(0)
 
 
-for op in (scale, center, secret, dice, crash, pair, hang):
+@custom_op("own::boom", mutates_args=())
+def boom(x: Tensor) -> Tensor:
+    """Kills the interpreter."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return x.clone()
+
+
+@custom_op("own::swap", mutates_args=())
+def swap(x: Tensor) -> Tensor:
+    """Each pair of neighbours exchanged; of an odd number the last one is dropped."""
+    return x[: len(x) // 2 * 2].view(-1, 2).flip(1).reshape(-1)
+
+
+@custom_op("own::even", mutates_args=())
+def even(x: Tensor) -> Tensor:
+    """x, twice as much where its rows are even in number."""
+    return x * 2 if x.shape[0] % 2 == 0 else x.clone()
+
+
+@custom_op("own::norm", mutates_args=())
+def norm(x: Tensor, w: Tensor, b: Tensor | None = None, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """A layer norm over the last dim, and the means."""
+    return torch.nn.functional.layer_norm(x, w.shape, w, b, eps), x.mean(-1)
+
+
+@custom_op("own::heads", mutates_args=())
+def heads(x: Tensor, heads: int) -> Tensor:
+    """A softmax within each head, of which the last dim holds several."""
+    return x.view(*x.shape[:-1], heads, -1).softmax(-1).view(x.shape).clone()
+
+
+@custom_op("own::pool", mutates_args=())
+def pool(x: Tensor) -> Tensor:
+    """Sums of four rows."""
+    return x.view(x.shape[0] // 4, 4, -1).sum(1)
+
+
+@custom_op("own::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    """x, if there are three rows; an error of its own kind for fewer."""
+    if x.shape[0] < 3:
+        raise KeyError("rows")
+    return x.clone()
+
+
+for op in (scale, center, secret, dice, crash, pair, hang, boom, swap, even, heads, picky):
     op.register_fake(lambda x, *unused: torch.empty_like(x))
 mix.register_fake(lambda x, y, w: (x.new_empty(x.shape[0], w.shape[1]), torch.empty_like(y)))
 peak.register_fake(lambda x: x.new_empty(x.shape[0]))
+norm.register_fake(lambda x, w, b=None, eps=1e-5: (torch.empty_like(x), x.new_empty(x.shape[:-1])))
+pool.register_fake(lambda x: x.new_empty(x.shape[0] // 4, x.shape[1]))

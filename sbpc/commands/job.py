@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sbpc.api import load
-from sbpc.commands.options import is_plan, plan_of
+from sbpc.commands.options import is_plan, plan_of, target_of
 from sbpc.errors import PlanError, SbpcError
 from sbpc.exported import inputs_beside, load_programs, module_of, weights_beside
 from sbpc.mesh import Mesh
@@ -23,7 +23,6 @@ from sbpc.runtime.checkpoint import whole_steps
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.weights import read_tensors
 from sbpc.structure import unflatten
-from sbpc.target import load_target
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ def job_of(options: argparse.Namespace) -> Job:
     if is_plan(options.target):
         return job_of_file(options, executor)
     if options.plan:
-        found, target = load(options.plan), load_target(options.target, options.dtype)
+        target = target_of(options, options.target)  # first: a plan may hold ops that the target registers
+        found = load(options.plan)
     else:
         found, target = plan_of(options, options.target)
     if not found.options["train"]:

@@ -14,7 +14,8 @@ from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
-from sbpc.target import DTYPES, Target, load_target, split_target
+from sbpc.rules.reviewed import load_rules
+from sbpc.target import DTYPES, Target, import_file, load_target, split_target
 
 PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # of no use with a plan that is made
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -30,14 +31,27 @@ def add_planning(one: argparse.ArgumentParser, mesh: bool = True) -> None:
         metavar="NAME_OR_FILE",
         help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)",
     )
-    one.add_argument("--no-train", action="store_true", help="plan the forward alone")
     names = [name for name in OPTIMIZER_STATE if name is not None]
     one.add_argument(
         "--optimizer", choices=names, default="adamw", help="whose state is counted, and used (default: adamw)"
     )
     one.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
+    add_step(one)
+
+
+def add_step(one: argparse.ArgumentParser) -> None:
+    """The options of everything that captures a step."""
+    one.add_argument("--no-train", action="store_true", help="plan the forward alone")
     one.add_argument(
         "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
+    )
+    one.add_argument(
+        "--rules",
+        action="append",
+        type=file_name,
+        default=[],
+        metavar="FILE",
+        help="reviewed rules of ops that have none, as `sbpc probe` writes them; may be given again",
     )
 
 
@@ -151,10 +165,24 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     mesh, pins = mesh_of(options), pins_of(options)
     if options.dump:
         make_folder(options.dump)
-    built = load_target(target, options.dtype)
+    built = target_of(options, target)
     about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
     return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
+
+
+def target_of(options: argparse.Namespace, target: str) -> Target:
+    """The target, and the rules that the options name in force."""
+    register(options, target)
+    return load_target(target, options.dtype)
+
+
+def register(options: argparse.Namespace, target: str | None = None) -> None:
+    """Put the rules that the options name in force; importing the target's file registers the ops that they are about."""
+    if target is not None:
+        import_file(split_target(target)[0])
+    for file in options.rules:
+        load_rules(file)
 
 
 def is_plan(text: str) -> bool:

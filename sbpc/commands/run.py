@@ -15,7 +15,7 @@ from rich.console import Console
 
 from sbpc.api import load
 from sbpc.commands.job import Job, job_of
-from sbpc.commands.options import add_planning, file_name, is_plan, plan_of, rate, seconds, without_planning
+from sbpc.commands.options import add_planning, file_name, is_plan, plan_of, rate, register, seconds, without_planning
 from sbpc.commands.output import check_file, print_json, quiet
 from sbpc.errors import SbpcError
 from sbpc.exported import load_programs
@@ -82,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
         launch(arguments(options), ranks)
         return 0
     with quiet(options):
+        if options.plan:
+            register(options, options.target)
         found = load(options.plan) if options.plan else plan_of(options, options.target)[0]
         if not options.json:
             print_plan(found, Console())
@@ -101,7 +103,7 @@ def check(options: argparse.Namespace) -> None:
     if options.optimizer not in OPTIMIZERS:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
     if is_plan(options.target):
-        without_planning(options, options.target, "plan", "dtype")
+        without_planning(options, options.target, "plan", "dtype", "rules")
         check_file(options.output)
         return
     given = [f"--{name}" for name in OF_FILES if getattr(options, name)]
@@ -120,7 +122,7 @@ def arguments(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None and value is not False:
             found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return found
+    return found + [part for file in options.rules for part in ("--rules", file)]
 
 
 def run_rank(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from sbpc.api import load
-from sbpc.commands.options import add_planning, file_name, is_plan, plan_of, without_planning
+from sbpc.commands.options import add_planning, file_name, is_plan, plan_of, register, without_planning
 from sbpc.commands.output import check_file, print_json, quiet, write
 from sbpc.errors import SbpcError
 from sbpc.graphtext import graph_text
@@ -39,6 +39,7 @@ def run(options: argparse.Namespace) -> int:
     with quiet(options):
         if is_plan(options.target):
             without_planning(options, options.target, "dtype")
+            register(options)
             found = load(options.target)
         else:
             found, _ = plan_of(options, options.target)

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.commands.options import add_planning, cluster_of
+from sbpc.commands.options import add_planning, cluster_of, target_of
 from sbpc.commands.output import print_json, quiet
 from sbpc.report import si
 from sbpc.sweep import Row, sweep
-from sbpc.target import load_target, split_target
+from sbpc.target import split_target
 
 NAME = "sweep"
 HELP = "rank every mesh of a number of devices by the plan found on it"
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     about |= {"cluster": cluster_of(options), "memory": options.memory}
     about |= {"optimizer": options.optimizer, "train": not options.no_train}
     with quiet(options), Progress(console=Console(stderr=True), transient=True) as bar:
-        built = load_target(options.target, options.dtype)
+        built = target_of(options, options.target)
         task = bar.add_task("capturing", total=None)
         rows = sweep(
             built.model, built.args, kwargs=built.kwargs, dtype=built.dtype, **about,

@@ -18,7 +18,7 @@ from sbpc.errors import RuleError
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.prove import BROKEN, Case, call, equal, swapped
 from sbpc.rules.worker import Lost, attempt
-from sbpc.states import B, P, Split, State, chunk_sizes, shards
+from sbpc.states import B, P, Partial, Split, State, chunk_sizes, shards, whole
 
 RANKS = 2
 MOST = 20_000
@@ -34,30 +34,79 @@ class Size:
     at: int | None
 
 
+@dataclass(frozen=True)
+class How:
+    """On how many ranks, and what the sum of the ranks' outputs may be: reductions, each tried in turn."""
+
+    ranks: int = RANKS
+    reductions: tuple[Partial, ...] = (P,)
+
+
 Pattern = tuple[tuple[int | None, ...], "Size | None"]
+TWO = How()
 
 
-def valid(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0) -> list[Signature]:
-    """All signatures of a call that hold on two ranks.
+@dataclass(frozen=True)
+class Found:
+    """The valid signatures of a call, each with the integer that is cut for it. tried: patterns of splits that were tried.
 
-    Of the states that an output could be said to have, the first of B, S, P that holds is taken. An op that crashes or
+    left: those that were not, since there are too many or since the op crashes or hangs. lost: why it did, for each.
+    """
+
+    signatures: dict[Signature, Size | None]
+    tried: int
+    left: int
+    lost: tuple[str, ...]
+
+
+def valid(one: Case, sizes: Sequence[Size] = ()) -> list[Signature]:
+    """All signatures of a call that hold on two ranks."""
+    return list(search(one, sizes).signatures)
+
+
+def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> Found:
+    """All signatures of a call that hold.
+
+    Of the states that an output could be said to have, the first of B, P, S that holds whatever the values is taken. An op that crashes or
     hangs on a few patterns of splits does not check shapes: then only those are tried that split all dims of one size,
     as where there are too many. Raises RuleError for an op that crashes or hangs on those as well.
     """
-    tried = list(patterns(one, sizes))
-    fitting = [pattern for pattern in tried if alike(one, pattern)]
-    for chosen in (tried, fitting) if len(tried) <= MOST else (fitting,):
-        found: dict[Signature, None] = {}
-        lost = 0
-        for _, result in attempt(lambda pattern: of_pattern(one, pattern), chosen, seconds):
-            lost += isinstance(result, Lost)
-            if lost > CRASHES:
-                break
-            if not isinstance(result, Lost):
-                found.update(dict.fromkeys(result))
+    every = list(patterns(one, sizes))
+    fitting = [pattern for pattern in every if alike(one, pattern)]
+    lost: list[str] = []
+    for chosen in (every, fitting) if len(every) <= MOST else (fitting,):
+        found: dict[Signature, Size | None] = {}
+        crashes = 0
+        for pattern, result in attempt(lambda pattern: of_pattern(one, pattern, how), chosen, seconds):
+            if isinstance(result, Lost):
+                crashes += 1
+                lost.append(result.why)
+                if crashes > CRASHES:
+                    break
+            else:
+                for signature in result:
+                    found.setdefault(signature, pattern[1])
         else:
-            return list(found)
+            return Found(found, len(chosen), len(every) - len(chosen), tuple(lost))
     raise RuleError(f"{one.op} crashes or hangs on {CRASHES + 1} calls on shards\n  Give it smaller examples.")
+
+
+def confirm(
+    one: Case, found: Mapping[Signature, Size | None], ranks: Sequence[int], seconds: float = 20.0, how: How = TWO
+) -> dict[Signature, dict[int, bool]]:
+    """Whether signatures hold on these numbers of ranks as well; those that would leave one an empty shard are not tried."""
+    items = [
+        (signature, replace(how, ranks=number))
+        for signature in found
+        for number in ranks
+        if not any(isinstance(s, Split) and 0 in chunk_sizes(v.shape[s.dim], number) for s, v in zip(signature.inputs, one.operands))
+    ]
+    told: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
+    for (signature, there), result in attempt(
+        lambda item: holds(one, item[0].inputs, found[item[0]], item[0].outputs, item[1]), items, seconds
+    ):
+        told[signature][there.ranks] = result is True
+    return told
 
 
 def alike(one: Case, pattern: Pattern) -> bool:
@@ -76,12 +125,13 @@ def patterns(one: Case, sizes: Sequence[Size]) -> Iterator[Pattern]:
                 yield dims, size
 
 
-def of_pattern(one: Case, pattern: Pattern) -> list[Signature]:
+def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
     """The valid signatures with these splits: every other operand is whole, or partial where it holds numbers."""
     dims, size = pattern
-    whole: list[State] = [B if dim is None else Split(dim) for dim in dims]
-    if outcome(one, whole, size, shapes_only=True) is None:
+    given: list[State] = [B if dim is None else Split(dim) for dim in dims]
+    if outcome([one], given, size, how, shapes_only=True) is None:
         return []
+    calls = [one, *filter(runs, others(one))]
     exact = all(not value.is_floating_point() for value in one.operands)
     numbers = [
         at
@@ -91,9 +141,9 @@ def of_pattern(one: Case, pattern: Pattern) -> list[Signature]:
     found = []
     for count in range(len(numbers) + 1):
         for chosen in itertools.combinations(numbers, count):
-            ins = [P if at in chosen else state for at, state in enumerate(whole)]
-            outs = outcome(one, ins, size)
-            if outs is not None and not any(by_chance(other, ins, size, outs) for other in others(one)):
+            ins = [P if at in chosen else state for at, state in enumerate(given)]
+            outs = outcome(calls, ins, size, how)
+            if outs is not None:
                 found.append(Signature(tuple(ins), outs))
     return found
 
@@ -124,58 +174,84 @@ def draw(value: Tensor, special: Sequence[float], seed: int) -> Tensor:
     return torch.tensor(special, dtype=value.dtype)[chosen]
 
 
-def by_chance(other: Case, ins: Sequence[State], size: Size | None, outs: tuple[State, ...]) -> bool:
-    """Whether a signature that held does not hold on other values (which the op may refuse)."""
+def runs(one: Case) -> bool:
+    """Whether the op takes these values."""
     try:
-        other.run()
+        one.run()
     except BROKEN:
         return False
-    return outcome(other, ins, size) != outs
+    return True
 
 
-def outcome(one: Case, ins: Sequence[State], size: Size | None, shapes_only: bool = False) -> tuple[State, ...] | None:
-    """The states of the outputs if the inputs are in `ins`, None if an output is in no state.
+def outcome(
+    calls: Sequence[Case], ins: Sequence[State], size: Size | None, how: How = TWO, shapes_only: bool = False
+) -> tuple[State, ...] | None:
+    """The states of the outputs if the inputs are in `ins`, the same in all calls; None if an output is in no state.
 
     shapes_only: ask only whether the ranks' outputs have the shapes of some state.
     """
+    left: list[list[State]] = []
+    for number, call_ in enumerate(calls):
+        made = outputs_of(call_, ins, size, how)
+        if made is None:
+            return None
+        if number == 0:
+            left = [[B, *how.reductions, *map(Split, range(v.dim()))] if isinstance(v, Tensor) else [B] for _, v in made]
+        for at, (parts, v) in enumerate(made):
+            if isinstance(v, Tensor):
+                left[at] = [state for state in left[at] if in_state(parts, state, v, call_, shapes_only)]
+        if not all(left):
+            return None
+    return tuple(states[0] for states in left)
+
+
+def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], how: How) -> bool:
+    """Whether the outputs are in the states `outs` if the inputs are in `ins`."""
+    found = outputs_of(one, ins, size, how)
+    return found is not None and all(
+        not isinstance(expected, Tensor) or in_state(parts, state, expected, one)
+        for (parts, expected), state in zip(found, outs)
+    )
+
+
+def outputs_of(
+    one: Case, ins: Sequence[State], size: Size | None, how: How
+) -> list[tuple[tuple[Any, ...], Any]] | None:
+    """For each output what the ranks have and what one device has; None if the op fails on shards."""
     generator = torch.Generator().manual_seed(11)
-    held = [parts_of(value, state, generator) for value, state in zip(one.operands, ins)]
+    held = [parts_of(value, state, generator, how.ranks) for value, state in zip(one.operands, ins)]
     results = []
-    for rank in range(RANKS):
+    for rank in range(how.ranks):
         args, kwargs = swapped(one, [parts[rank] for parts in held])
         try:
-            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank), **kwargs)))
+            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank, how.ranks), **kwargs)))
         except BROKEN:
             return None
-    wanted, outs = flat_outputs(one.run()), []
+    wanted = flat_outputs(one.run())
     if any(len(result) != len(wanted) for result in results):
         return None
-    for at, expected in enumerate(wanted):
-        parts = [result[at] for result in results]
-        state = state_of(parts, expected, one, shapes_only) if isinstance(expected, Tensor) else B
-        if state is None:
-            return None
-        outs.append(state)
-    return tuple(outs)
+    return list(zip(zip(*results), wanted))
 
 
-def parts_of(value: Tensor, state: State, generator: torch.Generator) -> list[Tensor]:
+def parts_of(value: Tensor, state: State, generator: torch.Generator, ranks: int = RANKS) -> list[Tensor]:
     """What each rank holds; partial sums of real numbers, since rounding is linear in whole ones."""
     if state != P or not value.is_floating_point():
-        return shards(value, state, RANKS, generator)
-    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-    return [value - noise, noise]
+        return shards(value, state, ranks, generator)
+    noise = [torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(ranks - 1)]
+    return [value - sum(noise), *noise]
 
 
-def resized(one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | None, rank: int) -> list[Any]:
+def resized(
+    one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | None, rank: int, ranks: int = RANKS
+) -> list[Any]:
     """The positional arguments with one integer cut; a named one is replaced in `kwargs`."""
     if size is None:
         return args
 
     def cut(value: Any) -> Any:
         if size.at is None:
-            return chunk_sizes(value, RANKS)[rank]
-        return [chunk_sizes(item, RANKS)[rank] if at == size.at and item > 0 else item for at, item in enumerate(value)]
+            return chunk_sizes(value, ranks)[rank]
+        return [chunk_sizes(item, ranks)[rank] if at == size.at and item > 0 else item for at, item in enumerate(value)]
 
     if size.name in kwargs:
         kwargs[size.name] = cut(kwargs[size.name])
@@ -184,23 +260,22 @@ def resized(one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | Non
     return [cut(value) if names[at] == size.name else value for at, value in enumerate(args)]
 
 
-def state_of(parts: Sequence[Any], expected: Tensor, one: Case, shapes_only: bool) -> State | None:
-    """The first state that these parts of an output are in."""
+def in_state(parts: Sequence[Any], state: State, expected: Tensor, one: Case, shapes_only: bool = False) -> bool:
+    """Whether these parts of an output are in a state. shapes_only: by their shapes, which partial sums have as whole ones."""
     if not all(isinstance(part, Tensor) and part.dtype == expected.dtype for part in parts):
-        return None
-    shapes = [tuple(part.shape) for part in parts]
-    loose = shapes_only or not one.values
-    if shapes == [tuple(expected.shape)] * RANKS:
-        if loose or all(equal(part, expected, close(one)) for part in parts):
-            return B
-        if expected.dtype != torch.bool and equal(parts[0] + parts[1], expected, close(one)):
-            return P
-        return None
-    for dim, size in enumerate(expected.shape):
-        cut = [(*expected.shape[:dim], part, *expected.shape[dim + 1 :]) for part in chunk_sizes(size, RANKS)]
-        if shapes == cut and (loose or equal(torch.cat(list(parts), dim), expected, close(one))):
-            return Split(dim)
-    return None
+        return False
+    shapes = [tuple(expected.shape)] * len(parts)
+    if isinstance(state, Split):
+        sizes = chunk_sizes(expected.shape[state.dim], len(parts))
+        shapes = [(*shape[: state.dim], size, *shape[state.dim + 1 :]) for shape, size in zip(shapes, sizes)]
+    summed = isinstance(state, Partial) and expected.dtype == torch.bool
+    if summed or shapes != [tuple(part.shape) for part in parts]:
+        return False
+    if shapes_only or not one.values:
+        return True
+    if state == B:
+        return all(equal(part, expected, close(one)) for part in parts)
+    return equal(whole(list(parts), state), expected, close(one))
 
 
 def close(one: Case) -> float:

@@ -160,8 +160,8 @@ def factors_of(rule: Rule) -> list[str]:
 
 
 # --- proving ----------------------------------------------------------------------------------------------------------
-def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
-    """The call that an example stands for, in float64 where the op takes it."""
+def case_arguments(op: OpOverload, example: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]]:
+    """The arguments and keyword arguments that an example stands for. Raises RuleError if they are none."""
     if isinstance(example, (Tensor, str)) or not isinstance(example, Sequence):
         raise RuleError(f"an example for {op} is a {type(example).__name__}\n  Give a tuple of its arguments.")
     *args, last = [*example] or [{}]
@@ -170,6 +170,12 @@ def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
     given = [value for argument in (*args, *kwargs.values()) for value in tensors(argument)]
     if any(value.is_meta for value in given):
         raise RuleError(f"an example for {op} is on the meta device\n  Give tensors that hold values.")
+    return args, kwargs
+
+
+def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
+    """The call that an example stands for, in float64 where the op takes it."""
+    args, kwargs = case_arguments(op, example)
     for convert in (wide, detached):
         one = Case(op, tuple(convert(arg) for arg in args), {name: convert(value) for name, value in kwargs.items()})
         try:

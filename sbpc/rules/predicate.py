@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-# Names and constants, compared and joined; no calls, no attributes, so evaluating a stranger's predicate runs nothing.
+# Names, constants and lists of them, compared and joined; no calls, no attributes, so evaluating a stranger's predicate runs nothing.
 ALLOWED = (
-    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.boolop, ast.Not, ast.USub,
+    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.Name, ast.Constant, ast.List, ast.boolop, ast.Not, ast.USub,
     ast.cmpop, ast.Load,
 )  # fmt: skip
 
@@ -37,10 +37,11 @@ def names_in(text: str) -> list[str]:
 
 
 def holds(predicate: str, names: dict[str, object]) -> bool:
-    """Whether a predicate is true of these arguments and sizes.
+    """Whether a predicate is true of these arguments and sizes; tuples are taken for lists.
 
     >>> holds("not is_causal and s > 1", {"is_causal": False, "s": 4})
     True
     """
     assert predicate_fault(predicate) is None, predicate
-    return bool(eval(compile(ast.parse(predicate, mode="eval"), "when", "eval"), {"__builtins__": {}}, names))
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in names.items()}
+    return bool(eval(compile(ast.parse(predicate, mode="eval"), "when", "eval"), {"__builtins__": {}}, given))

@@ -27,7 +27,7 @@ from sbpc.states import B, P, Split, State, chunk_sizes
 AXES = ("x", "y")
 RANKS = (2, 3, 4)
 STAND_INS: dict[Any, Callable[..., Any]] = {}  # for ops that no CPU runs: their formulas
-BROKEN = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, AssertionError)  # what an op raises on odd shards
+BROKEN = (Exception,)  # what an op raises on odd shards: ops of a user's own raise errors of their own
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 LENGTH = 8  # bytes of the number that goes before each message
 
@@ -65,6 +67,7 @@ def start(function: Callable[[Item], Any], items: Sequence[Item], first: int) ->
     try:
         os.close(pipe)
         faulthandler.disable()
+        torch.set_num_threads(1)  # the threads of the process that was forked are not in this one
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings about shapes that are tried on purpose
         for item in items[first:]:
