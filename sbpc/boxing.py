@@ -265,9 +265,12 @@ class _Graph:
         found = np.concatenate(edges, axis=1)
         self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
-        targets, starts = np.unique(self.target, return_index=True)
-        ends = [*starts[1:].tolist(), len(self.target)]
-        self.into = [(int(t), slice(first, last)) for t, first, last in zip(targets, starts.tolist(), ends)]
+        ends = np.cumsum(np.bincount(self.target, minlength=len(self.states))).tolist()
+        cuts = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
+        self.into = [(at, self.source[cut], cut) for at, cut in enumerate(cuts) if cut.stop > cut.start]
+        by_source = np.argsort(self.source, kind="stable")
+        starts = np.searchsorted(self.source[by_source], np.arange(1, len(self.states)))
+        self.onward = np.split(self.target[by_source], starts)
         self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
         self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -334,21 +337,17 @@ class _Prices:
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         total = np.full((len(self.graph.states), len(fresh)), np.inf)
         total[fresh, range(len(fresh))] = 0.0
-        lowered, seen, clock = np.zeros(len(total), np.int64), np.zeros(len(total), np.int64), 1
-        lowered[fresh] = clock  # when a row was lowered last; seen: up to when those before it were looked at
-        changed = bool(fresh)
-        while changed:
-            changed = False
-            for target, into in self.graph.into:
-                source = self.graph.source[into]
-                if lowered[source].max() <= seen[target]:
-                    continue
-                seen[target] = clock
-                better = (total[source] + self.edges[into, None]).min(axis=0)
-                if (better < total[target]).any():
-                    np.minimum(total[target], better, out=total[target])
-                    lowered[target] = clock = clock + 1
-                    changed = True
+        waiting = np.zeros(len(total), dtype=bool)  # rows to be computed anew, as one before them was lowered
+        for at in fresh:
+            waiting[self.graph.onward[at]] = True
+        while waiting.any():
+            for target, source, into in self.graph.into:
+                if waiting[target]:
+                    waiting[target] = False
+                    better = np.minimum.reduce(total[source] + self.edges[into, None], axis=0)
+                    if (better < total[target]).any():
+                        np.minimum(total[target], better, out=total[target])
+                        waiting[self.graph.onward[target]] = True
         self._rows.update(zip(fresh, total.T.copy()))
         return np.stack([self._rows[at] for at in sources])
 
