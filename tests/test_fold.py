@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -100,6 +101,20 @@ def test_the_bound_of_a_folded_chain_is_tight():
     problem, classes, finer = chain(12, 3, 4, 5, True)
     found, best = solve(problem, alike=classes, finer=finer), solve(problem)
     assert best.exact and found.lower_bound <= best.seconds <= found.seconds <= 1.01 * found.lower_bound
+
+
+def test_of_a_folded_problem_with_many_labels_not_everything_is_tried(monkeypatch):
+    module, tried = sys.modules["sbpc.solver.solve"], []
+    run = module.Search.run
+    monkeypatch.setattr(module.Search, "run", lambda search: tried.append(search.problem) or run(search))
+    problem, classes, finer = chain(6, 3, 5, 2, True)
+    everything = solve(problem, alike=classes, finer=finer)
+    assert tried and everything.gap > module.TIED[0][1]
+    tried.clear()
+    monkeypatch.setattr(module, "LABELS", 0)
+    left = solve(problem, alike=classes, finer=finer)
+    assert not tried and left.proof is not None
+    assert left.lower_bound <= everything.seconds * (1 + 1e-9) and everything.seconds <= left.seconds * (1 + 1e-9)
 
 
 def multipliers_of(problem: Problem) -> Proof:

@@ -41,7 +41,9 @@ def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> Proof
     messages = passed(rest.problem, cap, rounds)
     found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
-    dual.extra |= {at: extra for at, extra in zip(free, messages.extra()) if dual.folded.sizes[at] == 1}
+    for at, extra in zip(free, messages.extra()):
+        if dual.folded.sizes[at] == 1:
+            dual.extra[at] = extra
     return found.proof()
 
 
@@ -50,7 +52,7 @@ def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[Dual
     found, part = Dual(folded), blocks(folded)
     messages = passed(part.problem, cap, rounds)
     found.take(part, messages, lambda slot: True)
-    found.extra = dict(enumerate(messages.extra()))
+    found.extra = messages.extra()
     return found, messages.decode()
 
 
@@ -62,7 +64,7 @@ class Dual:
     folded: Folded
     multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
     charges: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by kind
-    extra: dict[int, np.ndarray] = field(default_factory=dict)
+    extra: list[np.ndarray] = field(default_factory=list)
 
     def carried(self, finer: Folded) -> Dual:
         """What is known here of the classes that have several members in a problem that is folded less."""

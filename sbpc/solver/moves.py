@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,11 +110,11 @@ def one_axis(problem: Problem, labels: Sequence[int], axis: int) -> Space:
     return Space(kept, [nearby(value, kept, labels) for value in problem.values])
 
 
-def nearest(problem: Problem, extra: Mapping[int, np.ndarray], labels: Sequence[int], size: int) -> Space:
+def nearest(problem: Problem, extra: Sequence[np.ndarray], labels: Sequence[int], size: int) -> Space:
     """About `size` labels with the least `extra`, by variable and label, and those of a plan."""
-    every = np.concatenate([extra[at] for at in range(len(labels))])
-    most = np.partition(every, size)[size] if size < len(every) else np.inf
-    kept = [np.union1d(np.flatnonzero(extra[at] <= most), [label]) for at, label in enumerate(labels)]
+    every = np.concatenate(extra)
+    most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
+    kept = [np.union1d(np.flatnonzero(found <= most), [label]) for found, label in zip(extra, labels)]
     return Space(kept, [nearby(value, kept, labels) for value in problem.values])
 
 

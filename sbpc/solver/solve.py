@@ -20,7 +20,8 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-NEAR = 1_000  # at least so many labels of a folded problem, those nearest to the bound, are the first to be searched
+CLOSE = 3e-4  # the gap with which a search among them ends
+NEAR = 500  # at least so many labels of a folded problem, those nearest to the bound, are the first to be searched
 TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
@@ -67,7 +68,7 @@ def solve_folded(
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
     if gap() > ENOUGH:
-        search.finish(nearest(folded.problem, dual.extra, search.labels, max(NEAR, 2 * len(folded.sizes))))
+        search.approach(dual.extra)
     if gap() > enough:
         search.move()
     if gap() > most and wide:
@@ -134,7 +135,10 @@ class Search:
         for at, (variable, labels) in enumerate(zip(self.problem.variables, space.labels)):
             extra = variable.costs[labels] - variable.costs.min()
             space.labels[at] = labels[extra <= self.seconds - self.floor]
-        messages = self.converge(Messages(self.problem, space, self.cap), rounds=8)
+        messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
+        if messages is not None and messages.space.size > SMALL:
+            self.approach(messages.extra())
+            messages = self.converge(messages, rounds=6)
         idle = 0
         for attempt in range(12):  # even ones tilt and cross, odd ones move
             if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 4:
@@ -189,16 +193,21 @@ class Search:
                 aliases[at] = messages.free((kind, at))[kept]
         return messages.restrict(Space(labels, aliases))
 
-    def finish(self, space: Space, nodes: int = 50) -> tuple[float, bool]:
-        """Look for the cheapest plan on `space`; its bound, and whether it is known that nothing there is cheaper."""
+    def finish(self, space: Space, nodes: int = 50, gap: float = 0.0) -> tuple[float, bool]:
+        """Look for the cheapest plan on `space`, or one within `gap`; a bound, and whether it is known that nothing there
+        is cheaper."""
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
         scale = self.seconds if math.isfinite(self.seconds) else self.cap
-        answer = cheapest(self.problem, messages.space, scale, nodes)
+        answer = cheapest(self.problem, messages.space, scale, nodes, gap)
         if answer.labels is not None:
             self.offer(answer.labels, not self.wide)
         return max(messages.bound, answer.bound), answer.proved
+
+    def approach(self, extra: Sequence[np.ndarray]) -> None:
+        """Look among the labels nearest to the bound; extra: by variable and label, about how far each is from it."""
+        self.finish(nearest(self.problem, extra, self.labels, max(NEAR, 2 * len(self.labels))), gap=CLOSE)
 
     def tilt(self, messages: Messages, seed: int) -> None:
         """Plans read off messages at slightly other costs, so that equal axes do not decode into mixtures."""

@@ -269,9 +269,13 @@ class Messages:
 
     def extra(self) -> list[np.ndarray]:
         """By variable and label: by how much what the node says of the label is above what it says of its best one."""
-        found = (self.nodes[self.place[0, at]] for at in range(len(self.problem.variables)))
-        beliefs = [at.belief(at.inbox) for at in found]
-        return [(belief - belief.min()).astype(np.float64) for belief in beliefs]
+        found = []
+        for at, (variable, labels) in enumerate(zip(self.problem.variables, self.space.labels)):
+            node = self.nodes[self.place[0, at]]
+            belief = node.belief(node.inbox)
+            found.append(np.full(len(variable.costs), np.inf))
+            found[-1][labels] = belief - belief.min()
+        return found
 
     def decode(self) -> list[int]:
         """Labels by variable, chosen node by node: own costs, boxings from the chosen earlier nodes, later messages."""
