@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,29 @@ EXPLAINED = Path(__file__).parent / "dtensor.txt"
 MEAN = Partial("avg")
 
 
-def of_families(names: Sequence[str]) -> tuple[int, int, list[str]]:
-    """How many calls there are, how many signatures DTensor offers for them, and the lines of those that no rule has."""
-    calls, count, lines = 0, 0, {}
+@dataclass(frozen=True)
+class Found:
+    """calls: how many were asked for. offered: DTensor's signatures, by op. lines: those of them that no rule has."""
+
+    calls: int
+    offered: Counter[str]
+    lines: list[str]
+
+
+def of_families(names: Sequence[str]) -> Found:
+    """What DTensor offers for the calls of these families."""
+    calls, offered, lines = 0, Counter[str](), {}
     known = explained()
     with fake_mesh() as mesh:
         for one in (one for name in names for one in FAMILIES[name]()):
             found = signatures(one, mesh)
-            calls, count = calls + 1, count + len(found)
+            calls += 1
+            offered[str(one.op)] += len(found)
             for signature in found:
                 line = f"{one.op}: {short(signature)}"
                 if not has(one, signature) and line not in known and line not in lines:
                     lines[line] = fault(one, signature)
-    return calls, count, sorted(f"{line}    {why}".rstrip() for line, why in lines.items())
+    return Found(calls, offered, sorted(f"{line}    {why}".rstrip() for line, why in lines.items()))
 
 
 def has(one: Case, signature: Signature) -> bool:
@@ -108,5 +120,6 @@ def joined(results: Sequence[Tensor], state: State) -> Tensor | None:
 
 
 if __name__ == "__main__":
-    calls, count, lines = of_families(sys.argv[1:] or list(FAMILIES))
-    print(f"# {calls} calls: {count} signatures of DTensor, {len(lines)} that no rule has", *lines, sep="\n")
+    found = of_families(sys.argv[1:] or list(FAMILIES))
+    print(f"# {found.calls} calls: {found.offered.total()} signatures of DTensor, {len(found.lines)} that no rule has", *found.lines, sep="\n")
+    print("# none for", ", ".join(sorted(name for name, count in found.offered.items() if not count)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,22 +42,19 @@ def fake_mesh() -> Iterator[Any]:
 
 
 def offered(one: Case, mesh: Any) -> list[Row]:
-    """The placements of inputs and outputs that DTensor has for a call."""
+    """The placements of inputs and outputs that DTensor has for a call; it raises where it has none for a hint."""
     found: dict[Row, None] = {}
-    for chosen in seeds(one.operands):
-        with contextlib.suppress(Exception):
+    for chosen in seeds(one.operands) if one.operands else ():
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             for row in rows(schema(one, chosen, mesh), len(one.operands)):
                 found.setdefault(row)
     return list(found)
 
 
 def seeds(values: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Placements of all operands, which DTensor takes hints from: all, or those in which one or all are not whole."""
+    """Hints for all operands: all that there are, or, if those are many, the ones in which one or all are not whole."""
     each = [[*KINDS, *(Shard(dim) for dim, size in enumerate(value.shape) if size > 1)] for value in values]
-    count = 1
-    for options in each:
-        count *= len(options)
-    if count <= MOST:
+    if math.prod(map(len, each)) <= MOST:
         yield from itertools.product(*each)
         return
     whole = (Replicate(),) * len(values)

@@ -17,14 +17,21 @@ from tests.samples import x, y
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="DTensor is asked as torch 2.13 has it")
 
+SILENT = (  # of the listed ops those that DTensor has nothing for, factories among them, which it makes whole
+    "_assert_tensor_metadata", "_scaled_dot_product_flash_attention_for_cpu_backward", "arange",
+    "arange.start_step", "copy", "empty_permuted", "fill.Tensor", "full", "lift_fresh_copy", "scalar_tensor",
+    "zeros",
+)  # fmt: skip
+
 
 @pytest.mark.prove
 def test_rules_have_every_signature_of_dtensor_but_those_listed_with_a_reason(record_property):
-    calls, count, lines = of_families(list(FAMILIES))
-    record_property("figure", f"{calls} calls: {count} signatures of DTensor, {len(lines)} that no rule has, each with a reason")
-    known = explained(EXPLAINED)
-    new, old = [line for line in lines if line not in known], [line for line in known if line not in lines]
-    assert count > 3000
+    found, known = of_families(list(FAMILIES)), explained(EXPLAINED)
+    figure = f"{found.calls} calls: {found.offered.total()} signatures of DTensor, {len(found.lines)} that no rule has"
+    record_property("figure", f"{figure}, each with a reason")
+    new, old = [line for line in found.lines if line not in known], [line for line in known if line not in found.lines]
+    silent = [name for name in listed() if found.offered[name] == 0]
+    assert tuple(name.removeprefix("aten.").removesuffix(".default") for name in silent) == SILENT
     assert not new, "DTensor has, no rule has, and tests/dtensor.txt does not explain:\n" + "\n".join(new)
     assert not old, "no longer lacking:\n" + "\n".join(old)
 
