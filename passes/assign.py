@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ HOME, MADE = (
     -1,
     1 << 20,
 )  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[
     int, np.ndarray, int
 ]  # a variable, the layouts by label in which it takes a value, the number of the port
@@ -62,24 +63,14 @@ class Space:
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
-    def solve(
-        self, held: Mapping[str, float] | None = None, price: float = 0.0, starts: Sequence[Assignment] = ()
-    ) -> tuple[Assignment, float]:
-        """The cheapest assignment and its bound, where a byte that a rank keeps costs `price` seconds.
+    def solve(self, prices: Prices | None = None, starts: Sequence[Assignment] = ()) -> tuple[Assignment, float]:
+        """The cheapest assignment and its bound, in seconds and what is paid for bytes.
 
         starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
-        held: by node, how many times its bytes are kept (a parameter with its gradient and optimizer state).
         Raises LayoutError if no assignment has finite cost.
         """
-        variables = [
-            replace(variable, costs=variable.costs + price * held[variable.name] * self.bytes_of(at))
-            if held and variable.name in held
-            else variable
-            for at, variable in enumerate(self.variables)
-        ]
-        problem = Problem(variables, self.values)
-        known = [self.labels(start) for start in starts]
-        solution = solve(problem, known, alike=self.classes(held), finer=self.classes(held, 1))
+        problem, known = self.priced(prices), [self.labels(start) for start in starts]
+        solution = solve(problem, known, alike=self.classes(prices), finer=self.classes(prices, 1))
         if not np.isfinite(solution.seconds):
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
@@ -91,10 +82,41 @@ class Space:
         self.gap = (seconds - solution.lower_bound) / seconds if seconds else 0.0
         return self.assignment(labels), solution.lower_bound
 
-    def certify(self, seconds: float, limit: float) -> float:
-        """A bound for all plans, tighter the longer it may take; `seconds` is what a plan takes, `limit` CPU seconds."""
-        partitions = [self.classes(None, apart) for apart in (0, 1, 2, 4)]
-        return certify(Problem(self.variables, self.values), partitions, seconds, limit)
+    def certify(self, seconds: float, limit: float, prices: Prices | None = None) -> float:
+        """A bound for all plans, tighter the longer it may take; `seconds`: of a plan, and what it pays for bytes;
+        `limit`: CPU seconds."""
+        partitions = [self.classes(prices, apart) for apart in (0, 1, 2, 4)]
+        return certify(self.priced(prices), partitions, seconds, limit)
+
+    def priced(self, prices: Prices | None) -> Problem:
+        """The problem, where the bytes of an output or of an operand cost so many seconds each."""
+        variables = list(self.variables)
+        sums: dict[Any, Any] = {}  # equal ones once
+        for (name, place), price in (prices or {}).items():
+            at = self.named[name]
+            before, size = variables[at].costs, self.bytes_of(at, place)
+            key = (id(before), id(size), price)
+            if key not in sums:
+                sums[key] = before, before + price * size
+            variables[at] = replace(variables[at], costs=sums[key][1])
+        return Problem(variables, self.values)
+
+    def seconds(self, assignment: Assignment) -> float:
+        """What an assignment takes, bytes for nothing."""
+        return total(Problem(self.variables, self.values), self.labels(assignment))
+
+    def bytes_in(self, assignment: Assignment, counted: Prices) -> float:
+        """The bytes of an assignment that count, each so many times."""
+        labels = self.labels(assignment)
+        found = ((self.named[name], place, many) for (name, place), many in counted.items())
+        return sum(many * float(self.bytes_of(at, place)[labels[at]]) for at, place, many in found)
+
+    def mixed(self, names: Container[str], one: Assignment, other: Assignment) -> Assignment:
+        """The choices of `one` for the nodes of these names and those of `other` for the rest."""
+        first, second = self.labels(one), self.labels(other)
+        return self.assignment(
+            [first[at] if v.name in names else second[at] for at, v in enumerate(self.variables)]
+        )
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
         """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are
@@ -112,19 +134,22 @@ class Space:
                 best, least = tried, min(seconds, least)
         return best
 
-    def classes(self, held: Mapping[str, float] | None, apart: int = 0) -> list[int]:
+    def classes(self, prices: Prices | None, apart: int = 0) -> list[int]:
         """By variable the number of its class: calls at one place of repeated blocks, and what only they read.
 
         apart: so many blocks at either end of a run of blocks stay on their own.
         """
         numbers: dict[Any, int] = {}
+        held: dict[str, list[tuple[int, float]]] = {}
+        for (name, place), price in (prices or {}).items():
+            held.setdefault(name, []).append((place, price))
         calls = [at for at, node in enumerate(self.nodes) if node.op == "call_function"]
         tokens = [self.token(at) for at in calls]
         found: dict[int, int] = {}
         for run in runs(tokens):
             for place in range(run.start + apart * run.period, run.stop - apart * run.period):
                 at = calls[place]
-                kept = held.get(self.nodes[at].name) if held else None
+                kept = tuple(held.get(self.nodes[at].name, ()))
                 key = (run.start, (place - run.start) % run.period, id(self.tables[at]), kept)
                 found[at] = numbers.setdefault(key, len(numbers))
         readers: dict[int, list[Any]] = {at: [] for at, node in enumerate(self.nodes) if node.op != "call_function"}
@@ -134,7 +159,7 @@ class Space:
                     (found.get(at, -1 - at), place) for (at, _), place in zip(value.consumers, value.places[1:])
                 ]
         for at, taken in readers.items():
-            kept = held.get(self.nodes[at].name) if held else None
+            kept = tuple(held.get(self.nodes[at].name, ()))
             key = (*sorted(taken), id(self.tables[at]), kept)
             if taken and all(number >= 0 for number, _ in taken):
                 found[at] = numbers.setdefault(key, len(numbers))
@@ -147,6 +172,11 @@ class Space:
             producer, index = value_of(operand)
             reads.append((id(self.tables[self.number[producer]]), index))
         return (id(self.tables[at]), *reads)
+
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """The number of each node by its name."""
+        return {node.name: at for at, node in enumerate(self.nodes)}
 
     @cached_property
     def places(self) -> dict[int, tuple[Any, ...]]:
@@ -167,13 +197,16 @@ class Space:
                 seen[key] += 1
         return found
 
-    def bytes_of(self, at: int) -> np.ndarray:
-        """Bytes of all outputs of node number `at` on the busiest rank, by label."""
-        total = np.zeros(len(self.tables[at]))
-        for index, codes in enumerate(self.tables[at].outs):
-            shape, itemsize = shape_of(self.nodes[at], index)
-            total += itemsize * elements(codes, shape, self.mesh.sizes)
-        return total
+    def bytes_of(self, at: int, place: int) -> np.ndarray:
+        """Bytes on the busiest rank of output number `place` of node number `at`, or of operand -1 - place, by label."""
+        key = (id(self.tables[at]), "bytes", place)
+        if key not in self.known:
+            node, table = self.nodes[at], self.tables[at]
+            codes = table.outs[place] if place >= 0 else table.ins[-1 - place]
+            shape, itemsize = shape_of(*((node, place) if place >= 0 else value_of(operands(node)[-1 - place])))
+            self.known[key] = itemsize * elements(codes, shape, self.mesh.sizes)
+        found: np.ndarray = self.known[key]
+        return found
 
     def table(self, node: Node, wish: Wish | None) -> Table:
         """The labels of a node; equal nodes share one table."""

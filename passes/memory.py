@@ -1,43 +1,215 @@
-"""memory: of the plans that stay under a limit of bytes per rank, a fast one, found by giving a byte a price."""
+"""memory: of the plans that stay under a limit of bytes per rank, a fast one, found by giving bytes prices.
+
+What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), so the limit is one row per moment, and
+the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
+under the limit; cutting planes choose the next prices; a moment is added where a plan's peak is one that has no price yet.
+Between the plans that two prices give lie those that take the choices of the one for some blocks, of the other for the rest.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections import ChainMap, Counter
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
-from sbpc.plan import Plan
+from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_call, together
+from sbpc.plan import Assignment, Plan
+from sbpc.ports import placeholders
+from sbpc.solver.multipliers import multipliers
 
-HALVINGS = 6  # of the span between a price at which the plan fits and one at which it does not
-DEAREST = 1 << 12  # a byte may cost as much as so many steps
+ROUNDS, HALVINGS = 12, 6  # of cutting planes, and of the span between a price at which the plan fits and one at which not
+MOMENTS = 5  # that have prices, at most
+CLOSE, GOOD = 1e-3, 1e-2  # relative gaps: of the bound below what the known plans allow, of the best plan above the bound
+DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and before no plan is said to fit
+PEAKS = 3  # at which all that is alive is counted
+TRIED = 30_000  # nodes of the graphs of mixed plans that are made
 
 
-def within(limit: float, plan: Plan, priced: Callable[[float], Plan], floor: Callable[[float], float]) -> Plan:
-    """The fastest plan found that stays under `limit` bytes a rank: the price of a byte is raised until the plan fits.
+class Priced(Protocol):
+    """The space of assignments of a graph, where bytes have prices (see `sbpc.passes.assign`)."""
 
-    plan: the fastest without a limit. priced: the plan at a price in seconds a byte, a Lagrange multiplier. floor: by
-    price, seconds below which no plan under the limit is; the plan carries the highest. Raises MemoryLimitError.
+    def solve(self, prices: Moment | None = None) -> tuple[Assignment, float]: ...
+    def certify(self, seconds: float, limit: float, prices: Moment | None = None) -> float: ...
+    def seconds(self, assignment: Assignment) -> float: ...
+    def bytes_in(self, assignment: Assignment, counted: Moment) -> float: ...
+    def mixed(self, names: Container[str], one: Assignment, other: Assignment) -> Assignment: ...
+
+
+@dataclass
+class Found:
+    """A plan, its seconds in the space, and its bytes at each moment, as parts of the limit."""
+
+    plan: Plan
+    seconds: float
+    peak: str | None = None  # the call during which it takes more than the limit
+    held: list[float] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the plan takes."""
+        return self.plan.cost.memory["total"]
+
+
+def within(
+    free: Plan, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], proved: bool
+) -> Plan:
+    """The fastest plan found that stays under the limit of the plan `free`, which does not; gm: the graph of the space.
+
+    copies: tensors of the size of a trained parameter beside it. made: the plan of an assignment. proved: what the space
+    minimises are the seconds of plans, so that its bounds are theirs. Raises MemoryLimitError.
     """
-    unit = plan.cost.seconds / plan.cost.memory["total"]
-    tried: dict[float, Plan] = {}
+    search = Search(float(free.options["memory"]), space, gm, copies, made, free.lower_bound)
+    search.run()
+    if search.best is None:
+        raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
+    search.mix()
+    plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
+    if proved:
+        plan.lower_bound, plan.certifier = search.bound, search.certifier(plan.assignment)
+    return plan
 
-    def fits(price: float) -> bool:
-        tried[price] = priced(price)
-        return tried[price].cost.memory["total"] <= limit
 
-    low, high = 0.0, unit / 16
-    while not fits(high):
-        low, high = high, 4 * high
-        if high > unit * DEAREST:
-            raise MemoryLimitError(shortage(min(tried.values(), key=lambda p: p.cost.memory["total"]), limit))
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    fitting = [found for found in tried.values() if found.cost.memory["total"] <= limit]
-    best = min(fitting, key=lambda found: found.cost.seconds)
-    return replace(best, lower_bound=max(0.0, *map(floor, (0.0, low, high))))
+class Search:
+    """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
+
+    bound: seconds below which no such plan is. proof: the prices that gave it, by moment and together.
+    """
+
+    def __init__(
+        self, limit: float, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], bound: float
+    ) -> None:
+        self.limit, self.space, self.gm, self.copies, self.made, self.bound = limit, space, gm, copies, made, bound
+        self.calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
+        self.plans: list[Found] = []
+        self.moments: list[Moment] = [at_optimizer(gm, copies)]
+        self.named: dict[str, None] = {}  # the calls during which bytes have a price
+        self.peaks = Counter[str]()  # of plans that do not fit
+        self.proof: tuple[Sequence[float], Moment] | None = None
+        self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest plan under the limit, None if there is none."""
+        return min(filter(self.fits, self.plans), key=lambda found: found.seconds, default=None)
+
+    def fits(self, found: Found) -> bool:
+        """Whether a plan stays under the limit."""
+        return found.bytes <= self.limit
+
+    def good(self) -> bool:
+        """Whether a plan fits that is hardly slower than the bound."""
+        return self.best is not None and self.best.seconds - self.bound <= GOOD * self.best.seconds
+
+    def run(self) -> None:
+        """Solve at prices that cutting planes choose, then at one price for all that is kept, then also at the peaks."""
+        step = self.prove([0.0] * len(self.moments)).seconds
+        for _ in range(ROUNDS):
+            over = [[held - 1 for held in self.held(found)] for found in self.plans]
+            prices, most = multipliers([found.seconds / step for found in self.plans], over, DEAREST[0])
+            if self.bound >= (1 - CLOSE) * most * step:
+                break
+            self.prove([price * step / self.limit for price in prices])
+        counted = [kept(self.gm, self.copies)]
+        self.halve(counted[0], step / self.limit)
+        for name, _ in self.peaks.most_common(PEAKS):
+            counted.append(at_call(self.gm, self.calls[name], self.copies, sure=False))
+        self.halve(together(counted, [1.0] * len(counted)), step / self.limit)
+
+    def halve(self, counted: Moment, unit: float) -> None:
+        """Solve at one price for what is counted: higher until a plan fits, then between those that do and do not."""
+        low, high = 0.0, unit / 16
+        while not self.good() and not self.fits(self.solve(counted, high)):
+            low, high = high, 4 * high
+            if high > unit * DEAREST[1]:
+                return
+        for _ in range(HALVINGS):
+            if self.good():
+                return
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fits(self.solve(counted, middle)) else (middle, high)
+
+    def prove(self, prices: Sequence[float]) -> Found:
+        """The plan at these prices of a byte, by moment; the bound that they give, and a new moment for the plan's peak."""
+        counted = together(self.moments, prices)
+        found = self.solve(counted)
+        bound = self.paid - sum(prices) * self.limit
+        if bound > self.bound:
+            self.bound, self.proof = bound, (prices, counted)
+        if found.peak is not None and found.peak not in self.named and len(self.moments) < MOMENTS:
+            self.add(found.peak)
+        return found
+
+    def solve(self, counted: Moment, price: float = 1.0) -> Found:
+        """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""
+        assignment, self.paid = self.space.solve(together([counted], [price]))
+        found = Found(self.made(assignment), self.space.seconds(assignment))
+        if not self.fits(found) and (call := peak_call(found.plan, self.gm)) is not None:
+            found.peak = call.name
+            self.peaks[call.name] += 1
+        self.plans.append(found)
+        return found
+
+    def add(self, name: str | None) -> None:
+        """Put a price on what is alive during a call."""
+        if name is not None:
+            self.named[name] = None
+            self.moments.append(at_call(self.gm, self.calls[name], self.copies))
+
+    def held(self, found: Found) -> list[float]:
+        """What a plan takes at each moment."""
+        for moment in self.moments[len(found.held) :]:
+            found.held.append(self.space.bytes_in(found.plan.assignment, moment) / self.limit)
+        return found.held
+
+    def mix(self) -> None:
+        """Take the choices of faster plans, which do not fit, for parts of the model while the limit allows."""
+        budget = max(8, TRIED // len(self.gm.graph.nodes))
+        best = self.best
+        assert best is not None
+        faster = [found for found in self.plans if not self.fits(found) and found.seconds < best.seconds]
+        for fast in sorted(faster, key=lambda found: found.bytes)[:2]:
+            for names in self.pieces:
+                tried = self.space.mixed(names, fast.plan.assignment, best.plan.assignment)
+                seconds = self.space.seconds(tried)
+                if seconds >= best.seconds * (1 - 1e-9):
+                    continue
+                if any(self.space.bytes_in(tried, moment) > self.limit for moment in self.moments):
+                    continue
+                if budget == 0:
+                    return
+                budget -= 1
+                found = Found(self.made(tried), seconds)
+                self.plans.append(found)
+                best = found if self.fits(found) else best
+
+    @cached_property
+    def pieces(self) -> list[dict[str, None]]:
+        """Names of nodes that change together: the halves of the model's parts in order, its quarters, ..., each part."""
+        names = {node: port.name for port, node in placeholders(self.gm).items()}
+        parts: dict[str, dict[str, None]] = {}
+        for node in self.gm.graph.nodes:
+            path = names[node].split(".")[:-1] if node in names else node.meta.get("module", "").split(".")
+            number = next((place for place, part in enumerate(path) if part.isdigit()), len(path))
+            parts.setdefault(".".join(path[: number + 1]), {})[node.name] = None
+        each, found, width = list(parts.values()), list[dict[str, None]](), len(parts)
+        while width > 1:
+            width = (width + 1) // 2
+            found += [dict(ChainMap(*each[start : start + width])) for start in range(0, len(each), width)]
+        return found
+
+    def certifier(self, assignment: Assignment) -> Callable[[float, float], float] | None:
+        """The function of a plan's seconds and of CPU seconds that gives a tighter bound; None: the limit proves nothing."""
+        if self.proof is None:
+            return None
+        (prices, counted), limit, space = self.proof, self.limit, self.space
+        paid = space.seconds(assignment) + space.bytes_in(assignment, counted)
+        return lambda _, seconds: space.certify(paid, seconds, counted) - sum(prices) * limit
 
 
 def shortage(plan: Plan, limit: float) -> str:

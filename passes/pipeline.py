@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from sbpc import codec, programs
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import LayoutError, PinError
+from sbpc.formulas import declare
 from sbpc.graphtext import graph_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
@@ -27,7 +28,7 @@ from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
 from sbpc.passes.memory import within
 from sbpc.passes.normalize import normalize
-from sbpc.passes.store import counted, cuts, store
+from sbpc.passes.store import store
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
@@ -125,7 +126,10 @@ def finish(
     plan.certifier = space.certify if solved_on is mesh else None
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
-            plan = limited(plan, Space(annotate(store(gm)), solved_on, wishes, outputs), stages)
+            stored = annotate(store(gm))
+            if "dynamic" in options:
+                declare(stored, options["dynamic"])
+            plan = limited(plan, Space(stored, solved_on, wishes, outputs), stages)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)
@@ -135,18 +139,12 @@ def finish(
 
 def limited(plan: Plan, space: Space, stages: Stages) -> Plan:
     """The plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
-    limit, copies = plan.options["memory"], 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
-    held, moments = counted(space.gm, copies), cuts(space.gm, copies)
+    copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
 
-    def priced(price: float) -> Plan:
-        return make_plan(space.gm, plan.mesh, space.solve(held, price)[0], 0.0, plan.options, stages)
+    def made(assignment: Assignment) -> Plan:
+        return make_plan(space.gm, plan.mesh, assignment, 0.0, plan.options, stages)
 
-    def floor(price: float) -> float:
-        if space.mesh is not plan.mesh:  # bytes were minimised, not seconds
-            return 0.0
-        return max(space.solve(cut, price)[1] - price * limit for cut in (moments if price else moments[:1]))
-
-    return within(limit, plan, priced, floor)
+    return within(plan, space, space.gm, copies, made, proved=space.mesh is plan.mesh)
 
 
 def followed(

@@ -13,10 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
-from sbpc.choices import operands, value_of
-from sbpc.ports import GRADIENT, PARAMETER, placeholders
-
-STORED = "stored"  # the key in the meta of such a node
+from sbpc.moments import STORED
 
 
 def store(gm: GraphModule) -> GraphModule:
@@ -58,48 +55,3 @@ def keeps(node: Node) -> bool:
     """Whether a node is one value with dims."""
     value = node.meta.get("val")
     return node.op in ("placeholder", "call_function") and isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def counted(gm: GraphModule, copies: int) -> dict[str, float]:
-    """By node, how many times its bytes count while plans are looked for: a parameter with `copies` more tensors if it is
-    trained, every stored value once."""
-    found = {name: 1.0 + more for name, more in homes(gm, copies).items()}
-    return found | {node.name: 1.0 for node in gm.graph.nodes if STORED in node.meta}
-
-
-def cuts(gm: GraphModule, copies: int) -> tuple[dict[str, float], ...]:
-    """By node, how many times its bytes count at two moments of the step, never more than are alive there.
-
-    At the optimizer's step: every parameter, its gradient and the optimizer's state. Between forward and backward: the
-    parameters, the state and the stored values; of values in one storage only the first. A parameter that is stored in
-    its home is there once, else twice: half of either is no more than that.
-    """
-    stored: dict[tuple[Node, int], Node] = {}  # by root
-    for node in gm.graph.nodes:
-        if STORED in node.meta:
-            stored.setdefault(root(operands(node)[0]), node)
-    step = homes(gm, copies)
-    between = {name: float(max(0, more - 1)) for name, more in step.items()}
-    for (source, _), node in stored.items():
-        share = 0.5 if source.name in step else 1.0
-        between[node.name] = share
-        if source.name in step:
-            between[source.name] += 1.0 - share
-    return {name: 1.0 + more for name, more in step.items()}, between
-
-
-def homes(gm: GraphModule, copies: int) -> dict[str, int]:
-    """By node of a parameter: how many more tensors of its size there are, its gradient among them."""
-    trained = {port.name for port in gm.meta["ports"].outputs if port.kind == GRADIENT}
-    found = [(port, node) for port, node in placeholders(gm).items() if port.kind == PARAMETER]
-    return {node.name: copies if port.name in trained else 0 for port, node in found}
-
-
-def root(node: Node) -> tuple[Node, int]:
-    """The node, and which output of it, in whose storage a value lies if no boxing comes between."""
-    while True:
-        producer, index = value_of(node)
-        match = producer.meta.get("match")
-        if producer.op != "call_function" or match is None or not match.view:
-            return producer, index
-        node = operands(producer)[0]

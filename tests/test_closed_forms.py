@@ -15,6 +15,15 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api import output_wishes, placeholder_wishes
+from sbpc.formulas import declare
+from sbpc.moments import STORED
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign import Space
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.store import store
+from sbpc.pins import exactly
+from sbpc.ports import PARAMETER, placeholders
 
 b, s, h, m, k, n = (sympy.Symbol(name, positive=True) for name in ("b", "s", "h", "m", "k", "n"))
 p, q, r = (sympy.Symbol(name, positive=True) for name in ("p", "q", "r"))
@@ -41,6 +50,11 @@ def words(name: str, mesh: Mesh, ends: str, train: bool = True) -> dict[str, Any
     plan = sbpc.baseline(name, Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, train=train, **ends_of)
     assert not plan.notes
     return {axis: sent / 4 for axis, sent in plan.cost.bytes_expr.items()}
+
+
+def homes(plan: sbpc.Plan) -> dict[str, Any]:
+    """The layouts of parameters by the names of their placeholders."""
+    return {node.name: plan.layouts[node.name] for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER}
 
 
 def equal(found: Any, formula: Any) -> None:
@@ -77,6 +91,31 @@ def test_optimus_gathers_seven_activations_and_all_weights_and_scatters_them_bac
     equal(square, (q - 1) / q**2 * (7 * b * s * h + 12 * h**2))
     both = words("summa", Mesh(q=2, r=2), "[S(0), S(2)]")  # gathered copies are kept
     equal(sum(both.values()).subs(r, q), 2 * (q - 1) / q**2 * (7 * b * s * h + 12 * h**2))
+
+
+def test_optimus_gathers_everything_once_more_where_no_gathered_copy_is_kept() -> None:
+    """What the backward reads is stored as it was made; what calls leave is as where gathered copies are kept. Else the
+    solver finds what sends less: 4 h^2 in the place of 4 bsh where `down` takes the gradient of its weight."""
+    mesh = Mesh(q=2, r=2)
+    x = torch.empty(16, 32, 64, requires_grad=True, device="meta")
+    ends = ["[S(0), S(2)]"]
+    free = sbpc.baseline("summa", Linears(64).to("meta"), (x,), mesh, dynamic=DIMS, inputs=ends, outputs=ends)
+    wishes = placeholder_wishes(free.graph, mesh, ends, None, False)
+    calls = [node for node in free.graph.graph.nodes if node.op == "call_function" and node.name in free.layouts]
+    wishes |= {node.name: exactly(free.layouts[node.name], "as in the baseline") for node in calls}
+    wishes |= {name: exactly(home, "as in the baseline") for name, home in homes(free).items()}
+    gm = annotate(store(free.graph))
+    gm.meta["dynamic"] = declare(gm, DIMS)
+    for node in gm.graph.nodes:
+        if STORED in node.meta:
+            wishes[node.name] = exactly(free.layouts[node.args[0].name], "stored as it was made")
+    assignment, _ = Space(gm, mesh, wishes, output_wishes(gm, mesh, ends, False)).solve()
+    plan = make_plan(gm, mesh, assignment, 0.0, {"optimizer": "adamw"}, Stages())
+    found = {axis: sent / 4 for axis, sent in plan.cost.bytes_expr.items()}
+    equal(found["q"], 3 * (q - 1) / q * 12 * h**2 / r)
+    equal(found["r"], 3 * (r - 1) / r * 7 * b * s * h / q)
+    equal(sum(found.values()).subs(r, q), 3 * (q - 1) / q**2 * (7 * b * s * h + 12 * h**2))
+    assert plan.cost.memory["activations"] < 0.8 * free.cost.memory["activations"]
 
 
 class Chain(nn.Module):

@@ -21,7 +21,7 @@ LEVELS = (
     ("codec", "report"),
     ("programs",),
     ("plan",),
-    ("page",),
+    ("page", "moments"),
     ("passes",),
     ("runtime",),
     ("api", "exported"),

@@ -1,0 +1,156 @@
+"""Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
+
+A moment counts, by node and place, how many times the bytes of an output (place 0, 1, ...) or of an operand as it is
+read (place -1 for the first) count. It never counts more than are alive in a plan, whatever its layouts: of values in
+one storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sbpc.choices import operands, value_of
+from sbpc.memory import Life
+from sbpc.plan import Plan, results
+from sbpc.ports import GRADIENT, PARAMETER, placeholders
+
+STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
+Moment = Mapping[tuple[str, int], float]
+Key = tuple[Node, int]  # a node, and which of its outputs
+
+
+def together(moments: Sequence[Moment], weights: Sequence[float]) -> Moment:
+    """The sum of moments, each times its weight."""
+    found = Counter[tuple[str, int]]()
+    for moment, weight in zip(moments, weights):
+        for place, many in moment.items():
+            found[place] += weight * many  # type: ignore[assignment]
+    return found
+
+
+def at_optimizer(gm: GraphModule, copies: int) -> Moment:
+    """The optimizer's step: parameters, and `copies` more tensors of the size of each that is trained."""
+    trained = {port.name for port in gm.meta["ports"].outputs if port.kind == GRADIENT}
+    found = [(port, node) for port, node in placeholders(gm).items() if port.kind == PARAMETER]
+    return {(node.name, 0): 1.0 + copies * (port.name in trained) for port, node in found}
+
+
+def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Moment:
+    """While a call runs: what the caller holds, the optimizer's state, gradients that are there, what the call reads and
+    makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
+
+    A parameter that is kept for later in another layout than its home is there twice, else once: half of either.
+    sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
+    """
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    found = {(node.name, 0): 1.0 for node in placeholders(gm).values()}
+    seen: dict[Key, None] = {}
+
+    def new(key: Key) -> bool:
+        """Whether a value is the first that is counted in its storage, and fills it."""
+        source = root(key)
+        fresh = source not in seen and numel(source) == numel(key)
+        seen.setdefault(source)
+        return fresh
+
+    for port, result in zip(gm.meta["ports"].outputs, results(gm)):
+        if port.kind == GRADIENT:
+            found[homes[port.name].name, 0] += copies - 1
+            if result is not None and order[result] < order[call] and made(value_of(result)) and new(value_of(result)):
+                found[homes[port.name].name, 0] += 1.0
+    if call.meta["candidates"].phases is None:  # else it may be taken apart, into calls that read and make in turn
+        for slot, operand in enumerate(operands(call)):
+            if made(value_of(operand)) and new(value_of(operand)):
+                found[call.name, -1 - slot] = 1.0
+        if not is_view(call):
+            found |= {(call.name, index): 1.0 for index in range(outputs_of(call))}
+    for operand in operands(call):
+        seen.setdefault(root(value_of(operand)))
+    for key, read in first_reads(gm, order).items():
+        source, _ = root(key)
+        if key[0].op != "call_function" or not order[key[0]] < order[call] < read or not new(key):
+            continue
+        if made(key):
+            found[key[0].name, key[1]] = 1.0
+        elif source in homes.values():
+            found[key[0].name, key[1]] = 0.5
+            found[source.name, 0] -= 0.5
+    if not sure:
+        for key, (reader, slot) in next_reads(gm, order, order[call]).items():
+            if made(key) and order[key[0]] < order[call] and new(key):
+                found[reader.name, -1 - slot] = 1.0
+    return found
+
+
+def kept(gm: GraphModule, copies: int) -> Moment:
+    """All that is kept for long, each once: parameters with `copies` more tensors, and values stored for the backward.
+
+    That is no moment: it may count more than is alive at once.
+    """
+    stored = {(node.name, 0): 1.0 for node in gm.graph.nodes if STORED in node.meta}
+    return {**at_optimizer(gm, copies), **stored}
+
+
+def peak_call(plan: Plan, gm: GraphModule) -> Node | None:
+    """The call of the plan's graph that runs when most is alive, or the next one; None: none comes after."""
+    life = Life.of(plan.boxed, plan.mesh)
+    calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
+    after = life.moments[life.live.index(life.peak) :]
+    return next((calls[moment.node.name] for moment in after if moment.node.name in calls), None)
+
+
+def first_reads(gm: GraphModule, order: Mapping[Node, int]) -> dict[Key, int]:
+    """By value the place of the first call that reads it."""
+    found: dict[Key, int] = {}
+    for node, place in order.items():
+        if "candidates" in node.meta:
+            for operand in operands(node):
+                found.setdefault(value_of(operand), place)
+    return found
+
+
+def next_reads(gm: GraphModule, order: Mapping[Node, int], after: int) -> dict[Key, tuple[Node, int]]:
+    """By value the first call behind a place that reads it, and as which operand."""
+    found: dict[Key, tuple[Node, int]] = {}
+    for node, place in order.items():
+        if "candidates" in node.meta and place > after:
+            for slot, operand in enumerate(operands(node)):
+                found.setdefault(value_of(operand), (node, slot))
+    return found
+
+
+def root(key: Key) -> Key:
+    """The value in whose storage a value lies if no boxing comes between."""
+    while is_view(key[0]):
+        key = value_of(operands(key[0])[0])
+    return key
+
+
+def is_view(node: Node) -> bool:
+    """Whether a call's outputs lie in the storage of its first operand."""
+    match = node.meta.get("match")
+    return node.op == "call_function" and match is not None and match.view and bool(operands(node))
+
+
+def made(key: Key) -> bool:
+    """Whether a value lies in a storage that a call made."""
+    return root(key)[0].op == "call_function"
+
+
+def numel(key: Key) -> int:
+    """The elements of a value; 0 for what is not a tensor."""
+    value = key[0].meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = value[key[1]]
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def outputs_of(node: Node) -> int:
+    """How many outputs a node has."""
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (tuple, list)) else 1

@@ -1,0 +1,113 @@
+"""Plans under a limit of bytes: what prices are put on is alive, bounds hold for everything that fits, limits are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.api import placeholder_wishes
+from sbpc.cluster import CLUSTERS
+from sbpc.cost import OPTIMIZER_STATE
+from sbpc.errors import MemoryLimitError
+from sbpc.moments import at_call, at_optimizer
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign import Space
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.store import store
+from sbpc.solver import Problem, total
+from tests import models
+from tests.random_plans import draw
+
+COPIES = 1 + OPTIMIZER_STATE["adamw"]
+
+
+def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> float:
+    """The most that a moment of random plans counts, as a part of what the plan takes."""
+    free = sbpc.plan(*models.MODELS[name](), mesh)
+    gm = annotate(store(free.graph))
+    space = Space(gm, mesh, {}, {})
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta]
+    moments = [at_optimizer(gm, COPIES), *(at_call(gm, call, COPIES) for call in calls[::every])]
+    wishes = placeholder_wishes(gm, mesh, None, None, False)
+    most = 0.0
+    for seed in range(plans):
+        plan = make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, {"optimizer": "adamw"}, Stages())
+        counted = [space.bytes_in(plan.assignment, moment) for moment in moments]
+        most = max(most, max(counted) / plan.cost.memory["total"])
+    return most
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", Mesh(x=4)), ("gpt2", Mesh(x=2)), ("lora", Mesh(x=2, y=2))], ids=str)
+def test_what_a_moment_counts_is_alive(name: str, mesh: Mesh) -> None:
+    assert 0.5 <= moments_of(name, mesh, 3, 5) <= 1
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("name", "mesh"), list(itertools.product(models.MODELS, (Mesh(x=3), Mesh(x=4), Mesh(x=2, y=2)))), ids=str
+)
+def test_what_any_moment_counts_is_alive(name: str, mesh: Mesh) -> None:
+    assert moments_of(name, mesh, 6, 1) <= 1
+
+
+class Drawn(nn.Module):
+    """Linear layers and activations, drawn; two of them may share what they read."""
+
+    def __init__(self, program: list[tuple[str, bool]], width: int) -> None:
+        super().__init__()
+        self.program = program
+        self.weights = nn.ParameterList(torch.randn(width, width) for op, _ in program if op == "mm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, weights = x, iter(self.weights)
+        for op, again in self.program:
+            source = first if again else x
+            if op == "mm":
+                x = source @ next(weights)
+            elif op == "relu":
+                x = torch.relu(source)
+            else:
+                x = x + source
+        return x
+
+
+@pytest.mark.parametrize(("seeds", "most"), [(8, 30_000), pytest.param(80, 100_000, marks=pytest.mark.prove)])
+def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int) -> None:
+    """Of all choices of all nodes those that are faster than the bound are made: each takes more than the limit."""
+    tighter = made = 0
+    for seed in range(seeds):
+        draws = random.Random(seed)
+        program = [("mm", False), *draws.choices([("relu", False), ("add", False), ("add", True)], k=draws.randint(0, 1))]
+        width, batch, share = draws.choice((6, 8, 12)), draws.choice((1, 2, 4, 8)), draws.uniform(0.6, 0.95)
+        cluster = dataclasses.replace(CLUSTERS["ideal"], peak=CLUSTERS["ideal"].peak * draws.choice((10, 100)))
+        mesh = Mesh(x=draws.choice((2, 3)), cluster=cluster)
+        model, args = Drawn(program, width), (torch.randn(batch, width),)
+        free = sbpc.plan(model, args, mesh)
+        limit = share * free.cost.memory["total"]
+        gm = annotate(store(free.graph))
+        space = Space(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
+        counts = [len(variable.costs) for variable in space.variables]
+        try:
+            plan = sbpc.plan(model, args, mesh, memory=limit)
+        except MemoryLimitError:
+            continue
+        assert plan.cost.memory["total"] <= limit
+        assert free.cost.lower_bound * (1 - 1e-9) <= plan.cost.lower_bound <= plan.cost.seconds
+        if math.prod(counts) > most:
+            continue
+        tighter += plan.cost.lower_bound > free.cost.seconds * (1 + 1e-9)
+        problem = Problem(space.variables, space.values)
+        for labels in itertools.product(*map(range, counts)):
+            if total(problem, labels) < plan.cost.lower_bound * (1 - 1e-9):
+                other = make_plan(gm, mesh, space.assignment(list(labels)), 0.0, {"optimizer": "adamw"}, Stages())
+                assert other.cost.memory["total"] > limit, seed
+                made += 1
+    assert tighter >= seeds // 4 and made > 0, (tighter, made)
