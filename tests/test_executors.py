@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+import sbpc
 from sbpc._compat import TorchDispatchMode
+from sbpc.runtime import groups
 from sbpc.runtime.executors import BOUND, inductor
+from tests import models
+from tests.processes import run_ranks
 
 aten = torch.ops.aten
 X, ONES = torch.arange(12.0).reshape(3, 4), torch.ones(4)
@@ -66,3 +71,27 @@ def test_what_a_program_hands_on_goes_around_inductor() -> None:
         assert not lent  # values die while the program runs
         assert found[0] is found[3] is given[1] and found[4] is X and found[2] is None
         assert torch.equal(found[1], X @ X.T)
+
+
+def train(executor: str) -> list[float]:
+    """On a rank: the losses of three steps of an MLP."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.mlp()
+    module = sbpc.parallelize(model, sbpc.plan(model, args, sbpc.Mesh(x=2)), executor=executor)
+    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=0.01), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = module(*args)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    groups.stop()
+    return losses
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("executor", ["inductor", "interpreter"])
+def test_executors_train_alike_on_ranks(executor: str) -> None:
+    expected, found = run_ranks(train, 2, "code"), run_ranks(train, 2, executor)
+    assert found[0] == found[1] == pytest.approx(expected[0], rel=1e-12)
