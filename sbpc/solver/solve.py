@@ -20,8 +20,8 @@ TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-CLOSE = 3e-4  # the gap with which a search among them ends
-NEAR = 500  # at least so many labels of a folded problem, those nearest to the bound, are the first to be searched
+NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
+CLOSE = 3e-4  # the gap with which that search ends
 TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
@@ -67,10 +67,12 @@ def solve_folded(
             return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
-    if gap() > ENOUGH:
-        search.approach(dual.extra)
-    if gap() > enough:
-        search.move()
+    for size in NEAR:
+        if gap() <= (ENOUGH if size == NEAR[0] else most):
+            break
+        search.approach(dual.extra, size)
+        if gap() > enough:
+            search.move()
     if gap() > most and wide:
         found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
     if gap() > most and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
@@ -137,7 +139,7 @@ class Search:
             space.labels[at] = labels[extra <= self.seconds - self.floor]
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is not None and messages.space.size > SMALL:
-            self.approach(messages.extra())
+            self.approach(messages.extra(), NEAR[0])
             messages = self.converge(messages, rounds=6)
         idle = 0
         for attempt in range(12):  # even ones tilt and cross, odd ones move
@@ -205,9 +207,9 @@ class Search:
             self.offer(answer.labels, not self.wide)
         return max(messages.bound, answer.bound), answer.proved
 
-    def approach(self, extra: Sequence[np.ndarray]) -> None:
-        """Look among the labels nearest to the bound; extra: by variable and label, about how far each is from it."""
-        self.finish(nearest(self.problem, extra, self.labels, max(NEAR, 2 * len(self.labels))), gap=CLOSE)
+    def approach(self, extra: Sequence[np.ndarray], size: int) -> None:
+        """Look among the `size` labels nearest to the bound; extra: by variable and label, about how far each is from it."""
+        self.finish(nearest(self.problem, extra, self.labels, max(size, 2 * len(self.labels))), gap=CLOSE)
 
     def tilt(self, messages: Messages, seed: int) -> None:
         """Plans read off messages at slightly other costs, so that equal axes do not decode into mixtures."""
