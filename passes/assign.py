@@ -22,7 +22,7 @@ from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import HOMES, Port, placeholders
 from sbpc.repeats import runs
-from sbpc.solver import Problem, Value, Variable, certify, solve, star, total
+from sbpc.solver import Problem, Proof, Value, Variable, certify, checked_bound, solve, star, total, untied_proof
 from sbpc.states import Split
 from sbpc.tables import Table, tabulate
 
@@ -47,6 +47,7 @@ class Space:
 
     def __init__(self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> None:
         self.gm, self.mesh = gm, mesh
+        self.multipliers: Proof | None = None
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape
@@ -75,12 +76,25 @@ class Space:
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
+        if not prices:
+            self.multipliers = solution.proof
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
         if known:  # a start whose blocks are not alike may be better than what is folded from it
             labels = min([labels, *known], key=lambda found: total(problem, found))
         seconds = total(problem, labels)
         self.gap = (seconds - solution.lower_bound) / seconds if seconds else 0.0
         return self.assignment(labels), solution.lower_bound
+
+    @property
+    def proof(self) -> Proof:
+        """Multipliers that bound all plans: those of the solver, or where it needed none, some made now."""
+        if self.multipliers is None:
+            self.multipliers = untied_proof(Problem(self.variables, self.values))
+        return self.multipliers
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """What an assignment of this space costs, and the bound that the multipliers give."""
+        return self.seconds(assignment), checked_bound(Problem(self.variables, self.values), proof)
 
     def certify(self, seconds: float, limit: float, prices: Prices | None = None) -> float:
         """A bound for all plans, tighter the longer it may take; `seconds`: of a plan, and what it pays for bytes;

@@ -57,12 +57,12 @@ class Found:
 
 
 def within(
-    free: Plan, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], proved: bool
+    free: Plan, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan]
 ) -> Plan:
     """The fastest plan found that stays under the limit of the plan `free`, which does not; gm: the graph of the space.
 
-    copies: tensors of the size of a trained parameter beside it. made: the plan of an assignment. proved: what the space
-    minimises are the seconds of plans, so that its bounds are theirs. Raises MemoryLimitError.
+    copies: tensors of the size of a trained parameter beside it. made: the plan of an assignment. Raises
+    MemoryLimitError.
     """
     search = Search(float(free.options["memory"]), space, gm, copies, made, free.lower_bound)
     search.run()
@@ -70,8 +70,7 @@ def within(
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
     search.mix()
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
-    if proved:
-        plan.lower_bound, plan.certifier = search.bound, search.certifier(plan.assignment)
+    plan.lower_bound, plan.certifier = search.bound, search.certifier(plan.assignment)
     return plan
 
 

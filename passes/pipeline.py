@@ -118,12 +118,13 @@ def finish(
         space = Space(gm, solved_on, wishes, outputs)
         assignment, bound = space.solve()
         if experts is not None and space.gap > (ROOM if sum(len(v.costs) for v in space.variables) > FEW else TIE):
-            starts = [assignment, *followed(gm, solved_on, outputs, experts())]
-            assignment, again = space.solve(starts=starts)
-            bound = max(bound, again)
-    bound = bound if solved_on is mesh else 0.0
+            most = space.seconds(assignment) * (1 - TIE)
+            better = [found for found in followed(gm, solved_on, outputs, experts()) if space.seconds(found) < most]
+            if better:
+                assignment, again = space.solve(starts=[assignment, *better])
+                bound = max(bound, again)
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
-    plan.certifier = space.certify if solved_on is mesh else None
+    plan.certifier, plan.prover = space.certify, space
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
             stored = annotate(store(gm))
@@ -144,7 +145,7 @@ def limited(plan: Plan, space: Space, stages: Stages) -> Plan:
     def made(assignment: Assignment) -> Plan:
         return make_plan(space.gm, plan.mesh, assignment, 0.0, plan.options, stages)
 
-    return within(plan, space, space.gm, copies, made, proved=space.mesh is plan.mesh)
+    return within(plan, space, space.gm, copies, made)
 
 
 def followed(

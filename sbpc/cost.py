@@ -113,7 +113,7 @@ class Cost:
     """The cost of one step of a plan on the busiest rank.
 
     bytes_sent: by axis ("data", merged ones "data+tensor"). memory: bytes by kind, "total" is the peak over the step.
-    lower_bound: seconds that no plan of the same space can beat.
+    lower_bound: what no plan of the same space can beat; seconds, or bytes where `objective` is "bytes".
     """
 
     mesh: Mesh
@@ -127,6 +127,7 @@ class Cost:
     kernels: tuple[tuple[Kernel, int], ...]  # equal ones once, with their count
     transfers: tuple[tuple[Transfer, int], ...]
     dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
+    objective: str = "seconds"
 
     @property
     def seconds(self) -> float:
@@ -140,8 +141,13 @@ class Cost:
 
     @property
     def gap(self) -> float:
-        """How far the plan may be from the best one: (seconds - lower_bound) / seconds."""
-        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
+        """How far the plan may be from the best one: (seconds - lower_bound) / seconds, or the same of bytes."""
+        return (self.paid - self.lower_bound) / self.paid if self.paid else 0.0
+
+    @property
+    def paid(self) -> float:
+        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends."""
+        return self.seconds if self.objective == "seconds" else sum(self.bytes_sent.values())
 
     @functools.cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from sbpc.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
 
 
-def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float) -> Cost:
+def measure(
+    boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float, objective: str = "seconds"
+) -> Cost:
     """The cost of one step of a boxed graph, which is the objective that `assign` minimised, and its memory."""
     kernels: Counter[Kernel] = Counter()
     transfers: Counter[Transfer] = Counter()
@@ -33,10 +36,11 @@ def measure(boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: 
     comm, bytes_sent = comm_totals(moving, mesh)
     memory = memory_totals(boxed, mesh, optimizer)
     parts = tuple(kernels.items()), tuple(moving.items())
-    return Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, min(lower_bound, compute + comm), *parts,
-        boxed.meta.get("dynamic", {}),
+    cost = Cost(
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, lower_bound, *parts,
+        boxed.meta.get("dynamic", {}), objective,
     )  # fmt: skip
+    return replace(cost, lower_bound=min(lower_bound, cost.paid))
 
 
 def kernel_of(node: Node) -> Kernel:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -21,6 +21,7 @@ from sbpc.mesh import Mesh
 from sbpc.pins import closest
 from sbpc.ports import PARAMETER, Port, Ports, placeholders
 from sbpc.report import plan_text
+from sbpc.solver import Proof
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,35 @@ class Rewriter:
     export: Callable[[Plan, Path, Plan | None], None]
 
 
+class Prover(Protocol):
+    """The problem that a plan solves."""
+
+    @property
+    def proof(self) -> Proof:
+        """Multipliers that bound the problem, see `sbpc.solver.check`."""
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """What an assignment costs, and the bound that the multipliers give."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan checked against multipliers alone: what its layouts cost, and what no plan can cost less.
+
+    searched: the bound that the plan carries. Where that is above `bound`, it was found by search: labels that are in no
+    cheaper plan were dropped, the rest was solved as a mixed-integer program.
+    """
+
+    paid: float
+    bound: float
+    searched: float
+
+    @property
+    def gap(self) -> float:
+        """(paid - bound) / paid."""
+        return (self.paid - self.bound) / self.paid if self.paid else 0.0
+
+
 @dataclass
 class Plan:
     """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
@@ -65,6 +95,7 @@ class Plan:
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
     certifier: Callable[[float, float], float] | None = field(default=None, repr=False)
+    prover: Prover | None = field(default=None, repr=False)
 
     @property
     def ports(self) -> Ports:
@@ -159,24 +190,49 @@ class Plan:
         for name in ("boxed", "cut_shapes"):
             self.__dict__.pop(name, None)
 
+    @property
+    def objective(self) -> str:
+        """What the plan was made to have little of: "seconds" or "bytes"."""
+        return str(self.options.get("objective", "seconds"))
+
     @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes, flops and memory of a step, with a lower bound."""
         start = time.process_time()
-        found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound)
+        found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound, self.objective)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return found
 
     def certify(self, *, seconds: float = 60.0) -> float:
         """Look for a tighter lower bound for about so many CPU seconds; the gap. The plan stays as it is.
 
-        Raises PlanError for a plan that was read from a file, or was not made for the least seconds.
+        Raises PlanError for a plan that was read from a file.
         """
         if self.certifier is None:
-            raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew for seconds.")
-        self.lower_bound = max(self.lower_bound, self.certifier(self.cost.seconds, seconds))
+            raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew.")
+        self.lower_bound = max(self.lower_bound, self.certifier(self.cost.paid, seconds))
         self.__dict__.pop("cost", None)
         return self.cost.gap
+
+    @property
+    def problem(self) -> Prover:
+        """The problem that the plan solves. Raises PlanError for a plan that does not hold it."""
+        if self.prover is None:
+            raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew.")
+        return self.prover
+
+    @property
+    def proof(self) -> Proof:
+        """The multipliers behind the bound, which anybody can check; see `check_bound`, which raises the same."""
+        return self.problem.proof
+
+    def check_bound(self, proof: Proof | None = None) -> Checked:
+        """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
+
+        proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was
+        read from a file or made under a memory limit.
+        """
+        return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
 
     def verify(self) -> int:
         """Check every edge of every stage; the number of edges checked. Raises VerifyError with the offending node."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sbpc.boxing import wire
+from sbpc.cost import Cost
 
 if TYPE_CHECKING:
     from sbpc.plan import Plan
@@ -42,7 +43,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     whole = f"one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating",
-        f"proof     no plan{pinned} takes less than {cost.lower_bound:.3g} s: the gap is {100 * cost.gap:.2f} %",
+        f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %",
         f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
         "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
     ]
@@ -54,6 +55,13 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"[bold red]LOUD[/]      {escape(note)}", highlight=False, soft_wrap=True)
     for remark in plan.remarks:
         console.print(f"note      {escape(remark)}", highlight=False, soft_wrap=True)
+
+
+def least(cost: Cost) -> str:
+    """What no plan does, by the bound."""
+    if cost.objective == "bytes":
+        return f"sends less than {cost.lower_bound:,.0f} bytes a rank"
+    return f"takes less than {cost.lower_bound:.3g} s"
 
 
 def parameter_table(plan: Plan) -> Table:

@@ -82,7 +82,7 @@ def sweep(
 def row(task: Task, mesh: Mesh, options: dict[str, Any]) -> Row:
     """The plan on one mesh and its cost; graphs that were made for that are dropped, and made again on use."""
     plan = task.plan(mesh, **options)
-    cost = plan.cost.seconds if options["objective"] == "seconds" else sum(plan.cost.bytes_sent.values())
+    cost = plan.cost.paid
     plan.forget()
     return Row(mesh, plan, cost)
 

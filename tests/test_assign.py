@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,19 @@ def test_box_pays_the_objective_for_models_and_random_labels(name: str, sizes: t
     task, mesh = prepare(model, args), Mesh(cluster="h100", **dict(zip("xyz", sizes)))
     space = Space(task.gm, mesh, placeholder_wishes(task.gm, mesh, None, None, False), {})
     assert_box_pays_the_objective(space, torch.Generator().manual_seed(0), 8)
+
+
+def test_a_plan_of_least_bytes_has_its_bound_in_bytes(tmp_path: Path) -> None:
+    model, args = models.mlp()
+    mesh, pin = Mesh(x=2, y=2, cluster="h100"), {"ups.*.weight": "[S(0), S(1)]"}
+    plan = sbpc.plan(model, args, mesh, objective="bytes", pin=pin)
+    assert plan.cost.gap == 0 and plan.cost.lower_bound == sum(plan.cost.bytes_sent.values()) > 1
+    assert f"no plan with these pins sends less than {plan.cost.lower_bound:,.0f} bytes a rank" in str(plan)
+    assert plan.certify(seconds=1) == 0
+    fastest = sbpc.plan(model, args, mesh, pin=pin)
+    assert plan.cost.paid <= sum(fastest.cost.bytes_sent.values()) and fastest.cost.seconds <= plan.cost.seconds
+    plan.save(tmp_path / "plan")
+    assert sbpc.load(tmp_path / "plan").cost.gap == 0
 
 
 def test_gradients_land_in_their_parameters_home() -> None:

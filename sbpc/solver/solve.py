@@ -19,6 +19,7 @@ from sbpc.solver.trws import Messages, Space, aliased, slots
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
+CROSSED = 400  # most labels and alias layouts of known plans that are crossed at once: programs of more take seconds
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
 CLOSE = 3e-4  # the gap with which that search ends
@@ -99,6 +100,12 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
     return min(best, seconds)
 
 
+def untied_proof(problem: Problem) -> Proof:
+    """Multipliers of a problem in which nothing is tied, from messages alone."""
+    folded = fold(problem, range(len(problem.variables)))
+    return between_ends(folded, ceiling(problem))[0].proof() if problem.variables else Proof([])
+
+
 def bounded(problem: Problem, dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[float, Proof]:
     """The bound that the multipliers of a proof give, and the proof."""
     proof = prove(dual, folded, cap, rounds)
@@ -116,7 +123,7 @@ class Search:
         self.labels = [int(v.costs.argmin()) for v in problem.variables]
         self.seconds = total(problem, self.labels)
         self.wide = problem.variables[0].digits.shape[1] > 2  # to better a plan takes long
-        self.pool: list[list[int]] = []
+        self.pool: list[tuple[float, list[int]]] = []
         self.settled: dict[int, list[int]] = {}  # by axis: the plan that a move on it left
         for labels in (self.labels, *starts) if first else starts:
             self.offer(labels)
@@ -125,8 +132,9 @@ class Search:
     def offer(self, labels: Sequence[int], better: bool = True) -> None:
         """Better a plan one variable at a time, and keep it."""
         found = self.near.descend(labels) if better else list(labels)
-        self.pool.append(found)
-        if (seconds := total(self.problem, found)) < self.seconds:
+        seconds = total(self.problem, found)
+        self.pool.append((seconds, found))
+        if seconds < self.seconds:
             self.labels, self.seconds = found, seconds
 
     def run(self) -> Solution:
@@ -142,15 +150,15 @@ class Search:
             self.approach(messages.extra(), NEAR[0])
             messages = self.converge(messages, rounds=6)
         idle = 0
-        for attempt in range(12):  # even ones tilt and cross, odd ones move
+        for attempt in range(12):  # every third one moves, which is slow from a bad plan; the others tilt and cross
             if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 4:
                 break
             before = self.seconds
-            if attempt % 2:
+            if attempt % 3 == 2:
                 self.move()
             else:
-                self.tilt(messages, attempt // 2)
-                self.finish(union(self.problem, self.pool))
+                self.tilt(messages, attempt - attempt // 3)
+                self.cross()
             idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
             messages = self.converge(messages, rounds=1 + attempt % 2)
         if messages is None:
@@ -199,8 +207,19 @@ class Search:
         """Look for the cheapest plan on `space`, or one within `gap`; a bound, and whether it is known that nothing there
         is cheaper."""
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
-        if messages is None:
-            return self.seconds, True
+        return (self.seconds, True) if messages is None else self.settle(messages, nodes, gap)
+
+    def cross(self) -> None:
+        """Look for the cheapest plan of labels that known plans have, of those of the best half where they are many."""
+        plans = [labels for _, labels in sorted(self.pool, key=lambda pair: pair[0])]
+        while messages := self.converge(Messages(self.problem, union(self.problem, plans), self.cap), rounds=2):
+            if messages.space.size <= CROSSED or len(plans) == 1:
+                self.settle(messages, 50)
+                return
+            plans = plans[: len(plans) // 2]
+
+    def settle(self, messages: Messages, nodes: int, gap: float = 0.0) -> tuple[float, bool]:
+        """As `finish`, by a program."""
         scale = self.seconds if math.isfinite(self.seconds) else self.cap
         answer = cheapest(self.problem, messages.space, scale, nodes, gap)
         if answer.labels is not None:
