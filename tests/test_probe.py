@@ -56,6 +56,8 @@ RULES = [
     (("aten::mul.Tensor", x(4, 6), x(4, 1)), "a b, a 1 -> a b ; lin(0) ; lin(1)"),
     (("own::peak", x(4, 5)), "a b -> a ; max b"),
     (("aten::max", x(3, 4, 5)), "a b c -> () ; max a b c"),
+    (("aten::frac", torch.tensor([[0.25, 1.5, 2.75], [-0.5, 3.125, 0.625]])), "a b -> a b"),
+    (("aten::polar", x(4, 6), x(6)), "a b, b -> a b ; lin(0)"),
     (("own::heads", x(3, 5, 12), 4), "a b (c d), [c] -> a b (c d) ; fix d"),
     (("own::pool", x(8, 5)), "(a b) c -> a c ; fix b ; lin(0)"),
     (("own::norm", x(3, 4, 5), x(5)), "a c d, d -> a c d, a c ; fix d ; lin(1 -> 0) ; when(b is None and eps == 1e-05)"),

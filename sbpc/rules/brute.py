@@ -268,8 +268,8 @@ def in_state(parts: Sequence[Any], state: State, expected: Tensor, one: Case, sh
     if isinstance(state, Split):
         sizes = chunk_sizes(expected.shape[state.dim], len(parts))
         shapes = [(*shape[: state.dim], size, *shape[state.dim + 1 :]) for shape, size in zip(shapes, sizes)]
-    summed = isinstance(state, Partial) and expected.dtype == torch.bool
-    if summed or shapes != [tuple(part.shape) for part in parts]:
+    no_number = expected.dtype == torch.bool or (expected.is_complex() and state != P)  # complex ones have no order
+    if (isinstance(state, Partial) and no_number) or shapes != [tuple(part.shape) for part in parts]:
         return False
     if shapes_only or not one.values:
         return True

@@ -50,11 +50,12 @@ class Inferred:
     left_out: tuple[Signature, ...]
 
 
-def infer(known: Evidence, share: bool = True, follow: bool = True) -> Inferred:
+def infer(known: Evidence, share: bool = True, follow: bool = True, unread: bool = True) -> Inferred:
     """The rule string that derives as many of the valid signatures as one string can.
 
     share: fixed dims of inputs and outputs that have one size are one factor. follow: integers that are the size of a
-    fixed dim are that size, and not values that must stay. Raises RuleError for an argument that no clause can name.
+    fixed dim are that size, and not values that must stay. unread: operands may be partial where no output is, as if the
+    op did not read them. Raises RuleError for an argument that no clause can name.
     """
     draft = Draft(known, (), (), share, follow)
     best = left_over(known.valid, [])
@@ -67,7 +68,7 @@ def infer(known: Evidence, share: bool = True, follow: bool = True) -> Inferred:
                 break
     for signature in sorted((s for s in best if not splits(s) and P in s.inputs), key=lambda s: [state != P for state in s.inputs]):
         more = replace(draft, linear=(*draft.linear, signature))
-        draft = more if more.sound else draft
+        draft = more if more.sound and (unread or P in signature.outputs) else draft
     bound = draft.bound
     if bound is None:
         raise RuleError(f"no rule string fits {known.one}\n  {draft.text}\n  Write one by hand: sbpc.rule.")

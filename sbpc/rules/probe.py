@@ -36,6 +36,10 @@ HOW = How(2, (P, Partial("max"), Partial("min")))
 CUT, LED = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22), 12  # other sizes: of split factors, uneven on 3 ranks or 4; of those that lead a group
 
 
+WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
+"""What `infer` takes as share and follow, and whether the rule is to be seen on other sizes: in turn, until a proof holds."""
+
+
 @dataclass(frozen=True)
 class Probe:
     """What a probe of an op has found.
@@ -97,9 +101,12 @@ def probe_call(op: OpOverload, calls: Sequence[Call], seconds: float = SECONDS) 
     """See `probe`. calls: of which the first that the op takes is probed. seconds: that one call of the op may take."""
     require_pure(op)
     load_custom_ops()
-    call, one, outputs = first_that_runs(op, calls, seconds)
-    found = search(one, list(sizes_in(one)), seconds, HOW)
-    done = inferred(one, outputs, found, seconds)
+    call, cases = first_that_runs(op, calls, seconds)
+    for one, outputs in cases:
+        found = search(one, list(sizes_in(one)), seconds, HOW)
+        done = inferred(one, outputs, found, seconds)
+        if not done.refused:  # else with values that tell more: whole numbers have no fractions
+            break
     told = [*call.remarks, *done.remarks, *not_tried(found)]
     return Probe(op, done.rule, tuple(map(called, done.cases)), len(found.signatures), found.tried, done.left_out, tuple(told))
 
@@ -123,8 +130,10 @@ def not_tried(found: Found) -> Iterator[str]:
 
 
 # --- the call that is run ---------------------------------------------------------------------------------------------
-def first_that_runs(op: OpOverload, calls: Sequence[Call], seconds: float) -> tuple[Call, Case, tuple[Any, ...]]:
-    """The first call that the op takes, on the values that tell most, and its outputs on the meta device."""
+def first_that_runs(
+    op: OpOverload, calls: Sequence[Call], seconds: float
+) -> tuple[Call, list[tuple[Case, tuple[Any, ...]]]]:
+    """The first call that the op takes, on values of several kinds, with the outputs on the meta device."""
     for call in calls:
         ways: tuple[Callable[[Any], Any], ...] = (whole_numbers(), wide, detached)
         cases = [Case(op, tuple(map(way, call.args)), {n: way(v) for n, v in call.kwargs.items()}) for way in ways]
@@ -133,9 +142,8 @@ def first_that_runs(op: OpOverload, calls: Sequence[Call], seconds: float) -> tu
             raise told
         fine = [(one, told) for one, told in looks if isinstance(told, tuple)]
         if fine:
-            finite = [(one, told) for one, told in fine if told[1]]
-            one, (outputs, _, tolerance) = (finite or fine)[0]
-            return call, replace(one, tolerance=tolerance), on_meta(outputs)
+            finite = [(one, told) for one, told in fine if told[1]] or fine
+            return call, [(replace(one, tolerance=told[2]), on_meta(told[0])) for one, told in finite]
     *_, (one, why) = looks
     lost = f"{one}: the op does not survive it: {why.why}" if isinstance(why, Lost) else why
     raise RuleError(f"{lost}\n  Give arguments that the op takes on one device.")
@@ -178,7 +186,7 @@ def whole_numbers() -> Callable[[Any], Any]:
         if isinstance(value, Tensor):
             if not value.is_floating_point():
                 return value.detach().clone()
-            numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 2
+            numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 3
             return (numbers + (numbers >= 0)).double().to(value.device)
         return type(value)(map(drawn, value)) if isinstance(value, (list, tuple)) else value
 
@@ -197,33 +205,35 @@ def sizes_in(one: Case) -> Iterator[Size]:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """cases: the calls that the rule was proved on."""
+    """cases: the calls that the rule was proved on. refused: whether its proof accepts none that was inferred."""
 
     rule: str | None
     cases: tuple[Case, ...]
     left_out: tuple[tuple[Signature, str], ...]
     remarks: tuple[str, ...]
+    refused: bool = False
 
 
 def inferred(one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) -> Outcome:
     """The rule that derives most and that its proof accepts, first on other sizes too."""
     facts = Facts(one, outputs, found, seconds)
-    failed, texts = "", dict[str, None]()
-    for share, follow, again in ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False)):
-        made, second = facts.settle(share, follow, again)
+    failed, texts = tuple[str, ...](), dict[str, None]()
+    for unread, (share, follow, again) in itertools.product((True, False), WAYS):
+        made, second = facts.settle(share, follow, unread, again)
         if len(made.offered) == 1:
             return Outcome(None, (one,), facts.reasons(made), ())
-        if (again and second is None) or (again and made.text in texts):
+        key = f"{made.text} {second is None}"
+        if (again and second is None) or key in texts:
             continue
-        texts[made.text] = None
+        texts[key] = None
         cases = (one,) if second is None else (one, second.one)
         ((_, why),) = attempt(refuted, [(made.text, cases)], PROOF)
         if why is None:
             kept = "" if second is None else " of " * bool(second.kept) + ", ".join(second.kept)
             alone = (f"not tried: other sizes{kept}, which the op refuses",) if second is None or kept else ()
             return Outcome(made.text, cases, facts.reasons(made), alone)
-        failed = failed or (why.why if isinstance(why, Lost) else str(why).splitlines()[0])
-    return Outcome(None, (one,), facts.reasons(made), (f"refused by its proof: {made.text}", f"    {failed}"))
+        failed = failed or (f"refused by its proof: {made.text}", f"    {why.why if isinstance(why, Lost) else str(why).splitlines()[0]}")
+    return Outcome(None, (one,), facts.reasons(made), failed, True)
 
 
 def refuted(claim: tuple[str, Sequence[Case]]) -> str | None:
@@ -265,11 +275,11 @@ class Facts:
                 self.where.setdefault(signature, f"not on {number} ranks of {called(one)}")
         return before != self.broken
 
-    def settle(self, share: bool, follow: bool, again: bool) -> tuple[Inferred, Second | None]:
+    def settle(self, share: bool, follow: bool, unread: bool, again: bool) -> tuple[Inferred, Second | None]:
         """The rule, and the call of other sizes on which all that it offers holds too, None if the op takes none."""
         while True:
             valid = {s: size for s, size in self.found.signatures.items() if not self.broken.get(s, False)}
-            made = infer(Evidence(self.one, self.outputs, valid, self.broken), share, follow)
+            made = infer(Evidence(self.one, self.outputs, valid, self.broken), share, follow, unread)
             second = self.other(made) if again and len(made.offered) > 1 else None
             if second is None or not self.learn(second.one, second.outputs, (2, 3, 4)):
                 return made, second
