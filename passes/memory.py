@@ -28,7 +28,7 @@ MOMENTS = 5  # that have prices, at most
 CLOSE, GOOD = 1e-3, 1e-2  # relative gaps: of the bound below what the known plans allow, of the best plan above the bound
 DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and before no plan is said to fit
 PEAKS = 3  # at which all that is alive is counted
-TRIED = 30_000  # nodes of the graphs of mixed plans that are made
+TRIED, FEW = 10_000, 60  # nodes of the graphs of mixed plans that are made; modules that are mixed one by one
 
 
 class Priced(Protocol):
@@ -89,7 +89,7 @@ class Search:
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.peaks = Counter[str]()  # of plans that do not fit
-        self.proof: tuple[Sequence[float], Moment] | None = None
+        self.proof: tuple[Sequence[float], Moment] = (), {}
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
 
     @property
@@ -189,23 +189,26 @@ class Search:
 
     @cached_property
     def pieces(self) -> list[dict[str, None]]:
-        """Names of nodes that change together: the halves of the model's parts in order, its quarters, ..., each part."""
+        """Names of nodes that change together: halves of the model's blocks in order, quarters, ..., each block; then the
+        same of modules."""
         names = {node: port.name for port, node in placeholders(self.gm).items()}
-        parts: dict[str, dict[str, None]] = {}
+        blocks: dict[Sequence[str], dict[str, None]] = {}
+        modules: dict[Sequence[str], dict[str, None]] = {}
         for node in self.gm.graph.nodes:
             path = names[node].split(".")[:-1] if node in names else node.meta.get("module", "").split(".")
             number = next((place for place, part in enumerate(path) if part.isdigit()), len(path))
-            parts.setdefault(".".join(path[: number + 1]), {})[node.name] = None
-        each, found, width = list(parts.values()), list[dict[str, None]](), len(parts)
-        while width > 1:
-            width = (width + 1) // 2
-            found += [dict(ChainMap(*each[start : start + width])) for start in range(0, len(each), width)]
+            blocks.setdefault(tuple(path[: number + 1]), {})[node.name] = None
+            modules.setdefault(tuple(path), {})[node.name] = None
+        found: list[dict[str, None]] = []
+        for each in (list(blocks.values()), list(modules.values()) if len(modules) <= FEW else []):
+            width = len(each)
+            while width > 1:
+                width = (width + 1) // 2
+                found += [dict(ChainMap(*each[start : start + width])) for start in range(0, len(each), width)]
         return found
 
-    def certifier(self, assignment: Assignment) -> Callable[[float, float], float] | None:
-        """The function of a plan's seconds and of CPU seconds that gives a tighter bound; None: the limit proves nothing."""
-        if self.proof is None:
-            return None
+    def certifier(self, assignment: Assignment) -> Callable[[float, float], float]:
+        """The function of a plan's seconds and of CPU seconds that gives a tighter bound, at the prices of the best one."""
         (prices, counted), limit, space = self.proof, self.limit, self.space
         paid = space.seconds(assignment) + space.bytes_in(assignment, counted)
         return lambda _, seconds: space.certify(paid, seconds, counted) - sum(prices) * limit

@@ -45,7 +45,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> float:
     return most
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("mlp", Mesh(x=4)), ("gpt2", Mesh(x=2)), ("lora", Mesh(x=2, y=2))], ids=str)
+@pytest.mark.parametrize(("name", "mesh"), [("mlp", Mesh(x=4)), ("lora", Mesh(x=2, y=2))], ids=str)
 def test_what_a_moment_counts_is_alive(name: str, mesh: Mesh) -> None:
     assert 0.5 <= moments_of(name, mesh, 3, 5) <= 1
 
@@ -103,6 +103,8 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
         assert free.cost.lower_bound * (1 - 1e-9) <= plan.cost.lower_bound <= plan.cost.seconds
         if math.prod(counts) > most:
             continue
+        before = plan.cost.gap
+        assert plan.certify(seconds=0.1) <= before
         tighter += plan.cost.lower_bound > free.cost.seconds * (1 + 1e-9)
         problem = Problem(space.variables, space.values)
         for labels in itertools.product(*map(range, counts)):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
@@ -12,12 +14,15 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Cluster, Mesh
+from sbpc.cluster import CLUSTERS
 from tests import models
 from tests.test_experts import Block
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.einsum.default, aten.linear.default, aten.convolution.default)
 HOSTS = Cluster("hosts", 5e10, 1e10, 1e-5, 1, 1e-4, 50e6, 1e-4, 50e6)  # one thread each, 400 Mbit/s between them
+
+RACK = dataclasses.replace(CLUSTERS["h100"], name="rack", ranks_per_node=256)  # one network for all
 
 
 class Chain(nn.Module):
@@ -35,9 +40,14 @@ class Chain(nn.Module):
 
 def best(model: nn.Module, shape: tuple[int, ...], mesh: Mesh, **options: Any) -> sbpc.Plan:
     """The plan of a model on the meta device, proved to be the best."""
-    plan = sbpc.plan(model.to("meta"), (torch.empty(shape, requires_grad=True, device="meta"),), mesh, **options)
+    plan = sbpc.plan(*on_meta(model, shape), mesh, **options)
     assert plan.cost.gap <= 1e-9 or "memory" in options
     return plan
+
+
+def on_meta(model: nn.Module, shape: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model and its input, without data."""
+    return model.to("meta"), (torch.empty(shape, requires_grad=True, device="meta"),)
 
 
 def layouts(plan: sbpc.Plan, homes: bool = True, moves: bool = True) -> str:
@@ -112,6 +122,51 @@ backward  1 all_gather over y
 backward  1 all_reduce over y
 """,
     )
+
+
+def test_axonn_alternates_over_x_and_y_through_a_transformer_block() -> None:
+    """On one fast network: query, key, value and up are summed over x, proj and down over y."""
+    mesh, ends = Mesh(data=2, y=8, x=8, cluster=RACK), ["[S(0), B, S(2)]"]
+    plan = best(Block(8192, 64), (4, 2048, 8192), mesh, inputs=ends, outputs=ends)
+    assert_expected_inline(
+        layouts(plan, homes=False, moves=False),
+        """\
+einsum              [S(0), S(2), P]
+einsum_1            [S(0), S(2), P]
+einsum_2            [S(0), S(2), P]
+einsum_3            [S(0), P, S(2)]
+einsum_4            [S(0), S(2), P]
+einsum_5            [S(0), P, S(2)]
+""",
+    )
+
+
+def test_summa_on_a_whole_block_is_bettered_by_rows_after_columns_in_the_same_2d_layout() -> None:
+    """Of the seven activations that SUMMA gathers over j, 7 bsh, four are those of `down` and one is that of `proj`.
+    With rows split over j these two products leave sums that are scattered, 2 bsh, and gather nothing."""
+    mesh, ends = Mesh(i=4, j=4, cluster=RACK), ["[S(0), S(2)]"]
+    about: dict[str, Any] = {"inputs": ends, "outputs": ends, "spread": True, "train": False}
+    plan = best(Block(4096, 32), (64, 128, 4096), mesh, **about)
+    assert_expected_inline(
+        layouts(plan, homes=False),
+        """\
+einsum              [S(0), S(2)]
+einsum_1            [S(0), S(2)]
+einsum_2            [S(0), S(2)]
+einsum_3            [S(0), P]
+einsum_4            [S(0), S(2)]
+einsum_5            [S(0), P]
+forward   6 all_gather over j
+forward  10 all_gather over i
+forward   2 reduce_scatter over j
+""",
+    )
+    expert = sbpc.baseline("summa", *on_meta(Block(4096, 32), (64, 128, 4096)), mesh, **about)
+    bsh = 4 * 64 * 128 * 4096 * 3 / 16  # bytes of one activation that is gathered over j in each group of i
+    assert expert.cost.bytes_sent["j"] == pytest.approx(7 * bsh, rel=1e-3)
+    assert plan.cost.bytes_sent["j"] == pytest.approx(4 * bsh, rel=1e-3)
+    assert plan.cost.bytes_sent["i"] == pytest.approx(expert.cost.bytes_sent["i"], rel=1e-3)
+    assert plan.cost.seconds < expert.cost.seconds
 
 
 def test_summa_gathers_weights_over_one_axis_and_activations_over_the_other() -> None:
