@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from sbpc.errors import PinError, SbpcError
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.states import B, Partial, Split, State, parse_state
+
+TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
 
 @dataclass(frozen=True)
@@ -142,15 +145,22 @@ def both(first: Mapping[str, Wish], second: Mapping[str, Wish], mesh: Mesh) -> d
 
 
 def conflict(pins: Mapping[str, str], refusal: Callable[[Mapping[str, str]], SbpcError | None]) -> SbpcError:
-    """The error about pins that cannot be met, with no more of them than it takes.
+    """The error about pins that cannot be met, with the fewest of them that conflict.
 
-    Each pin is left out in turn, and stays out if the others still conflict. refusal: the error that some pins give.
+    Each pin is left out in turn, and stays out if the others still conflict: what is left conflicts without any of its
+    parts doing so. Then smaller sets are tried, the smallest first, TRIES in all. refusal: the error that some pins give.
     """
     needed = dict(pins)
     for pattern in pins:
         fewer = {other: text for other, text in needed.items() if other != pattern}
         if refusal(fewer) is not None:
             needed = fewer
+    smaller = itertools.chain.from_iterable(itertools.combinations(pins, size) for size in range(1, len(needed)))
+    for patterns in itertools.islice(smaller, TRIES):
+        chosen = {pattern: pins[pattern] for pattern in patterns}
+        if refusal(chosen) is not None:
+            needed = chosen
+            break
     error = refusal(needed)
     assert error is not None
     if all(f"pin {pattern!r}" in str(error) for pattern in needed):

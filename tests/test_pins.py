@@ -9,7 +9,10 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api import pin_wishes, placeholder_wishes, prepare
 from sbpc.errors import PinError
+from sbpc.passes.assign import Space
+from sbpc.pins import both
 
 MESH = Mesh(x=2, y=2, z=2)
 
@@ -32,9 +35,10 @@ def test_of_many_pins_those_in_conflict_are_named() -> None:
         "[0-9].weight": "S(0)@x",
     }
     assert_expected_inline(refused(pins), """\
-pin '0.weight': 'S(0)@y'; pin '*.weight': 'S(0)@z'; pin '[0-9].weight': 'S(0)@x' cannot be met
-  %_0_weight : f32[4, 64] = placeholder
-  It can be left in [B, B, B], [B, B, S(0)], [B, B, S(1)], [B, S(0), B], [B, S(0), S(0)], [B, S(0), S(0)] S(0)@z>y, [B, S(0), S(1)], [B, S(1), B], ....""")
+two pins of %_0_bias disagree on axis 'x': B and S(0)
+  pin '*.bias': 'B@x'
+  pin '0.*': 'S(0)@x'
+  Remove one of them.""")
 
 
 def test_two_pins_that_disagree_are_named_with_the_axis() -> None:
@@ -44,6 +48,23 @@ two pins of %_0_weight disagree on axis 'y': S(0) and S(1)
   pin '0.weight': 'S(0)@y'
   pin '0.w*': 'S(1)@y'
   Remove one of them.""")
+
+
+def test_of_several_conflicts_the_one_of_the_fewest_pins_is_named() -> None:
+    pins = {"0.bias": "P@y", "0.weight": "S(0)@y", "*.weight": "S(0)@z", "[0-9].weight": "S(0)@x"}
+    assert refused(pins).startswith("pin '0.bias': 'P@y' cannot be met\n")
+    assert refused(dict(reversed(pins.items()))).startswith("pin '0.bias': 'P@y' cannot be met\n")
+
+
+def test_the_pins_that_are_named_conflict_and_no_part_of_them_does() -> None:
+    named = {"0.weight": "S(0)@y", "*.weight": "S(0)@z", "[0-9].weight": "S(0)@x"}
+    assert all(f"pin {pattern!r}" in refused(named | {"*.bias": "B@x"}) for pattern in named)
+    gm = prepare(nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 64)), (torch.randn(64, 64),)).gm
+    stored = placeholder_wishes(gm, MESH, None, None, False)
+    for pattern in named:
+        fewer = {other: text for other, text in named.items() if other != pattern}
+        wishes = both(stored, pin_wishes(gm, MESH, fewer, stored), MESH)
+        assert all(map(len, Space(gm, MESH, wishes, {}).tables))  # every node is left a choice
 
 
 def test_a_single_pin_that_cannot_be_met_is_named_alone() -> None:
