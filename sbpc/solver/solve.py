@@ -23,7 +23,7 @@ CROSSED = 400  # most labels and alias layouts of known plans that are crossed a
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
 CLOSE = 3e-4  # the gap with which that search ends
-TIED = ((7e-3, 9.5e-3), (1.5e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
+TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
