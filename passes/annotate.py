@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.choices import Candidates, nodes_in, of_match, of_replicated, of_stored
 from sbpc.errors import SbpcError, at_node
+from sbpc.nodes import copied
 from sbpc.rules import match
 from sbpc.rules.own import UNPROVED
 
@@ -22,7 +23,7 @@ def annotate(gm: GraphModule) -> GraphModule:
     call, `meta["match"]` on every call that has a rule; `meta["notes"]` and `meta["remarks"]` of the module say loudly
     and quietly which rules are not sbpc's own.
     """
-    result = copied(gm)
+    result = duplicate(gm)
     known: dict[int, Candidates] = {}
     for node in result.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -48,11 +49,11 @@ def annotate(gm: GraphModule) -> GraphModule:
     return result
 
 
-def copied(gm: GraphModule) -> GraphModule:
+def duplicate(gm: GraphModule) -> GraphModule:
     """A copy of the module whose nodes have metas of their own."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copied(graph, node, copies.__getitem__)
     result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
     return result

@@ -13,6 +13,7 @@ from sbpc.boxing import path
 from sbpc.choices import Choice, operands, value_of
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
+from sbpc.nodes import called, copied
 from sbpc.plan import Assignment, results
 
 ABOUT = ("phase", "stack_trace", "module")
@@ -72,7 +73,7 @@ class Boxer:
             if producer in self.parts:
                 self.copies[node] = self.parts[producer][index]
                 return
-            copy = self.graph.node_copy(node, lambda n: self.copies[n])
+            copy = copied(self.graph, node, lambda n: self.copies[n])
             copy.meta["sbp"] = self.copies[producer].meta["sbp"][index]
             self.copies[node] = copy
             return
@@ -82,7 +83,7 @@ class Boxer:
             self.take_apart(node, choice, boxed)
             return
         reads = iter(boxed)
-        copy = self.graph.node_copy(node, lambda _: next(reads))
+        copy = copied(self.graph, node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0]}
@@ -99,7 +100,7 @@ class Boxer:
         for at, part in enumerate(candidates.phases.parts):
             name = outputs.get(part.number) or f"{node.name}_{part.match.op._schema.name.split('::')[1]}"
             args, kwargs = part.arguments(values)
-            made = self.graph.create_node("call_function", part.match.op, args, kwargs, name=name)
+            made = called(self.graph, part.match.op, args, kwargs, name)
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
             made.meta = {**about, **meta, "sbp": inner.output(0, axes)}
@@ -130,7 +131,7 @@ class Boxer:
         """The boxing nodes of the cheapest path from a value to a layout."""
         value = node.meta["val"]
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
-            source = self.graph.create_node("call_function", boxing, (source, str(step)), name=f"box_{node.name}")
+            source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
             about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
             source.meta = {"val": value, "sbp": step.after, "step": step, **about}
         return source

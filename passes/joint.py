@@ -24,6 +24,7 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error
+from sbpc.nodes import copied
 from sbpc.passes.draws import is_random, restart
 from sbpc.passes.tracer import Watch
 from sbpc.ports import SEED_PORT, Port
@@ -130,7 +131,7 @@ def _ported(source: Program, traced: GraphModule, flat: Flat, train: bool) -> Gr
             constants[name] = getattr(traced, str(node.target))
             new[node] = graph.create_node("get_attr", name, name=name)
         elif node.op == "call_function":
-            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node] = copied(graph, node, new.__getitem__)
             if isinstance(node.target, OpOverload) and is_random(node.target, node.args, node.kwargs):
                 what = f"{node.target} is computed anew in the backward, and AOTAutograd does not tell what it drew before"
                 raise user_error(what, place[1], "Leave out the writes for which the light tracer gave up: see the log.")

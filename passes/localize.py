@@ -14,6 +14,7 @@ from sbpc.choices import local_sizes, operands, value_of, with_operands
 from sbpc.layout import Layout
 from sbpc.lowering import lower
 from sbpc.mesh import Mesh
+from sbpc.nodes import called, copied
 from sbpc.plan import results
 from sbpc.states import chunk_sizes
 
@@ -66,7 +67,7 @@ class Localizer:
 
     def copy(self, node: Node) -> Node:
         """The node as it is, its inputs replaced by the local ones."""
-        copy = self.graph.node_copy(node, lambda n: self.local[n])
+        copy = copied(self.graph, node, lambda n: self.local[n])
         copy.meta = {}
         return self.described(copy, node)
 
@@ -87,13 +88,9 @@ class Localizer:
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Emit one call."""
-        made = self.graph.call_function(op)
-        made.args, made.kwargs = (
-            args,
-            kwargs,
-        )  # create_node walks its arguments in search of symbols, which takes longer
-        made.meta = dict(self.about)
-        return made
+        node = called(self.graph, op, args, kwargs)
+        node.meta = dict(self.about)
+        return node
 
     def call_op(self, node: Node) -> Any:
         """One op at local sizes, by its rule."""
@@ -123,7 +120,7 @@ class Localizer:
             else self.local[operand]
             for operand in operands(node)
         ]
-        copy = self.graph.node_copy(node, lambda n: self.local[n])
+        copy = copied(self.graph, node, lambda n: self.local[n])
         copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(dense))
         copy.meta = {}
         return self.described(copy, node)

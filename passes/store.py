@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.moments import STORED
+from sbpc.nodes import copied
 
 
 def store(gm: GraphModule) -> GraphModule:
@@ -33,7 +34,7 @@ def store(gm: GraphModule) -> GraphModule:
     kept: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         read: MutableMapping[Node, Node] = ChainMap(kept, copies) if late(node) else copies
-        copies[node] = graph.node_copy(node, read.__getitem__)
+        copies[node] = copied(graph, node, read.__getitem__)
         for value in behind.get(node, ()):
             kept[value] = graph.create_node(
                 "call_function", torch.ops.aten.alias.default, (copies[value],), name=f"{value.name}_stored"

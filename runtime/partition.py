@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
 from sbpc.choices import nodes_in
+from sbpc.nodes import copied
 from sbpc.plan import results
 from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders
 
@@ -132,7 +133,7 @@ def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list
         made[node].meta = node.meta
     for node in late_waits(body):
         if node.op not in ("placeholder", "output") and node not in made:
-            made[node] = graph.node_copy(node, lambda n: made[n])
+            made[node] = copied(graph, node, lambda n: made[n])
     graph.output(tuple(None if node is None else made[node] for node in outputs))
     graph.eliminate_dead_code()
     return GraphModule(gm, graph)

@@ -20,7 +20,7 @@ from sbpc.formulas import declare
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.pairs import Model
-from sbpc.passes.annotate import annotate, copied
+from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.assign import Space
 from sbpc.passes.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan, uncollected
@@ -161,7 +161,7 @@ class Task:
 
     def again(self) -> Task:
         """The same step with a graph and clocks of its own, for a further plan beside the others."""
-        return Task(copied(self.gm), Stages(times=dict(self.stages.times)), self.about)
+        return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
 @uncollected()

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, LazyGraphModule
+from sbpc.nodes import called, copied
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class Writer:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """A node of `op` with its value recomputed; calls that are alike share one fake tensor."""
-        node = self.graph.create_node("call_function", op, args, kwargs, name=str(op._schema.name).split("::")[1])
+        node = called(self.graph, op, args, kwargs, str(op._schema.name).split("::")[1])
         key = (op, _picture(args), _picture(kwargs))
         if key not in self.known:
             given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
@@ -58,7 +59,7 @@ class Writer:
 
     def part(self, source: Node, at: int) -> Node:
         """One of the results of an op that gives several."""
-        node = self.graph.create_node("call_function", operator.getitem, (source, at))
+        node = called(self.graph, operator.getitem, (source, at), {})
         return self._described(node, source.meta["val"][at])
 
     def _described(self, node: Node, value: Any) -> Node:
@@ -77,7 +78,7 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
             new[node] = write(writer, *args, **kwargs)
         if new.get(node) is None:
-            new[node] = writer.graph.node_copy(node, new.__getitem__)
+            new[node] = copied(writer.graph, node, new.__getitem__)
     _erase_dead(writer.graph)
     result = LazyGraphModule(gm, writer.graph)  # nobody runs it
     result.meta.update(gm.meta)

@@ -10,6 +10,7 @@ Ports with one layout left need no flow: what they pay falls on the labels, or o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import highspy
 import numpy as np
@@ -158,7 +159,10 @@ def build(problem: Problem, space: Space) -> tuple[Program, list[np.ndarray]]:
 
 
 def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0) -> Answer:
-    """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds."""
+    """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
+
+    nodes: most nodes of the search tree, and most times that HiGHS asks whether to go on, as the root alone can take long.
+    """
     program, x = build(problem, space)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
@@ -166,6 +170,14 @@ def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, 
     model = highs(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_max_nodes", nodes)
     model.setOptionValue("mip_rel_gap", gap)
+    asked = 0
+
+    def limit(event: Any) -> None:
+        nonlocal asked
+        asked += 1
+        event.data_in.user_interrupt = asked > nodes
+
+    model.cbMipInterrupt.subscribe(limit)
     model.run()
     status, info = model.getModelStatus(), model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:

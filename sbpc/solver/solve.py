@@ -204,10 +204,16 @@ class Search:
         return messages.restrict(Space(labels, aliases))
 
     def finish(self, space: Space, nodes: int = 50, gap: float = 0.0) -> tuple[float, bool]:
-        """Look for the cheapest plan on `space`, or one within `gap`; a bound, and whether it is known that nothing there
-        is cheaper."""
+        """Look for the cheapest plan on `space`, or one within `gap`, among the nearest labels where many are left; a
+        bound, and whether it is known that nothing there is cheaper."""
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
-        return (self.seconds, True) if messages is None else self.settle(messages, nodes, gap)
+        if messages is None:
+            return self.seconds, True
+        few = max(NEAR[0], 2 * len(self.labels))
+        if messages.space.size > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
+            self.approach(messages.extra(), few)
+            return messages.bound, False
+        return self.settle(messages, nodes, gap)
 
     def cross(self) -> None:
         """Look for the cheapest plan of labels that known plans have, of those of the best half where they are many."""
