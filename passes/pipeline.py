@@ -34,6 +34,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, Rewriter
 
 log = logging.getLogger("sbpc")
+steps = logging.getLogger("sbpc.progress")
 ROOM, TIE, FEW = 3e-2, 1e-9, 100_000
 REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
@@ -59,6 +60,7 @@ class Stages:
     def timed(self, name: str) -> Iterator[None]:
         """Count the CPU seconds of a block under a name."""
         start = time.process_time()
+        steps.debug("%s", name)
         yield
         self.times[name] = self.times.get(name, 0.0) + time.process_time() - start
         log.info("%s: %.2f s", name, self.times[name])

@@ -8,6 +8,7 @@ from pathlib import Path
 from sbpc.api import plan
 from sbpc.commands.options import add_planning, file_name, plan_of
 from sbpc.commands.output import check_file, print_json, quiet
+from sbpc.commands.progress import progress
 from sbpc.exported import inputs_beside, weights_beside
 from sbpc.plan import Plan
 from sbpc.runtime.weights import save_tensors, stored_tensors
@@ -57,7 +58,8 @@ def plan_inference(found: Plan, target: Target, options: argparse.Namespace) -> 
     modes = {module: module.training for module in target.model.modules()}
     try:
         about = {"dtype": target.dtype, "memory": options.memory, "pin": found.options["pin"]}
-        return plan(target.model.eval(), target.args, found.mesh, kwargs=target.kwargs, train=False, **about)
+        with progress():
+            return plan(target.model.eval(), target.args, found.mesh, kwargs=target.kwargs, train=False, **about)
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -10,6 +10,7 @@ from typing import Any
 
 from sbpc.api import plan
 from sbpc.cluster import CLUSTERS, Cluster
+from sbpc.commands.progress import progress
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh import Mesh
@@ -168,7 +169,8 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     built = target_of(options, target)
     about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
-    return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
+    with progress():
+        return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
 
 
 def target_of(options: argparse.Namespace, target: str) -> Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from sbpc.solver.moves import Neighbours, nearest, one_axis, union
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.trws import Messages, Space, aliased, slots
 
+steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
 NODES = 300_000  # most nodes of its search tree, times its size
@@ -179,6 +181,7 @@ class Search:
             for _ in range(sweeps):
                 messages.sweep()
             self.offer(messages.decode(), not self.wide)
+            steps.debug("assign: %.4g s found, %d labels left to look at", self.seconds, messages.space.size)
             pruned = self.prune(messages)
             if pruned is None:
                 return None
