@@ -18,6 +18,7 @@ import numpy as np
 from sbpc.solver.problem import Problem, Value, star_seconds
 from sbpc.solver.trws import Space, slots
 
+ASKED = 50  # times that HiGHS asks whether to go on, after which it is told not to: work that is the same in every run
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
 
@@ -161,7 +162,7 @@ def build(problem: Problem, space: Space) -> tuple[Program, list[np.ndarray]]:
 def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
-    nodes: most nodes of the search tree, and most times that HiGHS asks whether to go on, as the root alone can take long.
+    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either.
     """
     program, x = build(problem, space)
     if np.isinf(program.constant):
@@ -175,7 +176,7 @@ def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, 
     def limit(event: Any) -> None:
         nonlocal asked
         asked += 1
-        event.data_in.user_interrupt = asked > nodes
+        event.data_in.user_interrupt = asked > min(nodes, ASKED)
 
     model.cbMipInterrupt.subscribe(limit)
     model.run()
