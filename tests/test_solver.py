@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.solve import ceiling, whole
-from sbpc.solver.trws import Messages
+from sbpc.solver.trws import Messages, Space
 
 INF = float("inf")
 
@@ -144,6 +144,25 @@ def test_messages_bound_every_label_from_below(problem, sweeps):
         for label, bound in zip(messages.free((kind, at)), bounds):
             if kind == 0:
                 assert bound <= brute_force(problem, {at: int(label)}) * (1 + 1e-9) + 1e-15
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(variables=14, labels=8, axes=1), st.integers(0, 2**32 - 1))
+def test_no_sweep_lowers_the_bound_though_labels_are_dropped_between(problem, seed):
+    """The bounds of single labels rest on it."""
+    rng, messages = np.random.default_rng(seed), Messages(problem, whole(problem), ceiling(problem))
+
+    def some(found: np.ndarray) -> np.ndarray:
+        return np.sort(rng.permutation(found)[: max(1, len(found) - int(rng.integers(0, 3)))])
+
+    for _ in range(4):
+        for _ in range(int(rng.integers(1, 8))):
+            messages.forward()
+            found = messages.backward()
+            assert found >= messages.bound - 1e-9 * abs(found) - 1e-15
+            messages.bound = found
+        aliases = [found if found is None else some(found) for found in messages.space.aliases]
+        messages = messages.restrict(Space([some(found) for found in messages.space.labels], aliases))
 
 
 def two_ways(closure: list[list[float]], wants: list[int]) -> Value:

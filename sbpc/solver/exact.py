@@ -91,24 +91,25 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
             flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head)
         return
     middle = tap(program.choose(np.zeros(len(alias))), alias)
-    flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
+    columns = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
     one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1}
     if len(heads) > 2:  # what is never taken as it was made
         one -= set(out.layouts.tolist())
     known = np.array(sorted(one), dtype=np.intp)
     program.dues.append((middle.columns, value.closure[np.ix_(alias, known)].sum(1)))
+    around = detours(columns, out, middle)
     free = [head for head in heads if len(head.layouts) > 1 or int(head.layouts[0]) not in one]
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in free]
     for head, price in zip(free, prices):
         price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot go there has infinite dues
     if len(free) < 2 or len(heads) == 2:  # two never share a boxing: where both want one layout, alias = that layout
         for head, price in zip(free, prices):
-            flow(program, price, middle, head, out if len(heads) > 2 else None)
+            flow(program, price, middle, head, around if len(heads) > 2 else None)
         return
     layouts = np.unique(np.concatenate([head.layouts for head in free]))
     share = np.full((len(alias), len(layouts)), -1)
     for head, price in zip(free, prices):
-        columns = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, out)
+        columns = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, around)
         at, to = np.nonzero(np.isfinite(price) & (price > 0))
         which = np.searchsorted(layouts, head.layouts)[to]
         new = share[at, which] < 0
@@ -116,6 +117,18 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         rows = program.add_rows(len(at), 0.0, np.inf)
         program.add(rows, share[at, which], 1.0)
         program.add(rows, columns[at, to], -1.0)
+
+
+def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Tap:
+    """The columns that say in which layout a value is made, as a port, where its alias is another layout."""
+    if min(columns.shape) > 1:
+        at, to = np.nonzero((columns >= 0) & (out.layouts[:, None] != middle.layouts))
+        return Tap(columns[at, to], out.layouts, at)
+    end = out if len(middle.layouts) == 1 else middle
+    other = (middle if end is out else out).layouts[0]
+    kept = end.layouts[end.at] != other
+    at = end.at[kept] if end is out else np.zeros(kept.sum(), dtype=np.intp)
+    return Tap(end.columns[kept], out.layouts, at)
 
 
 def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, source: Tap | None = None) -> np.ndarray:

@@ -146,7 +146,9 @@ class Star:
         aliases = np.searchsorted(other.aliases, self.aliases)
         self.made[:] = other.made[sources]
         for at, columns in enumerate(self.share.places):
-            self.over[at][:], self.direct[at][:] = other.over[at][aliases], other.direct[at][sources]
+            self.over[at][:] = other.over[at][aliases]
+            kept = self.straight[at][0]  # a source without its layout at the consumer is straight no more
+            self.direct[at][kept] = other.direct[at][sources[kept]]
             found = np.searchsorted(other.share.places[at], columns)
             self.share.charges[at][:] = other.share.charges[at][np.ix_(aliases, found)]
 
