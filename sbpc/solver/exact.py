@@ -3,8 +3,10 @@
 Per variable x[label] in {0, 1}. Per value with one consumer a flow from made to wanted layouts; else a flow from made
 layouts to alias layouts z, per consumer a flow from z to wanted layouts, and per (alias, wanted layout) a payment that
 is at least the flow of each consumer. Of more than two consumers each may also take the value as it was made, for
-nothing, and then less flows from z. With x integral an optimal vertex has one alias, so only x need be integral.
-Ports with one layout left need no flow: what they pay falls on the labels, or on the aliases, at the other end.
+nothing: per (made layout, alias) some of what flows there then flows on to the consumer unpaid. By made layout alone
+the program is right too, but its relaxation far weaker: this one is nearly always integral. With x integral an optimal
+vertex has one alias, so only x need be integral. Ports with one layout left need no flow: what they pay falls on the
+labels, or on the aliases, at the other end.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from sbpc.solver.problem import Problem, Value, star_seconds
 from sbpc.solver.trws import Space, slots
 
-ASKED = 50, 3e7  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
+ASKED = 10, 3e7  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the size: a measure of work that is the same in every run
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
@@ -70,6 +72,15 @@ class Tap:
     at: np.ndarray
 
 
+@dataclass(eq=False)
+class Detours:
+    """By column: a value is made in the layout `made` and boxed to another one, at place `alias` among its aliases."""
+
+    columns: np.ndarray
+    made: np.ndarray
+    alias: np.ndarray
+
+
 @dataclass(frozen=True)
 class Answer:
     """What the program found: labels (None if there are none, or the limit came first), and a bound in seconds."""
@@ -119,42 +130,45 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         program.add(rows, columns[at, to], -1.0)
 
 
-def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Tap:
-    """The columns that say in which layout a value is made, as a port, where its alias is another layout."""
+def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
+    """The detours among the flows from `out` to `middle`, which may have needed no columns of their own."""
     if min(columns.shape) > 1:
         at, to = np.nonzero((columns >= 0) & (out.layouts[:, None] != middle.layouts))
-        return Tap(columns[at, to], out.layouts, at)
-    end = out if len(middle.layouts) == 1 else middle
-    other = (middle if end is out else out).layouts[0]
-    kept = end.layouts[end.at] != other
-    at = end.at[kept] if end is out else np.zeros(kept.sum(), dtype=np.intp)
-    return Tap(end.columns[kept], out.layouts, at)
+        return Detours(columns[at, to], out.layouts[at], to)
+    if len(middle.layouts) == 1:
+        kept = out.layouts[out.at] != middle.layouts[0]
+        return Detours(out.columns[kept], out.layouts[out.at[kept]], np.zeros(kept.sum(), dtype=np.intp))
+    kept = middle.layouts[middle.at] != out.layouts[0]
+    return Detours(middle.columns[kept], np.full(kept.sum(), out.layouts[0]), middle.at[kept])
 
 
-def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, source: Tap | None = None) -> np.ndarray:
+def flow(
+    program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None
+) -> np.ndarray:
     """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed).
 
-    source: a port from which the head can also be reached, for nothing and where the layouts are equal.
+    around: detours that the head can leave out, for nothing, where it has the layout in which the value is made.
     """
     columns = np.full(seconds.shape, -1)
-    if source is None and 1 in seconds.shape:
+    if around is None and 1 in seconds.shape:
         end = head if len(tail.layouts) == 1 else tail
         program.dues.append((end.columns, seconds.ravel()[end.at]))
         return columns
     at, to = np.nonzero(np.isfinite(seconds))
     columns[at, to] = program.add_columns(seconds[at, to])
-    for end, side in ((tail, at), (head, to)):
-        least = -np.inf if end is tail and source is not None else 0.0
-        balance = program.add_rows(len(end.layouts), least, 0.0)
+    ends = [program.add_rows(len(end.layouts), 0.0, 0.0) for end in (tail, head)]
+    for end, balance, side in zip((tail, head), ends, (at, to)):
         program.add(balance[side], columns[at, to], 1.0)
         program.add(balance[end.at], end.columns, -1.0)
-    if source is not None:
-        _, here, there = np.intersect1d(source.layouts, head.layouts, return_indices=True)
-        straight = program.add_columns(np.zeros(len(here)))
-        program.add(balance[there], straight, 1.0)
-        limit = program.add_rows(len(source.layouts), -np.inf, 0.0)
-        program.add(limit[here], straight, 1.0)
-        program.add(limit[source.at], source.columns, -1.0)
+    if around is not None:
+        kept = np.flatnonzero(np.isin(around.made, head.layouts))
+        pairs, which = np.unique(np.stack([around.made[kept], around.alias[kept]]), axis=1, return_inverse=True)
+        straight = program.add_columns(np.zeros(pairs.shape[1]))
+        program.add(ends[0][pairs[1]], straight, 1.0)
+        program.add(ends[1][np.searchsorted(head.layouts, pairs[0])], straight, 1.0)
+        limit = program.add_rows(pairs.shape[1], -np.inf, 0.0)
+        program.add(limit, straight, 1.0)
+        program.add(limit[which.reshape(-1)], around.columns[kept], -1.0)
     return columns
 
 

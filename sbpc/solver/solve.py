@@ -19,12 +19,13 @@ from sbpc.solver.trws import Messages, Space, aliased, slots
 
 steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
-SMALL = 1_500  # labels and alias layouts left: a program of that size is solved
+SMALL = 50_000  # columns of a program that is solved: it takes some two seconds
 NODES = 300_000  # most nodes of its search tree, times its size
-CROSSED = 400  # most labels and alias layouts of known plans that are crossed at once: programs of more take seconds
+CROSSED = 20_000  # most columns of a program that crosses known plans: one of more takes seconds
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
 CLOSE = 3e-4  # the gap with which that search ends
+STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
@@ -140,7 +141,7 @@ class Search:
             self.labels, self.seconds = found, seconds
 
     def run(self) -> Solution:
-        """Message passing and pruning; then, while that pays: tilted messages, crossings, axis moves."""
+        """Message passing and pruning; steps to better plans until three in a row find none; what is left by a program."""
         if self.seconds <= self.floor:
             return Solution(self.labels, self.seconds, self.seconds, True)
         space = whole(self.problem)
@@ -148,27 +149,35 @@ class Search:
             extra = variable.costs[labels] - variable.costs.min()
             space.labels[at] = labels[extra <= self.seconds - self.floor]
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
-        if messages is not None and messages.space.size > SMALL:
+        if messages is not None and messages.columns > SMALL:
             self.approach(messages.extra(), NEAR[0])
             messages = self.converge(messages, rounds=6)
-        idle = 0
-        for attempt in range(12):  # every third one moves, which is slow from a bad plan; the others tilt and cross
-            if messages is None or messages.space.size <= SMALL or self.close(messages) or idle == 4:
-                break
-            before = self.seconds
-            if attempt % 3 == 2:
-                self.move()
-            else:
-                self.tilt(messages, attempt - attempt // 3)
-                self.cross()
+        idle = attempt = 0
+        while messages is not None and messages.columns > SMALL and not self.close(messages):
+            before, bound = self.seconds, messages.bound
+            if idle < 3:
+                self.step(messages, attempt)
             idle = 0 if self.seconds < before * (1 - TIE) else idle + 1
+            attempt += 1
             messages = self.converge(messages, rounds=1 + attempt % 2)
+            if idle > 3 and messages is not None and messages.bound - bound < STALLED * (self.seconds - bound):
+                break
         if messages is None:
             return Solution(self.labels, self.seconds, self.seconds, True)
         bound, exact = messages.bound, False
-        if messages.space.size <= SMALL:
+        if messages.columns <= SMALL:
             bound, exact = self.finish(messages.space, NODES // max(1, messages.space.size))
         return Solution(self.labels, self.seconds, self.seconds if exact else min(bound, self.seconds), exact)
+
+    def step(self, messages: Messages, attempt: int) -> None:
+        """Look for a better plan: near the bound, among those known, along one axis at a time (slow from a bad plan)."""
+        if attempt % 3 == 0:
+            self.approach(messages.extra(), NEAR[0])
+        elif attempt % 3 == 1:
+            self.tilt(messages, attempt // 3)
+            self.cross()
+        else:
+            self.move()
 
     def close(self, messages: Messages) -> bool:
         """Whether little can be gained on the best plan."""
@@ -186,7 +195,7 @@ class Search:
             if pruned is None:
                 return None
             messages = pruned
-            if messages.space.size <= SMALL // 4:
+            if messages.columns <= SMALL // 4:
                 break
             if messages.space.size > 0.9 * size and messages.bound - before < 0.02 * (self.seconds - before):
                 break
@@ -213,7 +222,7 @@ class Search:
         if messages is None:
             return self.seconds, True
         few = max(NEAR[0], 2 * len(self.labels))
-        if messages.space.size > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
+        if messages.columns > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
             self.approach(messages.extra(), few)
             return messages.bound, False
         return self.settle(messages, nodes, gap)
@@ -222,7 +231,7 @@ class Search:
         """Look for the cheapest plan of labels that known plans have, of those of the best half where they are many."""
         plans = [labels for _, labels in sorted(self.pool, key=lambda pair: pair[0])]
         while messages := self.converge(Messages(self.problem, union(self.problem, plans), self.cap), rounds=2):
-            if messages.space.size <= CROSSED or len(plans) == 1:
+            if messages.columns <= CROSSED or len(plans) == 1:
                 self.settle(messages, 50)
                 return
             plans = plans[: len(plans) // 2]

@@ -8,6 +8,7 @@ Where a value has more than two consumers, its alias is a `Star`: labels are pai
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,19 @@ class Messages:
         self.sweeps = 0
         sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
         self.buffer = np.empty(max(sizes, default=0), real)
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """How many columns the program of the space has (exact.py), about."""
+        found = sum(map(len, self.space.labels))
+        for alias, (out, *wanted) in zip(self.space.aliases, self.ports):
+            through = [out.layouts] if alias is None else [alias]
+            found += sum(len(through[0]) * len(port.layouts) for port in wanted)
+            if alias is not None:
+                found += len(out.layouts) * len(alias)
+            if len(wanted) > 2:
+                found += sum(len(np.intersect1d(out.layouts, port.layouts)) for port in wanted) * len(through[0])
+        return found
 
     def free(self, name: tuple[int, int]) -> np.ndarray:
         """The labels of a variable (0, number), the layouts of the alias of a value (1, number)."""
