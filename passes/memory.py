@@ -26,7 +26,7 @@ from sbpc.solver.multipliers import multipliers
 ROUNDS, HALVINGS = 12, 6  # of cutting planes, and of the span between a price at which the plan fits and one at which not
 MOMENTS = 5  # that have prices, at most
 CLOSE, GOOD = 1e-3, 1e-2  # relative gaps: of the bound below what the known plans allow, of the best plan above the bound
-DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and before no plan is said to fit
+DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and in halving; a byte, in squeezing
 PEAKS = 3  # at which all that is alive is counted
 TRIED, FEW = 10_000, 60  # nodes of the graphs of mixed plans that are made; modules that are mixed one by one
 
@@ -106,7 +106,7 @@ class Search:
         return self.best is not None and self.best.seconds - self.bound <= GOOD * self.best.seconds
 
     def run(self) -> None:
-        """Solve at prices that cutting planes choose, then at one price for all that is kept, then also at the peaks."""
+        """Solve at prices that cutting planes choose, then at one price for all that is kept, also at the peaks; then squeeze."""
         step = self.prove([0.0] * len(self.moments)).seconds
         for _ in range(ROUNDS):
             over = [[held - 1 for held in self.held(found)] for found in self.plans]
@@ -114,11 +114,24 @@ class Search:
             if self.bound >= (1 - CLOSE) * most * step:
                 break
             self.prove([price * step / self.limit for price in prices])
-        counted = [kept(self.gm, self.copies)]
-        self.halve(counted[0], step / self.limit)
-        for name, _ in self.peaks.most_common(PEAKS):
-            counted.append(at_call(self.gm, self.calls[name], self.copies, sure=False))
-        self.halve(together(counted, [1.0] * len(counted)), step / self.limit)
+        unit, always = step / self.limit, kept(self.gm, self.copies)
+        self.halve(always, unit)
+        peaks = [name for name, _ in self.peaks.most_common(PEAKS)]
+        self.halve(self.counted(always, peaks), unit)
+        self.squeeze(always, peaks, unit)
+
+    def squeeze(self, always: Moment, peaks: list[str], unit: float) -> None:
+        """While no plan fits, let only bytes count, and count the peak of the plan that this gives, until it is no new one."""
+        while self.best is None:
+            found = self.solve(self.counted(always, peaks), unit * self.limit * DEAREST[1])
+            if found.peak is None or found.peak in peaks:
+                return
+            peaks.append(found.peak)
+
+    def counted(self, always: Moment, peaks: Sequence[str]) -> Moment:
+        """What is always counted, and all that is alive at these calls."""
+        moments = [at_call(self.gm, self.calls[name], self.copies, sure=False) for name in peaks]
+        return together([always, *moments], [1.0] * (1 + len(moments)))
 
     def halve(self, counted: Moment, unit: float) -> None:
         """Solve at one price for what is counted: higher until a plan fits, then between those that do and do not."""
