@@ -20,8 +20,8 @@ import numpy as np
 from sbpc.solver.problem import Problem, Value, star_seconds
 from sbpc.solver.trws import Space, slots
 
-ASKED = 10, 3e7  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
-# the size: a measure of work that is the same in every run
+ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
+# the columns: a measure of work that is the same in every run
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
 
@@ -199,7 +199,7 @@ def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, 
     model = highs(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_max_nodes", nodes)
     model.setOptionValue("mip_rel_gap", gap)
-    asked, most = 0, max(ASKED[0], ASKED[1] / space.size**2)
+    asked, most = 0, max(ASKED[0], ASKED[1] / program.columns**2)
 
     def limit(event: Any) -> None:
         nonlocal asked
