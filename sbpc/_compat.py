@@ -130,17 +130,24 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def local_ranks(ranks: int) -> Iterator[None]:
-    """While this lasts, DTensors hold the shards of all ranks of a mesh in this process."""
-    from torch.distributed._local_tensor import LocalTensorMode
+def fake_group(ranks: int) -> Iterator[None]:
+    """While this lasts, a process group of so many ranks whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with LocalTensorMode(ranks):
-            yield
+        yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def local_ranks(ranks: int) -> Iterator[None]:
+    """While this lasts, DTensors hold the shards of all ranks of a mesh in this process."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    with fake_group(ranks), LocalTensorMode(ranks):
+        yield
 
 
 def load_custom_ops() -> None:

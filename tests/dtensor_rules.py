@@ -12,15 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, TupleStrategy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sbpc.states
-from sbpc._compat import tree_leaves, tree_map
+from sbpc._compat import fake_group, tree_leaves, tree_map
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.prove import Case
 from sbpc.states import B, P, Split, State
@@ -34,11 +32,8 @@ Row = tuple[tuple[Any, ...], tuple[Any, ...]]
 @contextlib.contextmanager
 def fake_mesh() -> Iterator[Any]:
     """A mesh of one axis without processes."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    try:
+    with fake_group(RANKS):
         yield init_device_mesh("cpu", (RANKS,))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def offered(one: Case, mesh: Any) -> list[Row]:

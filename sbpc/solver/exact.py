@@ -142,9 +142,7 @@ def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
     return Detours(middle.columns[kept], np.full(kept.sum(), out.layouts[0]), middle.at[kept])
 
 
-def flow(
-    program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None
-) -> np.ndarray:
+def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None) -> np.ndarray:
     """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed).
 
     around: detours that the head can leave out, for nothing, where it has the layout in which the value is made.
