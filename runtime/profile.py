@@ -2,8 +2,8 @@
 
 Every figure is the median over repeats, after a warm-up, with all ranks measuring at the same time, as they compute and
 communicate in a step; before each collective they compute, as they do there. A collective takes as long as its slowest
-rank; its time is fitted as rounds * latency + bytes / rate over messages of several sizes, with the rounds and bytes of
-the textbook's ring, so that whatever the backend does instead shows in its own latency, efficiency and traffic.
+rank; its time is fitted as rounds * latency + bytes / rate, or what it takes at least, over messages of many sizes, with
+the rounds and bytes of the textbook's ring, so that whatever the backend does instead shows in its own figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from sbpc.errors import MeshError
 from sbpc.runtime import groups
 
 c10d = torch.ops._c10d_functional  # what programs call
-SENT = (1 << 12, 1 << 16, 1 << 19, 1 << 22, 1 << 25, 1 << 28)  # bytes that a rank sends, by the textbook
+SENT = tuple(1 << power for power in (12, 14, *range(16, 24), 25, 28))  # bytes that a rank sends, by the textbook; most
+# sizes are those of a step's messages, for which the line is to be right
 LONG = 0.1  # seconds of a message that are enough: longer ones are not timed
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -45,11 +46,13 @@ class Team:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a collective as `start` + bytes / `rate`, and the bytes on the wire for each byte of the textbook."""
+    """Seconds of a collective as `start` + bytes / `rate`, but `least` of them, and the bytes on the wire for each byte of
+    the textbook."""
 
     start: float
     rate: float
-    traffic: float
+    least: float
+    traffic: float = 1.0
 
 
 def profile(
@@ -152,8 +155,7 @@ def measure(collective: str, team: Team, where: torch.device, repeats: int, sent
         run()
         before, seconds = wire_bytes(), []
         for _ in range(repeats):
-            for _ in range(3):
-                torch.mm(work, work)
+            torch.mm(work, work)
             settle(where)
             dist.barrier()
             start = time.perf_counter()
@@ -168,8 +170,7 @@ def measure(collective: str, team: Team, where: torch.device, repeats: int, sent
             traffic = max(everyone((after - before) / repeats)) / textbook
         if points[-1][1] > LONG:
             break
-    start, rate = fit(points)
-    return Line(start, rate, traffic)
+    return replace(fit(points), traffic=traffic)
 
 
 def message(collective: str, team: Team, where: torch.device, sent: int) -> tuple[Callable[[], Any], float]:
@@ -198,10 +199,31 @@ def wire_bytes() -> int | None:
     return int(counter.read_text()) // sharing
 
 
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def fit(points: Sequence[tuple[float, float]]) -> Line:
+    """The line with the least relative errors that holds from some size on, with what smaller messages take below.
+
+    Small messages take about the same time, that of waking threads and peers: a line through all of them would be too
+    low for the smallest and the largest, and too high between. Points ascend in bytes.
+
+    >>> fit([(1e3, 2e-3), (1e4, 2e-3), (1e6, 1.1e-2), (2e6, 2.1e-2)])
+    Line(start=0.001, rate=100000000.0, least=0.002, traffic=1.0)
+    """
+
+    def error(line: Line) -> float:
+        return sum((max(line.start + x / line.rate, line.least) / t - 1) ** 2 for x, t in points)
+
+    lines = [Line(*straight(points), 0.0)]
+    for flat in range(2, len(points) - 1):
+        start, rate = straight(points[flat:])
+        least = statistics.median(t for _, t in points[:flat])
+        lines.append(Line(start, rate, least if least > start + points[0][0] / rate else 0.0))
+    return min(lines, key=error)
+
+
+def straight(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The line seconds = start + bytes / rate with the least relative errors; the start is not negative.
 
-    >>> fit([(1e3, 2e-5), (1e6, 1.019e-3)])
+    >>> straight([(1e3, 2e-5), (1e6, 1.019e-3)])
     (1.9e-05, 1000000000.0)
     """
     # With u = 1 / t and v = x / t: the least squares of 1 - a u - b v.
@@ -250,12 +272,12 @@ def rates(found: dict[tuple[str, Team], Line], cluster: Cluster) -> tuple[Rate, 
             else cluster.inter_bandwidth / sharing(team, cluster.ranks_per_node, False)
         )
         latency = line.start / WIRE[collective](team.ranks, 1.0)[0]
-        rate = Rate(collective, team.ranks, link, latency, line.rate / bandwidth, line.traffic)
+        rate = Rate(collective, team.ranks, link, latency, line.rate / bandwidth, line.traffic, line.least)
         told.setdefault((collective, team.ranks, link), []).append(rate)
     return tuple(
         replace(several[0], **{
             name: statistics.median(getattr(rate, name) for rate in several)
-            for name in ("latency", "efficiency", "traffic")
+            for name in ("latency", "efficiency", "traffic", "least")
         })
         for several in told.values()
     )  # fmt: skip

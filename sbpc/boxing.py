@@ -318,8 +318,9 @@ class _Prices:
         ranks = np.where(graph.cut, np.array(mesh.sizes), 1).prod(axis=2)
         local = -(-np.array(shape, dtype=np.int64) // ranks)  # at coordinates 0: ceil(ceil(n/a)/b) is ceil(n/(a b))
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
-        price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 2)
-        self.edges = price[graph.kind, 0] + price[graph.kind, 1] * itemsize * block
+        price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
+        start, each, least = price[graph.kind].T
+        self.edges = np.maximum(start + each * itemsize * block, least)
         self.even = tuple(dim for dim, size in enumerate(shape) if size % math.prod(mesh.sizes) == 0)
 
     def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -352,13 +353,13 @@ class _Prices:
         return np.stack([self._rows[at] for at in sources])
 
 
-def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float]:
-    """Seconds of a step, and seconds more for each byte of its block."""
+def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float, float]:
+    """Seconds of a step of no bytes, seconds more for each byte of its block, and seconds that it takes at least."""
     if collective not in WIRE:
-        return 0.0, 0.0
-    latency, bandwidth = mesh.link(axes, collective)
+        return 0.0, 0.0, 0.0
+    latency, bandwidth, least = mesh.link(axes, collective)
     rounds, blocks = WIRE[collective](math.prod(mesh.sizes[at] for at in axes), 1)
-    return rounds * latency, blocks / bandwidth
+    return rounds * latency, blocks / bandwidth, least
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,7 +20,8 @@ class Rate:
     """How one collective runs over groups of `ranks` ranks on one link; None: over groups of any size, on either link.
 
     latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second, as a
-    fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends.
+    fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends. least:
+    seconds below which no collective takes, however few its bytes.
     """
 
     collective: str
@@ -29,6 +30,7 @@ class Rate:
     latency: float | None = None
     efficiency: float = 1.0
     traffic: float = 1.0
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def check_rate(cluster: str, rate: Rate) -> None:
         check_figure(f"{what}latency", rate.latency, True)
     check_figure(f"{what}efficiency", rate.efficiency, False)
     check_figure(f"{what}traffic", rate.traffic, False)
+    check_figure(f"{what}least", rate.least, True)
 
 
 NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"

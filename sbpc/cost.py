@@ -1,7 +1,7 @@
 """What a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
 
 Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
-rounds * latency + bytes / bandwidth (see `Mesh.link`). The step takes the sum of both.
+rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum of both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a c
 
 def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any) -> Any:
     """Seconds of one kernel; every argument a number, a numpy array or a sympy expression."""
-    terms = (flops / peak, bytes_moved / memory_bandwidth, launch)
+    return largest(flops / peak, bytes_moved / memory_bandwidth, launch)
+
+
+def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, least: Any) -> Any:
+    """Seconds of one collective; every argument a number or a sympy expression."""
+    found = rounds * latency + bytes_sent / bandwidth
+    return largest(found, least) if least else found
+
+
+def largest(*terms: Any) -> Any:
+    """The largest of numbers, of numpy arrays element by element, or of sympy expressions."""
     if any(isinstance(term, sympy.Basic) for term in terms):
         return sympy.Max(*terms)
     return functools.reduce(np.maximum, terms)
-
-
-def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any) -> Any:
-    """Seconds of one collective; every argument a number or a sympy expression."""
-    return rounds * latency + bytes_sent / bandwidth
 
 
 @dataclass(frozen=True)
@@ -161,9 +166,10 @@ class Cost:
         found: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
         found |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
         for transfer, _ in self.transfers:
-            latency, bandwidth = mesh.link(transfer.step.axes, transfer.step.collective)
+            latency, bandwidth, least = mesh.link(transfer.step.axes, transfer.step.collective)
             key = self.link_name(transfer.step)
             found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
+            found |= {f"least_{key}": least} if least else {}
         return found | self.dynamic
 
     def link_name(self, step: Step) -> str:
@@ -195,7 +201,8 @@ class Cost:
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)
-            terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"]))
+            figures = s[f"latency_{key}"], s[f"bandwidth_{key}"], s.get(f"least_{key}", 0)
+            terms.append(count * collective_seconds(rounds, sent, *figures))
         return sympy.Add(*terms)
 
     @functools.cached_property

@@ -69,8 +69,9 @@ class Mesh:
             grouped.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(rank)
         return list(grouped.values())
 
-    def link(self, axes: Sequence[int], collective: str) -> tuple[float, float]:
-        """Latency of a round (seconds) and bandwidth (bytes/s) of one rank in a collective over `axes` (neighbours).
+    def link(self, axes: Sequence[int], collective: str) -> tuple[float, float, float]:
+        """Of one rank in a collective over `axes` (neighbours): latency of a round (seconds), bandwidth (bytes/s), and
+        the seconds that the collective takes at least.
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.
@@ -80,7 +81,8 @@ class Mesh:
         if not self.inside(axes):
             sharing = min(cluster.ranks_per_node, math.prod(self.sizes[max(axes) + 1 :]))
             latency, bandwidth = cluster.inter_latency, cluster.inter_bandwidth / sharing
-        return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency
+        least = 0.0 if all(self.sizes[at] == 1 for at in axes) else rate.least
+        return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency, least
 
     def inside(self, axes: Sequence[int]) -> bool:
         """Whether the groups over `axes` stay inside a node."""

@@ -34,7 +34,7 @@ SLOW = Cluster(
     1e11,
     5e-6,
     3e10,
-    collectives=(Rate("all_to_all", efficiency=0.5), Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8)),
+    collectives=(Rate("all_to_all", efficiency=0.5), Rate("reduce_scatter", 2, latency=9e-6, efficiency=0.8, least=1.2e-5)),
 )
 
 
@@ -188,10 +188,10 @@ def price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Frac
     block = itemsize * math.prod(map(min, local, other))
     if step.collective in ("slice", "keep", "pad"):
         return Fraction(0)
-    latency, bandwidth = map(Fraction, mesh.link(step.axes, step.collective))
+    latency, bandwidth, least = map(Fraction, mesh.link(step.axes, step.collective))
     if step.collective == "all_reduce":
-        return 2 * (ranks - 1) * (latency + Fraction(block, ranks) / bandwidth)
-    return (ranks - 1) * (latency + block / bandwidth)
+        return max(2 * (ranks - 1) * (latency + Fraction(block, ranks) / bandwidth), least)
+    return max((ranks - 1) * (latency + block / bandwidth), least)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

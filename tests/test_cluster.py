@@ -24,7 +24,7 @@ MEASURED = dataclasses.replace(
     collectives=(
         Rate("all_reduce", 2, "intra", 1e-5, 0.8),
         Rate("all_reduce", 8, "intra", 2e-5, 0.9),
-        Rate("all_reduce", 4, "inter", 7e-5, 0.5),
+        Rate("all_reduce", 4, "inter", 7e-5, 0.5, least=3e-4),
         Rate("reduce_scatter", efficiency=0.5, traffic=2.0),
     ),
 )
@@ -109,20 +109,20 @@ def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:
 
 def test_shared_links_are_slower_for_axes_that_leave_a_node() -> None:
     mesh = Mesh(data=4, tensor=4, pipe=2, cluster=H100)  # 8 ranks a node: tensor and pipe fit into one
-    inside = H100.intra_latency, H100.intra_bandwidth
+    inside = H100.intra_latency, H100.intra_bandwidth, 0.0
     assert [mesh.link(axes, "all_gather") for axes in ((2,), (1,), (1, 2))] == [inside] * 3
-    assert mesh.link((0,), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 8)
-    assert mesh.link((0, 1), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 2)
+    assert mesh.link((0,), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 8, 0.0)
+    assert mesh.link((0, 1), "all_gather") == (H100.inter_latency, H100.inter_bandwidth / 2, 0.0)
 
 
 def test_a_collective_runs_at_the_rate_of_its_link_and_of_the_nearest_group_size() -> None:
     mesh = Mesh(data=4, tensor=8, cluster=MEASURED)
-    assert mesh.link((1,), "all_reduce") == (2e-5, 0.9 * H100.intra_bandwidth)
-    assert mesh.link((0,), "all_reduce") == (7e-5, 0.5 * H100.inter_bandwidth / 8)
-    assert mesh.link((1,), "all_gather") == (H100.intra_latency, H100.intra_bandwidth)
-    assert mesh.link((0,), "reduce_scatter") == (H100.inter_latency, 0.5 * H100.inter_bandwidth / 8)
+    assert mesh.link((1,), "all_reduce") == (2e-5, 0.9 * H100.intra_bandwidth, 0.0)
+    assert mesh.link((0,), "all_reduce") == (7e-5, 0.5 * H100.inter_bandwidth / 8, 3e-4)
+    assert mesh.link((1,), "all_gather") == (H100.intra_latency, H100.intra_bandwidth, 0.0)
+    assert mesh.link((0,), "reduce_scatter") == (H100.inter_latency, 0.5 * H100.inter_bandwidth / 8, 0.0)
     small = Mesh(data=3, cluster=MEASURED)  # 3 is nearer to 2 than to 8
-    assert small.link((0,), "all_reduce") == (1e-5, 0.8 * H100.intra_bandwidth)
+    assert small.link((0,), "all_reduce") == (1e-5, 0.8 * H100.intra_bandwidth, 0.0)
 
 
 def test_solver_cost_and_formula_agree_on_measured_rates() -> None:

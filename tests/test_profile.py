@@ -10,20 +10,28 @@ import pytest
 from sbpc import Cluster, Mesh
 from sbpc.cli import main
 from sbpc.cluster import COLLECTIVES
-from sbpc.runtime.profile import fit, profile
+from sbpc.runtime.profile import fit, profile, straight
 from tests.processes import run_ranks
 
 
 def test_a_line_is_fitted_exactly_where_there_is_one() -> None:
     points = [(size, 3e-4 + size / 2e7) for size in (4e3, 64e3, 5e5, 4e6)]
-    start, rate = fit(points)
-    assert start == pytest.approx(3e-4, rel=1e-9) and rate == pytest.approx(2e7, rel=1e-9)
+    for start, rate in (straight(points), (fit(points).start, fit(points).rate)):
+        assert start == pytest.approx(3e-4, rel=1e-9) and rate == pytest.approx(2e7, rel=1e-9)
+    assert fit(points).least == 0.0
+
+
+def test_what_small_messages_take_is_told_from_the_line_of_large_ones() -> None:
+    points = [(1e3 * 4**power, max(7e-3, 1e-3 + 1e3 * 4**power / 5e7)) for power in range(8)]
+    line = fit(points)
+    assert line.least == pytest.approx(7e-3, rel=1e-9)
+    assert line.start == pytest.approx(1e-3, rel=1e-6) and line.rate == pytest.approx(5e7, rel=1e-6)
 
 
 def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
-    start, rate = fit([(1e3, 1e-6), (1e6, 2e-3)])
+    start, rate = straight([(1e3, 1e-6), (1e6, 2e-3)])
     assert start == 0.0 and 5e8 <= rate <= 1e9
-    start, rate = fit([(1e3, 1.1e-3), (1e3, 0.9e-3), (1e6, 1.1), (1e6, 0.9)])
+    start, rate = straight([(1e3, 1.1e-3), (1e3, 0.9e-3), (1e6, 1.1), (1e6, 0.9)])
     assert rate == pytest.approx(1e6, rel=0.05)
 
 
@@ -31,7 +39,7 @@ def measured(folder: str) -> dict[str, float]:
     """On one rank: profile with few and small messages; what a plan's link makes of it."""
     cluster = profile("here", repeats=2, sent=(1 << 10, 1 << 16), size=64)
     cluster.save(Path(folder, "cluster.json"))
-    latency, bandwidth = Mesh(x=4, cluster=cluster).link((0,), "all_reduce")
+    latency, bandwidth, _ = Mesh(x=4, cluster=cluster).link((0,), "all_reduce")
     return {"latency": latency, "bandwidth": bandwidth, "rates": len(cluster.collectives)}
 
 

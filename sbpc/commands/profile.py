@@ -89,11 +89,12 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for title in ("collective", "link", "ranks", "us a round", "efficiency", "bytes on the wire"):
+    for title in ("collective", "link", "ranks", "us a round", "efficiency", "bytes on the wire", "us at least"):
         table.add_column(title, justify="left" if title in ("collective", "link") else "right")
     for rate in cluster.collectives:
         latency = "" if rate.latency is None else f"{1e6 * rate.latency:.3g}"
         table.add_row(
-            rate.collective, rate.link, str(rate.ranks), latency, f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}"
+            rate.collective, rate.link, str(rate.ranks), latency, f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}",
+            f"{1e6 * rate.least:.3g}",
         )
     console.print(table)

@@ -318,7 +318,7 @@ def show_rates(cluster: Cluster) -> None:
     for rate in cluster.collectives:
         print(
             f"  {rate.collective:15} {rate.ranks} ranks  {1e6 * (rate.latency or 0):7.0f} us  "
-            f"efficiency {rate.efficiency:.3f}  bytes on the wire x {rate.traffic:.3f}"
+            f"efficiency {rate.efficiency:.3f}  bytes on the wire x {rate.traffic:.3f}  {1e6 * rate.least:7.0f} us at least"
         )
 
 
@@ -361,7 +361,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[200, 400], help="speeds of the links")
-    parser.add_argument("--steps", type=int, default=5, help="of each measurement")
+    parser.add_argument("--steps", type=int, default=9, help="of each measurement")
     parser.add_argument("--only", nargs="+", choices=("gpt", "vgg"), default=("gpt", "vgg"))
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--worker", choices=("gpt", "vgg"), help=argparse.SUPPRESS)
