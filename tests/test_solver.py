@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
+from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.solve import ceiling, whole
-from sbpc.solver.trws import Messages, Space
+from sbpc.solver.trws import Messages
 
 INF = float("inf")
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from sbpc.solver.check import Proof
 from sbpc.solver.fold import Folded, Kind, Slot
+from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.trws import Messages, Space, aliased
+from sbpc.solver.trws import Messages
 
 ROUNDS = 12  # at most so many times SWEEPS sweeps
 SWEEPS = 4

@@ -17,8 +17,8 @@ from typing import Any
 import highspy
 import numpy as np
 
+from sbpc.solver.network import Space, slots
 from sbpc.solver.problem import Problem, Value, star_seconds
-from sbpc.solver.trws import Space, slots
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run

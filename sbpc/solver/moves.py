@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sbpc.solver.network import Port, Space, aliased, port, slots
 from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars
-from sbpc.solver.trws import Port, Space, aliased, port, slots
 
 
 @dataclass(eq=False)

@@ -14,8 +14,9 @@ from sbpc.solver.dual import ROUNDS, Dual, between_ends, prove
 from sbpc.solver.exact import cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, nearest, one_axis, union
+from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
-from sbpc.solver.trws import Messages, Space, aliased, slots
+from sbpc.solver.trws import Messages
 
 steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for

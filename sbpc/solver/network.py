@@ -1,0 +1,133 @@
+"""The network that messages are passed on: variables and aliases as nodes, boxings as edges between their ports."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sbpc.solver.problem import Problem, Value
+from sbpc.solver.share import Star
+
+
+@dataclass(eq=False)
+class Space:
+    """What is still free: the labels of every variable and the alias layouts of every value that has an alias."""
+
+    labels: list[np.ndarray]
+    aliases: list[np.ndarray | None]
+
+    @property
+    def size(self) -> int:
+        """The number of labels and alias layouts."""
+        return sum(map(len, self.labels)) + sum(len(a) for a in self.aliases if a is not None)
+
+
+def slots(value: Value) -> list[tuple[int, np.ndarray]]:
+    """The distinct consumers of `value`."""
+    return [value.consumers[number] for number in value.distinct]
+
+
+def aliased(value: Value) -> bool:
+    """Whether the star of a value has a node of its own: not where one other variable consumes it."""
+    found = slots(value)
+    return len(found) > 1 or any(at == value.producer for at, _ in found)
+
+
+@dataclass(eq=False)
+class Port:
+    """Where an edge meets a node: the layouts there, which of them each label has, the message to the node."""
+
+    node: int
+    layouts: np.ndarray
+    at: np.ndarray
+    inbox: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(eq=False)
+class Edge:
+    """A boxing between the port of an earlier node and that of a later one, and its seconds [layouts, layouts]."""
+
+    first: Port
+    last: Port
+    seconds: np.ndarray
+    star: Star | None = None  # at one of the ends, instead of `seconds`
+    branch: int = 0  # of the star: 0 its producer, then its consumers
+
+
+@dataclass(eq=False)
+class Side:
+    """The edges of a node to one side: beliefs over its labels become beliefs over the layouts of all those ports."""
+
+    edges: list[Edge]
+    sorted: np.ndarray  # labels by layout, port after port
+    starts: np.ndarray  # where each layout begins in `sorted`
+    cuts: list[tuple[int, int]]  # by edge: its part of the layouts
+
+    def project(self, belief: np.ndarray) -> np.ndarray:
+        """The least belief of the labels of each layout, edge after edge."""
+        return np.minimum.reduceat(belief[self.sorted], self.starts)
+
+
+@dataclass(eq=False)
+class Node:
+    """A variable or an alias. The inbox holds the messages over the earlier edges, then those over the later ones."""
+
+    costs: np.ndarray
+    earlier: Side
+    later: Side
+    inbox: np.ndarray
+    gather: np.ndarray  # [edges, labels] -> inbox
+    weight: float  # 1 / how many chains run through
+
+    def belief(self, inbox: np.ndarray) -> np.ndarray:
+        """Costs and messages, by label."""
+        return self.costs + np.add.reduce(inbox[self.gather], axis=0) if len(self.gather) else self.costs.copy()
+
+
+def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
+    """The nodes, (0, variable) or (1, value of an alias): variables as they stand, an alias after its producer."""
+    names = [(at, 0, at) for at in range(len(problem.variables))]
+    names += [(v.producer, 1, at) for at, v in enumerate(problem.values) if space.aliases[at] is not None]
+    return [(kind, at) for _, kind, at in sorted(names)]
+
+
+def port(node: int, layouts: np.ndarray) -> Port:
+    """The port of a node whose labels have these layouts."""
+    found, at = np.unique(layouts, return_inverse=True)
+    return Port(node, found, at)
+
+
+def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floating], star: bool = False) -> Node:
+    """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
+    if star:
+        none = np.zeros(0, np.intp)
+        before, after = (Side(edges, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
+        return Node(np.zeros(0, real), before, after, np.zeros(0, real), none, 1 / max(len(earlier), len(later)))
+    ports = [edge.last for edge in earlier] + [edge.first for edge in later]
+    ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
+    inbox = np.zeros(ends[-1], real)
+    for found, start, stop in zip(ports, ends, ends[1:]):
+        found.inbox = inbox[start:stop]
+    gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), labels)
+    return Node(
+        np.zeros(labels, real),
+        side(earlier, ports[: len(earlier)]),
+        side(later, ports[len(earlier) :]),
+        inbox,
+        gather.astype(np.intp),
+        1 / max(len(earlier), len(later), 1),
+    )
+
+
+def side(edges: list[Edge], ports: list[Port]) -> Side:
+    """The edges of one side of a node, which meet it in `ports`."""
+    if not edges:
+        return Side([], np.zeros(0, np.intp), np.zeros(0, np.intp), [])
+    labels = len(ports[0].at)
+    runs = [np.argsort(p.at, kind="stable") for p in ports]
+    starts = [np.searchsorted(p.at[run], np.arange(len(p.layouts))) for p, run in zip(ports, runs)]
+    ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
+    offset = [start + labels * number for number, start in enumerate(starts)]
+    return Side(edges, np.concatenate(runs), np.concatenate(offset), list(itertools.pairwise(ends)))
