@@ -47,7 +47,7 @@ class Space:
 
     def __init__(self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> None:
         self.gm, self.mesh = gm, mesh
-        self.multipliers: Proof | None = None
+        self.multipliers: Proof | None = None  # of what was solved last, where the solver needed some
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape
@@ -76,8 +76,7 @@ class Space:
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
-        if not prices:
-            self.multipliers = solution.proof
+        self.multipliers = solution.proof
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
         if known:  # a start whose blocks are not alike may be better than what is folded from it
             labels = min([labels, *known], key=lambda found: total(problem, found))
@@ -89,12 +88,17 @@ class Space:
     def proof(self) -> Proof:
         """Multipliers that bound all plans: those of the solver, or where it needed none, some made now."""
         if self.multipliers is None:
-            self.multipliers = untied_proof(Problem(self.variables, self.values))
+            self.multipliers = self.untied_proof()
         return self.multipliers
 
-    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
-        """What an assignment of this space costs, and the bound that the multipliers give."""
-        return self.seconds(assignment), checked_bound(Problem(self.variables, self.values), proof)
+    def untied_proof(self, prices: Prices | None = None) -> Proof:
+        """Multipliers that bound all plans, from messages alone."""
+        return untied_proof(self.priced(prices))
+
+    def check(self, assignment: Assignment, proof: Proof, prices: Prices | None = None) -> tuple[float, float]:
+        """What an assignment of this space costs, and the bound that the multipliers give, with what is paid for bytes."""
+        problem = self.priced(prices)
+        return total(problem, self.labels(assignment)), checked_bound(problem, proof)
 
     def certify(self, seconds: float, limit: float, prices: Prices | None = None) -> float:
         """A bound for all plans, tighter the longer it may take; `seconds`: of a plan, and what it pays for bytes;

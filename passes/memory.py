@@ -21,6 +21,7 @@ from sbpc.memory import Life
 from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_call, together
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import placeholders
+from sbpc.solver import Proof
 from sbpc.solver.multipliers import multipliers
 
 ROUNDS, HALVINGS = 12, 6  # of cutting planes, and of the span between a price at which the plan fits and one at which not
@@ -34,11 +35,37 @@ TRIED, FEW = 10_000, 60  # nodes of the graphs of mixed plans that are made; mod
 class Priced(Protocol):
     """The space of assignments of a graph, where bytes have prices (see `sbpc.passes.assign`)."""
 
+    multipliers: Proof | None
+
     def solve(self, prices: Moment | None = None) -> tuple[Assignment, float]: ...
+    def untied_proof(self, prices: Moment | None = None) -> Proof: ...
+    def check(self, assignment: Assignment, proof: Proof, prices: Moment | None = None) -> tuple[float, float]: ...
     def certify(self, seconds: float, limit: float, prices: Moment | None = None) -> float: ...
     def seconds(self, assignment: Assignment) -> float: ...
     def bytes_in(self, assignment: Assignment, counted: Moment) -> float: ...
     def mixed(self, names: Container[str], one: Assignment, other: Assignment) -> Assignment: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """The problem of a plan under a limit, the limit as prices of bytes: a plan that keeps it pays at most `allowed`.
+
+    So what no plan's seconds and bytes cost less than, less what is allowed, bounds the seconds of those plans.
+    """
+
+    space: Priced
+    counted: Moment
+    allowed: float  # seconds
+    known: Proof | None
+
+    @cached_property
+    def proof(self) -> Proof:
+        """Multipliers of the priced problem."""
+        return self.space.untied_proof(self.counted) if self.known is None else self.known
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """What an assignment costs, and the bound that the multipliers and the prices give."""
+        return self.space.seconds(assignment), self.space.check(assignment, proof, self.counted)[1] - self.allowed
 
 
 @dataclass
@@ -70,14 +97,14 @@ def within(
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
     search.mix()
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
-    plan.lower_bound, plan.certifier = search.bound, search.certifier(plan.assignment)
+    plan.lower_bound, plan.certifier, plan.prover = search.bound, search.certifier(plan.assignment), search.proof
     return plan
 
 
 class Search:
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
-    bound: seconds below which no such plan is. proof: the prices that gave it, by moment and together.
+    bound: seconds below which no such plan is. proof: what gave it.
     """
 
     def __init__(
@@ -89,7 +116,7 @@ class Search:
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.peaks = Counter[str]()  # of plans that do not fit
-        self.proof: tuple[Sequence[float], Moment] = (), {}
+        self.proof = Relaxed(space, {}, 0.0, None)
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
 
     @property
@@ -152,7 +179,8 @@ class Search:
         found = self.solve(counted)
         bound = self.paid - sum(prices) * self.limit
         if bound > self.bound:
-            self.bound, self.proof = bound, (prices, counted)
+            self.bound = bound
+            self.proof = Relaxed(self.space, counted, sum(prices) * self.limit, self.space.multipliers)
         if found.peak is not None and found.peak not in self.named and len(self.moments) < MOMENTS:
             self.add(found.peak)
         return found
@@ -222,9 +250,9 @@ class Search:
 
     def certifier(self, assignment: Assignment) -> Callable[[float, float], float]:
         """The function of a plan's seconds and of CPU seconds that gives a tighter bound, at the prices of the best one."""
-        (prices, counted), limit, space = self.proof, self.limit, self.space
+        space, counted, allowed = self.space, self.proof.counted, self.proof.allowed
         paid = space.seconds(assignment) + space.bytes_in(assignment, counted)
-        return lambda _, seconds: space.certify(paid, seconds, counted) - sum(prices) * limit
+        return lambda _, seconds: space.certify(paid, seconds, counted) - allowed
 
 
 def shortage(plan: Plan, limit: float) -> str:

@@ -230,7 +230,7 @@ class Plan:
         """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
 
         proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was
-        read from a file or made under a memory limit.
+        read from a file.
         """
         return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
 

@@ -89,6 +89,20 @@ def test_every_plan_has_a_proof_that_is_recomputed_and_corruption_shows(name: st
         assert plan.check_bound(spoiled(plan.proof, seed, checked.paid / 100)).bound <= checked.paid * (1 + 1e-9)
 
 
+def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
+    torch.manual_seed(0)
+    model, args = models.gpt2(layers=1, batch=8, seq=16, vocab=64, width=64, heads=4)
+    mesh = Mesh(x=4, cluster="h100")
+    free = sbpc.plan(model, args, mesh, optimizer="adam")
+    plan = sbpc.plan(model, args, mesh, optimizer="adam", memory=0.6 * free.cost.memory["total"])
+    checked = plan.check_bound()
+    assert plan.cost.memory["total"] <= 0.6 * free.cost.memory["total"]
+    assert checked.paid == pytest.approx(plan.cost.seconds, rel=1e-9) and checked.searched == plan.lower_bound
+    assert free.check_bound().bound < checked.bound <= checked.searched * (1 + 1e-9) <= checked.paid * (1 + 1e-9)
+    for seed in range(4):
+        assert plan.check_bound(spoiled(plan.proof, seed, checked.paid / 100)).bound < checked.bound
+
+
 def test_a_plan_from_a_file_says_that_it_holds_no_problem(tmp_path: Path) -> None:
     plan = sbpc.plan(*models.mlp(), Mesh(x=2))
     plan.save(tmp_path / "plan")
