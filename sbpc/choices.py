@@ -160,27 +160,27 @@ def operands(node: Node) -> tuple[Node, ...]:
     """The tensor operands of a call in schema order, lists flattened; a node used twice stands twice."""
     found: list[Node] = []
     gather(node.args, found)
-    gather(node.kwargs, found)
+    if node.kwargs:
+        gather(node.kwargs.values(), found)
     return tuple(found)
 
 
 def nodes_in(value: Any) -> list[Node]:
     """All nodes inside nested arguments, in order."""
     found: list[Node] = []
-    gather(value, found)
+    gather((value,), found)
     return found
 
 
-def gather(value: Any, found: list[Node]) -> None:
-    """Add all nodes inside nested arguments, in order."""
-    if isinstance(value, Node):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            gather(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            gather(item, found)
+def gather(values: Iterable[Any], found: list[Node]) -> None:
+    """Add all nodes inside nested arguments, in order; most arguments are nodes or numbers."""
+    for value in values:
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            gather(value, found)
+        elif isinstance(value, dict):
+            gather(value.values(), found)
 
 
 def with_operands(value: Any, replaced: Iterator[Any]) -> Any:
