@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
+from sbpc.solver.exact import build, highs
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.solve import ceiling, whole
@@ -164,6 +165,22 @@ def test_no_sweep_lowers_the_bound_though_labels_are_dropped_between(problem, se
             messages.bound = found
         aliases = [found if found is None else some(found) for found in messages.space.aliases]
         messages = messages.restrict(Space([some(found) for found in messages.space.labels], aliases))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_relaxed_program_of_a_shared_boxing_costs_what_its_best_plan_does(seed):
+    """Without this a program of a thousand labels is not solved at its root, and may take a minute."""
+    rng = np.random.default_rng(seed)
+    layouts, consumers = int(rng.integers(4, 8)), int(rng.integers(3, 5))
+    nodes = [Variable(f"v{at}", rng.random(6) * 1e-3, np.zeros((6, 1), dtype=np.int64)) for at in range(consumers + 1)]
+    takers = [(at, rng.integers(0, layouts, 6)) for at in range(1, consumers + 1)]
+    closure = closed(rng.random((layouts, layouts)) * 2e-3)
+    problem = Problem(nodes, [Value(0, rng.integers(0, layouts, 6), takers, closure)])
+    program, _ = build(problem, whole(problem))
+    relaxed = highs(program, integral=0, unit=1e-8)
+    relaxed.run()
+    seconds = relaxed.getInfo().objective_function_value * 1e-8 + program.constant
+    assert seconds == pytest.approx(brute_force(problem), rel=1e-6)
 
 
 def two_ways(closure: list[list[float]], wants: list[int]) -> Value:
