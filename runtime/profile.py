@@ -248,7 +248,7 @@ def link_of(found: dict[tuple[str, Team], Line], inside: bool, per_node: int) ->
     lines = [(key, line) for key, line in found.items() if key[1].inside(per_node) == inside]
     if not lines:
         return None
-    latency = min(line.start / WIRE[collective](team.ranks, 1.0)[0] for (collective, team), line in lines)
+    latency = min(max(line.start, line.least) / WIRE[collective](team.ranks, 1.0)[0] for (collective, team), line in lines)
     reached: dict[tuple[str, int], list[float]] = {}
     for (collective, team), line in lines:
         reached.setdefault((collective, team.ranks), []).append(line.rate * sharing(team, per_node, inside))
