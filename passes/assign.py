@@ -47,7 +47,7 @@ class Space:
 
     def __init__(self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> None:
         self.gm, self.mesh = gm, mesh
-        self.multipliers: Proof | None = None  # of what was solved last, where the solver needed some
+        self.multipliers: Proof | None = None  # of what was solved last; None: it needed none
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape

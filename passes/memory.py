@@ -50,13 +50,13 @@ class Priced(Protocol):
 class Relaxed:
     """The problem of a plan under a limit, the limit as prices of bytes: a plan that keeps it pays at most `allowed`.
 
-    So what no plan's seconds and bytes cost less than, less what is allowed, bounds the seconds of those plans.
+    So a lower bound of seconds and priced bytes, less what is allowed, is one of the seconds of such plans.
     """
 
     space: Priced
     counted: Moment
     allowed: float  # seconds
-    known: Proof | None
+    known: Proof | None  # None: made when asked for
 
     @cached_property
     def proof(self) -> Proof:
@@ -105,6 +105,7 @@ class Search:
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
     bound: seconds below which no such plan is. proof: what gave it.
+    It begins as that of the problem without the limit, which had bounded the plan `free` in its own space.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Search:
         counted = together(self.moments, prices)
         found = self.solve(counted)
         bound = self.paid - sum(prices) * self.limit
-        if bound > self.bound:
+        if bound >= self.bound:
             self.bound = bound
             self.proof = Relaxed(self.space, counted, sum(prices) * self.limit, self.space.multipliers)
         if found.peak is not None and found.peak not in self.named and len(self.moments) < MOMENTS:

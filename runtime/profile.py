@@ -25,8 +25,8 @@ from sbpc.errors import MeshError
 from sbpc.runtime import groups
 
 c10d = torch.ops._c10d_functional  # what programs call
-SENT = tuple(1 << power for power in (12, 14, *range(16, 24), 25, 28))  # bytes that a rank sends, by the textbook; most
-# sizes are those of a step's messages, for which the line is to be right
+# Bytes that a rank sends, by the textbook; most are the sizes of a step's messages, for which the line is to be right.
+SENT = tuple(1 << power for power in (12, 14, *range(16, 24), 25, 28))
 LONG = 0.1  # seconds of a message that are enough: longer ones are not timed
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -46,8 +46,8 @@ class Team:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a collective as `start` + bytes / `rate`, but `least` of them, and the bytes on the wire for each byte of
-    the textbook."""
+    """Seconds of a collective as `start` + bytes / `rate`, but never less than `least`, and the bytes on the wire for each
+    byte of the textbook."""
 
     start: float
     rate: float
@@ -272,7 +272,8 @@ def rates(found: dict[tuple[str, Team], Line], cluster: Cluster) -> tuple[Rate, 
             else cluster.inter_bandwidth / sharing(team, cluster.ranks_per_node, False)
         )
         latency = line.start / WIRE[collective](team.ranks, 1.0)[0]
-        rate = Rate(collective, team.ranks, link, latency, line.rate / bandwidth, line.traffic, line.least)
+        least = max(line.start, line.least)  # what a small message takes, however the line was fitted
+        rate = Rate(collective, team.ranks, link, latency, line.rate / bandwidth, line.traffic, least)
         told.setdefault((collective, team.ranks, link), []).append(rate)
     return tuple(
         replace(several[0], **{

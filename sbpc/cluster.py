@@ -21,7 +21,7 @@ class Rate:
 
     latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second, as a
     fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends. least:
-    seconds below which no collective takes, however few its bytes.
+    seconds that it takes at least, however few its bytes and, unlike the latency, however many its ranks.
     """
 
     collective: str

@@ -190,7 +190,7 @@ class Cost:
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
-        """`seconds` as a formula in dims, axis sizes, latencies and bandwidths; see `symbols` and `numbers`."""
+        """`seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
         s, mesh = self.symbols, self.mesh
         sizes = tuple(s[name] for name in mesh.axes)
         terms = []
@@ -201,8 +201,8 @@ class Cost:
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)
-            figures = s[f"latency_{key}"], s[f"bandwidth_{key}"], s.get(f"least_{key}", 0)
-            terms.append(count * collective_seconds(rounds, sent, *figures))
+            least = s[f"least_{key}"] * sympy.Min(rounds, 1) if f"least_{key}" in s else 0  # on one rank nothing is sent
+            terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least))
         return sympy.Add(*terms)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ import pytest
 
 import sbpc
 from sbpc import Cluster, Mesh
-from sbpc.cluster import CLUSTERS, Rate
+from sbpc.cluster import CLUSTERS, COLLECTIVES, Rate
 from sbpc.errors import MeshError
 from tests import models
 from tests.random_plans import random_plan
@@ -135,6 +135,18 @@ def test_solver_cost_and_formula_agree_on_measured_rates() -> None:
     slower = dataclasses.replace(slow, collectives=rates)
     other = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slower), optimizer="sgd")
     assert other.cost.seconds > plan.cost.seconds
+
+
+def test_plans_and_formulas_count_what_a_collective_takes_at_least() -> None:
+    model, args = models.mlp()
+    cluster = dataclasses.replace(H100, collectives=tuple(Rate(name, least=1.0) for name in COLLECTIVES))
+    free = sbpc.plan(model, args, Mesh(data=4, cluster=cluster))
+    assert free.cost.comm_seconds == 0.0  # nothing is so dear
+    plan = random_plan(free, seed=1)
+    count = sum(many for transfer, many in plan.cost.transfers if transfer.step.collective in COLLECTIVES)
+    assert count > 3 and plan.cost.comm_seconds == pytest.approx(count, rel=1e-12)
+    assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
+    assert plan.cost.subs(data=2) > count > 1.0 > plan.cost.subs(data=1)  # one rank sends nothing
 
 
 def test_bytes_on_the_wire_are_those_of_the_backend() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from sbpc import Cluster, Mesh
 from sbpc.cli import main
-from sbpc.cluster import COLLECTIVES
-from sbpc.runtime.profile import fit, profile, straight
+from sbpc.cluster import CLUSTERS, COLLECTIVES
+from sbpc.runtime.profile import Line, Team, fit, profile, rates, straight
 from tests.processes import run_ranks
 
 
@@ -33,6 +33,13 @@ def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
     assert start == 0.0 and 5e8 <= rate <= 1e9
     start, rate = straight([(1e3, 1.1e-3), (1e3, 0.9e-3), (1e6, 1.1), (1e6, 0.9)])
     assert rate == pytest.approx(1e6, rel=0.05)
+
+
+def test_what_small_messages_take_is_told_of_a_group_size_however_its_lines_were_fitted() -> None:
+    teams = [Team(2, stride, None) for stride in (1, 2)]  # type: ignore[arg-type]
+    lines = {("all_reduce", teams[0]): Line(1e-3, 5e7, 7e-3), ("all_reduce", teams[1]): Line(6.8e-3, 5e7, 0.0)}
+    (rate,) = rates(lines, CLUSTERS["ethernet"])
+    assert rate.least == pytest.approx(6.9e-3) and rate.latency == pytest.approx(3.9e-3 / 2)
 
 
 def measured(folder: str) -> dict[str, float]:

@@ -140,17 +140,17 @@ class Star:
         found[to[at == source]] = 0
         return found
 
-    def take(self, other: Star) -> None:
-        """Take the messages and charges of the same star with more layouts, or with less, where both have a layout."""
-        sources, aliases = common(self.sources, other.sources), common(self.aliases, other.aliases)
-        self.made[sources[0]] = other.made[sources[1]]
-        for at, places in enumerate(self.share.places):
-            self.over[at][aliases[0]] = other.over[at][aliases[1]]
-            mine, theirs = self.direct[at][sources[0]], other.direct[at][sources[1]]
-            # a source without its layout at the consumer is not straight
-            self.direct[at][sources[0]] = np.where(np.isfinite(mine) & np.isfinite(theirs), theirs, mine)
-            here, there = common(places, other.share.places[at])
-            self.share.charges[at][np.ix_(aliases[0], here)] = other.share.charges[at][np.ix_(aliases[1], there)]
+    def inherit(self, other: Star) -> None:
+        """Take the messages and charges of a star with more layouts."""
+        sources = np.searchsorted(other.sources, self.sources)
+        aliases = np.searchsorted(other.aliases, self.aliases)
+        self.made[:] = other.made[sources]
+        for at, columns in enumerate(self.share.places):
+            self.over[at][:] = other.over[at][aliases]
+            kept = self.straight[at][0]  # a source without its layout at the consumer is straight no more
+            self.direct[at][kept] = other.direct[at][sources[kept]]
+            found = np.searchsorted(other.share.places[at], columns)
+            self.share.charges[at][:] = other.share.charges[at][np.ix_(aliases, found)]
 
 
 def star_of(
@@ -175,13 +175,6 @@ def star_of(
         [straight(len(sources), at, real) for at, _ in both],
         [None] * len(wanted),
     )
-
-
-def common(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places in either of the layouts that both have; each ascending."""
-    there = np.minimum(np.searchsorted(other, one), len(other) - 1)
-    here = np.flatnonzero(other[there] == one)
-    return here, there[here]
 
 
 def straight(count: int, at: np.ndarray, real: type[np.floating]) -> np.ndarray:

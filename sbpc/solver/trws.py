@@ -15,7 +15,7 @@ import numpy as np
 
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
-from sbpc.solver.share import Star, common, star_of
+from sbpc.solver.share import Star, star_of
 
 BALANCE = 3  # charges are balanced in every so many sweeps
 
@@ -266,17 +266,11 @@ class Messages:
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
         found = Messages(self.problem, space, self.cap, self.real)
-        found.take(self)
-        found.bound = self.bound
-        return found
-
-    def take(self, other: Messages) -> None:
-        """Take the messages and charges over another part of the space, where both parts have a layout."""
-        self.bound, self.sweeps = -np.inf, other.sweeps
-        for old, new in zip(other.edges, self.edges):
+        found.bound, found.sweeps = self.bound, self.sweeps
+        for old, new in zip(self.edges, found.edges):
             for before, after in ((old.first, new.first), (old.last, new.last)):
                 if len(after.inbox):
-                    here, there = common(after.layouts, before.layouts)
-                    after.inbox[here] = before.inbox[there]
-        for middle, star in other.stars.items():
-            self.stars[middle].take(star)
+                    after.inbox[:] = before.inbox[np.searchsorted(before.layouts, after.layouts)]
+        for middle, star in self.stars.items():
+            found.stars[middle].inherit(star)
+        return found
