@@ -95,10 +95,13 @@ class Space:
         """Multipliers that bound all plans, from messages alone."""
         return untied_proof(self.priced(prices))
 
-    def check(self, assignment: Assignment, proof: Proof, prices: Prices | None = None) -> tuple[float, float]:
-        """What an assignment of this space costs, and the bound that the multipliers give, with what is paid for bytes."""
-        problem = self.priced(prices)
-        return total(problem, self.labels(assignment)), checked_bound(problem, proof)
+    def bound(self, proof: Proof, prices: Prices | None = None) -> float:
+        """What no assignment costs less than, with what it pays for bytes, by the multipliers alone."""
+        return checked_bound(self.priced(prices), proof)
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """What an assignment of this space costs, and the bound that the multipliers give."""
+        return self.seconds(assignment), self.bound(proof)
 
     def certify(self, seconds: float, limit: float, prices: Prices | None = None) -> float:
         """A bound for all plans, tighter the longer it may take; `seconds`: of a plan, and what it pays for bytes;

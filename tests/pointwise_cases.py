@@ -52,7 +52,7 @@ def sample(op: Any, *shapes: tuple[int, ...]) -> Case | None:
         one = Case(op, tuple(args), tolerance=CLOSE)
         try:
             outputs = one.run()
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # the op takes no such numbers: the next ones
             continue
         flat = tensors(outputs)
         if all(torch.isfinite(out).all() and (out.dtype == torch.bool or (out != 0).any()) for out in flat):

@@ -73,7 +73,7 @@ def start(function: Callable[[Item], Any], items: Sequence[Item], first: int) ->
         for item in items[first:]:
             try:
                 message = ("done", function(item))
-            except Exception:
+            except Exception:  # whatever it is, the process that waits raises it
                 message = ("error", traceback.format_exc())
             body = pickle.dumps(message)
             os.write(out, len(body).to_bytes(LENGTH, "little") + body)
