@@ -267,6 +267,9 @@ def test_seconds_are_rounds_of_latency_and_bytes_on_the_slowest_link() -> None:
     assert seconds(layout("[B, S(0)]", mesh), layout("[B, S(1)]", mesh), (8, 8), 4, mesh) == pytest.approx(
         3 * 1e-6 + 3 * 16 / 1e11 / 0.5
     )
+    scattered = layout("[P, B]", mesh), layout("[S(0), B]", mesh)
+    assert seconds(*scattered, (8,), 4, mesh) == pytest.approx(2 * 5e-6 + 32 / (3e10 / 4))  # all-reduced, then cut
+    assert seconds(*scattered, (6144,), 4, mesh) == pytest.approx(1.2e-5)  # what a scatter takes at least
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
