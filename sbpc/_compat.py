@@ -261,13 +261,16 @@ def has_kernel(op: OpOverload, device: str) -> bool:
 def inductor_compile(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
     """A function of one list, which it empties, that computes what a graph computes, by Inductor's kernels.
 
-    What it needs is imported now. That the list is emptied is how torch calls what stands in such a wrapper.
+    What it needs is imported now. That the list is emptied is how torch calls what stands in such a wrapper. Nodes stay in
+    the order in which they are: Inductor moves those of a graph without autograd next to their first use, in a backward the
+    gradients of all weights to its end, until when all that they are computed from stays in memory.
     """
     from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
-        return compile_fx(GmWrapper(gm, lambda values: values), examples)  # type: ignore[arg-type]
+        wrapped: Any = GmWrapper(gm, lambda values: values)
+        return compile_fx(wrapped, examples, config_patches={"reorder_for_locality": False})
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -73,6 +73,21 @@ def test_what_a_program_hands_on_goes_around_inductor() -> None:
         assert torch.equal(found[1], X @ X.T)
 
 
+def test_inductor_keeps_the_order_of_a_program() -> None:
+    """A gradient is computed where it stands, not at the end, so that what it is computed from dies early."""
+    graph = Graph()
+    x, weight, bias = (graph.placeholder(name) for name in ("x", "weight", "bias"))
+    gradient = graph.call_function(aten.mm.default, (x, weight))
+    through = graph.call_function(aten.addmm.default, (bias, x, weight))
+    graph.output((graph.call_function(aten.addmm.default, (bias, through, weight)), gradient))
+    run, given = inductor(GraphModule(nn.Module(), graph)), [X, torch.eye(4), ONES]
+    run(list(given))  # compiles
+    with Calls() as calls:
+        found = run(list(given))
+    assert [op for op in calls.ops if op.name().endswith("mm.out")] == [aten.mm.out, aten.addmm.out, aten.addmm.out]
+    assert torch.equal(found[0], X + 2) and torch.equal(found[1], X)
+
+
 def train(executor: str) -> list[float]:
     """On a rank: the losses of three steps of an MLP."""
     torch.set_default_dtype(torch.float64)
