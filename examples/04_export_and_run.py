@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc.runtime.launch import launch
-from sbpc.runtime.weights import save_tensors, stored_tensors
+from sbpc.runtime.weights import save_weights, weights_of
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ def export(file: Path) -> None:
     train = sbpc.plan(model, args, mesh)
     inference = sbpc.plan(model.eval(), args, mesh, train=False)
     train.export(file, inference)
-    save_tensors(stored_tensors(model), file.with_suffix(".safetensors"))
+    save_weights(weights_of(model), file.with_suffix(".safetensors"))
     print(f"one device  loss {model(*args).item():.6f}")
 
 

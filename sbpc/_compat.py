@@ -212,6 +212,13 @@ def slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield f"{path}.{key}" if path else key, table, key  # type: ignore[misc]
 
 
+def left_out_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the buffers that the state_dict of a module leaves out."""
+    parts = module.named_modules(remove_duplicate=False)
+    found = [(path, key) for path, part in parts for key in part._buffers if key in part._non_persistent_buffers_set]
+    return tuple(f"{path}.{key}" if path else key for path, key in found)
+
+
 def local_of(tensor: Any) -> Any:
     """What this rank holds of a DTensor, a plain tensor itself; unlike `to_local`, autograd does not see it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -20,7 +20,7 @@ from sbpc.errors import PlanError
 from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
 from sbpc.runtime.checkpoint import whole_model
-from sbpc.runtime.weights import read_tensors, reader, save_tensors, stored_tensors, tree
+from sbpc.runtime.weights import read_tensors, reader, save_tensors, save_weights, tree, weights_of
 from sbpc.structure import flatten
 from sbpc.target import load_target
 from sbpc.train import optimizer_of, train
@@ -36,7 +36,7 @@ def exported(path: Path, net: str, mesh: Mesh, **options: Any) -> tuple[nn.Modul
     train = sbpc.plan(model, args, mesh)
     inference = sbpc.plan(model.eval(), args, mesh, train=False)
     train.export(path, inference)
-    save_tensors(stored_tensors(model), path.with_suffix(".safetensors"))
+    save_weights(weights_of(model), path.with_suffix(".safetensors"))
     return model.train(), args, train, inference
 
 

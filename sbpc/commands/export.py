@@ -11,7 +11,7 @@ from sbpc.commands.output import check_file, print_json, quiet
 from sbpc.commands.progress import progress
 from sbpc.exported import inputs_beside, weights_beside
 from sbpc.plan import Plan
-from sbpc.runtime.weights import save_tensors, stored_tensors
+from sbpc.runtime.weights import Weights, save_weights, weights_of
 from sbpc.structure import flatten
 from sbpc.target import Target
 
@@ -69,9 +69,9 @@ def write_beside(file: Path, target: Target) -> list[Path]:
     """The weights and the arguments of the target beside the file; nothing of what is on the meta device."""
     leaves, _ = flatten((target.args, target.kwargs), "the arguments")
     written: list[Path] = []
-    inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
-    for path, tensors in ((weights_beside(file), stored_tensors(target.model)), (inputs_beside(file), inputs)):
-        if tensors and not any(tensor.is_meta for tensor in tensors.values()):
-            save_tensors(tensors, path)
+    inputs = Weights({str(number): leaf for number, leaf in enumerate(leaves)})
+    for path, weights in ((weights_beside(file), weights_of(target.model)), (inputs_beside(file), inputs)):
+        if weights.tensors and not any(tensor.is_meta for tensor in weights.tensors.values()):
+            save_weights(weights, path)
             written.append(path)
     return written
