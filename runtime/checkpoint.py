@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from sbpc.errors import CheckpointError
 from sbpc.runtime import groups
 from sbpc.runtime.parts import Part, empty_like, names_of, parts_of, states_of
+from sbpc.runtime.weights import Weights, weights_of
 from sbpc.structure import flatten, unflatten
 
 FORMAT, VERSION, MARKER = "sbpc checkpoint", 1, "state.json"
@@ -175,7 +176,7 @@ class Checkpoints:
         about = read_marker(folder)
         if optimizer is not None:
             prepare(model, optimizer, about, folder)
-        held = parts_of(model, optimizer)
+        held = as_saved(parts_of(model, optimizer), model, about)
         check(held, about["tensors"], folder)
         read(folder, held, {"process_group": self.group, "no_dist": self.alone})
         self.extra = unflatten(about["extra"], ())
@@ -212,11 +213,11 @@ def describe(
     leaves, structure = flatten(extra, "extra")
     if leaves:
         raise CheckpointError("extra holds tensors\n  Keep them as buffers of the model, or as numbers.")
-    random = getattr(model, "random_state", lambda: None)()
+    random, weights = getattr(model, "random_state", lambda: None)(), weights_of(model)
     return {
         "format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "tensors": tensors,
         "optimizer": {"class": type(optimizer).__name__, "groups": groups, "plain": plain}, "extra": structure,
-        "random": random,
+        "random": random, "tied": weights.tied, "left_out": list(weights.left_out),
     }  # fmt: skip
 
 
@@ -248,6 +249,26 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str,
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
+
+
+def as_saved(held: Mapping[str, Part], model: nn.Module, about: Mapping[str, Any]) -> dict[str, Part]:
+    """Parts by the names that a checkpoint has for them.
+
+    It may have a tied tensor under another of its names, and need not have buffers that state_dict leaves out: weights
+    from elsewhere lack them, and the model's constructor has made them.
+    """
+    weights, there, tied = weights_of(model), about["tensors"], about.get("tied", {})
+    found: dict[str, Part] = {}
+    for full, part in held.items():
+        name = full.removeprefix("model/")
+        if full not in there and name in weights.tensors:
+            names = [name, *(other for other, first in weights.tied.items() if first == name)]
+            others = [f"model/{tied.get(other, other)}" for other in names]
+            if not any(other in there for other in others) and name in weights.left_out:
+                continue
+            full = next((other for other in others if other in there and other not in held), full)
+        found[full] = part
+    return found
 
 
 def check(held: Mapping[str, Part], tensors: Mapping[str, Any], folder: Path) -> None:
@@ -309,16 +330,23 @@ def sync(folder: Path) -> None:
 
 
 def whole_model(folder: str | Path, step: int | None = None) -> dict[str, Tensor]:
-    """The whole parameters and buffers of a checkpoint, read in one process: a plain one-device state dict."""
+    """A plain one-device state dict out of a checkpoint, read in one process."""
+    return weights_in(folder, step).state_dict()
+
+
+def weights_in(folder: str | Path, step: int | None = None) -> Weights:
+    """The whole parameters and buffers of a checkpoint, read in one process."""
     folder = Path(folder)
     steps = whole_steps(folder)
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}\n  It holds {steps}.")
     folder /= f"step-{steps[-1] if step is None else step:09d}"
+    about = read_marker(folder)
     found = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, shape) in read_marker(folder)["tensors"].items()
+        for name, (dtype, shape) in about["tensors"].items()
         if name.startswith("model/")
     }
     read(folder, {name: Part(t, tuple(t.shape), (0,) * t.dim()) for name, t in found.items()}, {"no_dist": True})
-    return {name.removeprefix("model/"): tensor for name, tensor in found.items()}
+    tensors = {name.removeprefix("model/"): tensor for name, tensor in found.items()}
+    return Weights(tensors, about.get("tied", {}), tuple(about.get("left_out", ())))

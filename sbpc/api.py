@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc import codec
+from sbpc._compat import left_out_of
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import PinError, PlanError, SbpcError
 from sbpc.experts import EXPERTS, expert_wishes
@@ -197,6 +198,7 @@ def prepare(
         "model": type(model).__name__,
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "eval": [name for name, part in model.named_modules() if not part.training],
+        "left_out": list(left_out_of(model)),
     }
     return Task(front(captured, stages), stages, about)
 

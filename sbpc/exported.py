@@ -64,8 +64,9 @@ def name_of(body: dict[str, Any]) -> str:
 
 def check_structures(found: Programs) -> None:
     """Check that arguments and results can be taken apart and put together, and that modes are of modules."""
-    if not all(isinstance(name, str) for name in found.options.get("eval", ())):
-        raise PlanError("the modules in eval mode have no names\n  Export anew.")
+    for key in ("eval", "left_out"):
+        if not all(isinstance(name, str) for name in found.options.get(key, ())):
+            raise PlanError(f"what is listed under {key} has no names\n  Export anew.")
     for kind, structure in ((INPUT, found.ports.arguments), (OUTPUT, found.ports.results)):
         ports = found.ports.inputs if kind == INPUT else found.ports.outputs
         count = sum(port.kind == kind for port in ports)
@@ -108,7 +109,7 @@ def module_of(found: Programs, file: str | Path, executor: str = "code", device:
     values = {port.name: value for port, value in found.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)
     names = [port.name for port in found.shapes if port.kind == PARAMETER]
-    module = tree(values, found.ports.tied, names, found.ports.frozen)
+    module = tree(values, found.ports.tied, names, found.ports.frozen, found.options.get("left_out", ()))
     for name, part in module.named_modules():
         part.training = name not in found.options.get("eval", ())
     return parallelize(module, found, weights=read, executor=executor, device=device)

@@ -23,7 +23,7 @@ from sbpc.runtime.checkpoint import Checkpoints, whole_model, whole_steps
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.parts import part_of, whole_state
 from sbpc.runtime.shards import distribute
-from sbpc.runtime.weights import read_tensors
+from sbpc.runtime.weights import read_tensors, save_weights, weights_of
 from tests import models
 from tests.processes import run_ranks
 from tests.test_plan import refused
@@ -240,3 +240,118 @@ def test_the_command_line_converts_weights_between_every_two_forms(tmp_path: Pat
     for source, said in (("bad.pt", "holds no weights"), ("nothing", "holds no checkpoint"), ("none.safetensors", "holds no tensors")):
         assert main(["convert", str(tmp_path / source), "-o", str(tmp_path / "f.pt")]) == 2
         assert said in capsys.readouterr().err
+
+
+class Tied(nn.Module):
+    """A tied head, a module under two names, a buffer that a state_dict leaves out, one under two names, a frozen bias."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.norm = self.again = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.randn(4), persistent=False)
+        self.register_buffer("shift", torch.randn(4))
+        self.twin = nn.Module()
+        self.twin.register_buffer("shift", self.shift)
+        self.bias = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.head.weight = self.table.weight
+        if other:  # the head comes first
+            self._modules = dict(reversed(self._modules.items()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.again(self.norm(self.table(x)).relu()) * self.scale + self.shift + self.twin.shift
+        return (self.head(h) + self.bias).square().mean()
+
+
+TOKENS = (torch.arange(12) % 6,)
+
+
+def train_tied(folder: str, axes: dict[str, int] | None, steps: int) -> tuple[list[float], list[str]]:
+    """Train it on from the last checkpoint and save one; the losses and the names of its state."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model: nn.Module = Tied()
+    if axes is not None:
+        model = parallelize(model, sbpc.plan(model, TOKENS, Mesh(**axes)))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    checkpoints = Checkpoints(folder)
+    start, losses = checkpoints.load(model, optimizer), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*TOKENS)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    checkpoints.save(start + steps, model, optimizer)
+    checkpoints.wait()
+    if axes is not None:
+        groups.stop()
+    return losses, list(model.state_dict())
+
+
+def test_tied_weights_and_buffers_go_over_2_then_4_then_3_ranks_and_back_to_one_device(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    expected, names = train_tied(str(tmp_path / "one"), None, 6)
+    losses: list[float] = []
+    for axes in ({"x": 2}, {"x": 2, "y": 2}, {"x": 3}):
+        found = run_ranks(train_tied, Mesh(**axes).ranks, str(tmp_path / "many"), axes, 2)
+        assert all(part == (found[0][0], names) for part in found), found
+        losses += found[0][0]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert main(["convert", str(tmp_path / "many"), "-o", str(tmp_path / "a.pt")]) == 0
+    model, (last, _) = Tied(), train_tied(str(tmp_path / "one"), None, 1)
+    model.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))  # strict, under all names
+    torch.manual_seed(0)
+    model.scale = Tied().scale
+    assert model(*TOKENS).item() == pytest.approx(last[0], rel=1e-6)
+
+
+def names_in_file(path: str) -> list[str]:
+    """On a rank: the names in the state of a module from an exported file."""
+    found = list(sbpc.load_module(path).state_dict())
+    groups.stop()
+    return found
+
+
+def test_module_of_an_exported_file_has_the_names_of_the_model_in_its_state_dict(tmp_path: Path) -> None:
+    model, path = Tied(), tmp_path / "model.sbpc"
+    sbpc.plan(model, TOKENS, Mesh(x=2)).export(path)
+    save_weights(weights_of(model), path.with_suffix(".safetensors"))
+    found = run_ranks(names_in_file, 2, str(path))[0]
+    assert sorted(found) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["the same order", "another order"])
+def test_every_form_of_weights_knows_tied_names_and_what_a_state_dict_leaves_out(
+    tmp_path: Path, other: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tied()
+    checkpoints = Checkpoints(tmp_path / "saved")
+    checkpoints.save(3, model)
+    checkpoints.wait()
+    names = ["saved", "a.safetensors", "b.pt", "again", "c.safetensors", "d.pt"]
+    for source, destination in itertools.pairwise(tmp_path / name for name in names):
+        assert main(["convert", str(source), "-o", str(destination)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "a.safetensors  9 tensors, 7 more names of tied ones" in said[0] and "b.pt  9 tensors, 7 more" in said[1]
+    assert "again  8 tensors, 7 more" in said[2]  # a .pt has no scale
+    wanted = model.state_dict()
+    for name in ("b.pt", "d.pt"):
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+        assert found["head.weight"].data_ptr() == found["table.weight"].data_ptr()
+    for folder in ("saved", "again"):
+        loaded = Tied(other)
+        kept = loaded.scale.clone()
+        Checkpoints(tmp_path / folder).load(loaded)
+        assert all(torch.equal(value, wanted[key]) for key, value in loaded.state_dict().items())
+        assert torch.equal(loaded.scale, model.scale if folder == "saved" else kept)
+
+
+def test_checkpoint_of_tied_weights_is_refused_by_a_model_that_has_untied_them(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, Tied())
+    checkpoints.wait()
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.randn(6, 4))
+    assert "head.weight is float32 [6, 4]" in refused(CheckpointError, lambda: checkpoints.load(untied))

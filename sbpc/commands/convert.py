@@ -14,13 +14,12 @@ from torch import Tensor
 from sbpc.commands.options import file_name
 from sbpc.commands.output import check_file, print_json
 from sbpc.errors import SbpcError
-from sbpc.runtime.checkpoint import Checkpoints, whole_model
-from sbpc.runtime.weights import read_tensors, save_tensors, tree
+from sbpc.runtime.checkpoint import Checkpoints, weights_in
+from sbpc.runtime.weights import Weights, read_weights, save_weights, tree
 
 NAME = "convert"
 HELP = "turn a checkpoint into the weights of one device, or these into a checkpoint"
 KINDS = "a folder of checkpoints, *.safetensors, or *.pt as torch.save writes a state_dict"
-Weights = dict[str, Tensor]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc convert`: weights alone; an optimizer's state stays behind."""
+    """`sbpc convert`: weights alone; an optimizer's state stays behind.
+
+    A state_dict holds a tied tensor under all its names, and no buffers that are not persistent; the other two hold each
+    tensor once, all buffers, and beside them which names are tied and which of them a state_dict leaves out.
+    """
     if options.step is not None and options.step < 0:
         raise SbpcError(f"--step {options.step}\n  Give 0 at least.")
     read, write = of(options.source)[0], of(options.output)[1]
@@ -43,12 +46,13 @@ def run(options: argparse.Namespace) -> int:
         raise SbpcError(f"--step {options.step} is of checkpoints\n  Remove it: neither side is a folder of them.")
     weights = read(options.source, options.step)
     write(weights, options.output, options.step or 0)
-    count = sum(value.numel() for value in weights.values())
+    count = sum(value.numel() for value in weights.tensors.values())
     if options.json:
-        shapes = {name: list(value.shape) for name, value in weights.items()}
-        print_json({"output": options.output, "tensors": shapes, "elements": count})
+        shapes = {name: list(value.shape) for name, value in weights.tensors.items()}
+        print_json({"output": options.output, "tensors": shapes, "tied": weights.tied, "elements": count})
     else:
-        print(f"written   {options.output}  {len(weights)} tensors, {count:,} elements")
+        tied = f", {len(weights.tied)} more names of tied ones" if weights.tied else ""
+        print(f"written   {options.output}  {len(weights.tensors)} tensors{tied}, {count:,} elements")
     return 0
 
 
@@ -58,14 +62,14 @@ def of(path: str) -> tuple[Callable[[str, int | None], Weights], Callable[[Weigh
 
 
 def of_folder(path: str, step: int | None) -> Weights:
-    return whole_model(path, step)
+    return weights_in(path, step)
 
 
 def to_folder(weights: Weights, path: str, step: int) -> None:
     if Path(path).exists() and not Path(path).is_dir():
         raise SbpcError(f"{path} is a file, of no known kind\n  Name {KINDS}.")
     checkpoints = Checkpoints(path)
-    checkpoints.save(step, tree(weights, {}, (), ()))
+    checkpoints.save(step, tree(weights.tensors, weights.tied, left_out=weights.left_out))
     checkpoints.wait()
 
 
@@ -76,11 +80,24 @@ def of_state(path: str, _: int | None) -> Weights:
         raise SbpcError(f"{path} holds no weights: {str(error).splitlines()[0]}\n  Name {KINDS}.") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise SbpcError(f"{path} holds a {type(found).__name__} that is no state_dict\n  Save model.state_dict().")
-    return dict(found)
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(place(value) or name, name) for name, value in found.items()}
+    tied = {name: other for name, other in names.items() if name != other}
+    return Weights({name: value for name, value in found.items() if name not in tied}, tied)
+
+
+def place(tensor: Tensor) -> Any:
+    """What two names of a tied tensor have in common, and two tensors have not; None of an empty one."""
+    about = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return about if tensor.numel() else None
+
+
+def to_state(weights: Weights, path: str, _: int) -> None:
+    torch.save(weights.state_dict(), path)
 
 
 ENDS: dict[str, Any] = {
-    ".pt": (of_state, lambda weights, path, _: torch.save(weights, path)),
-    ".pth": (of_state, lambda weights, path, _: torch.save(weights, path)),
-    ".safetensors": (lambda path, _: read_tensors(path), lambda weights, path, _: save_tensors(weights, path)),
+    ".pt": (of_state, to_state),
+    ".pth": (of_state, to_state),
+    ".safetensors": (lambda path, _: read_weights(path), lambda weights, path, _: save_weights(weights, path)),
 }
