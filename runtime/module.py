@@ -18,7 +18,7 @@ from sbpc.plan import Plan
 from sbpc.ports import PARAMETER
 from sbpc.programs import Programs
 from sbpc.random import wrap
-from sbpc.runtime import bind, groups, scaler
+from sbpc.runtime import bind, groups, optimizers, scaler
 from sbpc.runtime.agree import agree
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.materialize import Recording, agreed, same_start
@@ -72,6 +72,7 @@ def parallelize(
     else:
         value = recorded(init, plan) if init is not None else copied_of(model, where)
     scaler.mend()
+    optimizers.mend()
     on_dtensors(torch.ops.aten.detach.default, detached)
     result = skeleton(model)
     fill(result, plan, value, where)
@@ -174,8 +175,8 @@ def skeleton(module: nn.Module) -> nn.Module:
 
     def copied(old: nn.Module) -> nn.Module:
         if id(old) not in made:
-            new = made[id(old)] = copy.copy(old)
-            new.__dict__.update((key, copy.copy(table)) for key, table in vars(old).items() if isinstance(table, dict))
+            new = made[id(old)] = old.__class__.__new__(old.__class__)  # copy.copy is what parametrized modules refuse
+            new.__dict__.update((key, copy.copy(table) if isinstance(table, dict) else table) for key, table in vars(old).items())
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
-from sbpc._compat import HOOKS, keeps_graph, local_of, slots, with_local
+from sbpc._compat import HOOKS, keeps_graph, local_of, slots, storage_of, with_local, writes_of
 from sbpc.errors import PlanError
 from sbpc.plan import Plan
 from sbpc.ports import (
@@ -64,6 +63,8 @@ class Runner:
             if port.kind in (GRADIENT, INPUT_GRADIENT)
         }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
         self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
+        self.parameters = [port for port in self.takes if port.kind == PARAMETER]
+        self.read_again: list[int] | None = None
 
     @functools.cached_property
     def halves(self) -> Partition:
@@ -111,7 +112,8 @@ class Runner:
         with no_autocast(self.where):
             if train:
                 others: list[Tensor] = []
-                found = Step.apply(self, values, others, *(given[port] for port in self.gradients))
+                held = [given[port] for port in self.parameters]
+                found = Step.apply(self, values, others, held, *(given[port] for port in self.gradients))
                 results = merge(found, others, self.differentiable)
             else:
                 with torch.no_grad():
@@ -122,6 +124,17 @@ class Runner:
                 if port.kind == MUTATION:
                     given[Port(BUFFER, port.name)].copy_(value)
         return bind.outputs(self.plan, named)
+
+    def writes(self, held: list[Any], saved: Sequence[Tensor]) -> list[tuple[str, Any, int]]:
+        """The parameters whose memory the backward reads, each with how often it has been written.
+
+        Which these are is the same at every step. What is saved is a DTensor's part, and only of the whole does autograd
+        count writes.
+        """
+        if self.read_again is None:
+            memory = {storage_of(tensor) for tensor in saved}
+            self.read_again = [at for at, each in enumerate(held) if storage_of(local_of(each)) in memory]
+        return [(self.parameters[at].name, held[at], writes_of(held[at])) for at in self.read_again]
 
     def check_autocast(self) -> None:
         """Raise PlanError under an autocast other than the planned one."""
@@ -167,6 +180,11 @@ class Runner:
                 )
             return given.redistribute(mesh, there).to_local(grad_placements=there)
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
+        if given.device.type != self.where.type and (given.is_meta or given.dim()):
+            raise PlanError(
+                f"argument {port.name} is on {given.device}, this rank computes on {self.where}\n"
+                f"  Move it there: .to('{self.where}')."
+            )
         return given
 
 
@@ -188,27 +206,61 @@ class Step(Function):
     clear_saved_tensors_on_access = True
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], *leaves: Tensor) -> Any:
-        """Run the forward program on `values`; keep what the backward program reads. `others`: results without gradient."""
+    def forward(
+        ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], held: list[Tensor], *leaves: Tensor
+    ) -> Any:
+        """Run the forward program on `values`; keep what the backward program reads.
+
+        others: results without gradient. held: the parameters.
+        """
         found = runner.forward(values)
         count = len(runner.results)
         ctx.save_for_backward(*found[count:])
-        ctx.runner, ctx.leaves, ctx.kept = runner, leaves, None
+        ctx.runner, ctx.leaves, ctx.kept, ctx.writes = runner, leaves, None, runner.writes(held, found[count:])
         others += [value for at, value in enumerate(found[:count]) if at not in runner.differentiable]
         return tuple(found[at] for at in runner.differentiable)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Run the backward program; values saved for it die at their last use, unless the graph is retained."""
+        with torch.no_grad():
+            found = Step.gradients(ctx, [grad.detach() for grad in grads])
+        return (None, None, None, None, *(Once.apply(*(each.requires_grad_() for each in found)) if torch.is_grad_enabled() else found))
+
+    @staticmethod
+    def gradients(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
+        """What the backward program computes, in the order of the leaves."""
         runner: Runner = ctx.runner
+        for name, held, writes in ctx.writes:
+            if writes_of(held) != writes:
+                raise PlanError(
+                    f"parameter {name} was written between a forward and its backward, which reads it\n"
+                    "  Call backward before optimizer.step(), or run the forward again."
+                )
         values = list(ctx.saved_tensors) if ctx.kept is None else ctx.kept
         ctx.kept = values.copy() if keeps_graph() else None
         values += [grad.contiguous() for grad in grads]
         with no_autocast(runner.where):
             found = runner.backward(values)
         triples = zip(runner.gradients.values(), ctx.leaves, found)
-        return (None, None, None, *(with_local(leaf, value) if held else value for held, leaf, value in triples))
+        return [with_local(leaf, value) if held else value for held, leaf, value in triples]
+
+
+class Once(Function):
+    """Gradients that were asked for with create_graph=True: no program computes theirs, and none is taken for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor) -> Any:
+        """The same, as results that ask for a gradient."""
+        return tuple(gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Raise PlanError."""
+        raise PlanError(
+            "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
+            "  Leave out create_graph=True, or compute such a term, as a gradient penalty, by a model on one device."
+        )
 
 
 @dataclass
@@ -286,6 +338,11 @@ class Held:
         for port, value in given.items():
             fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
             local, planned = local_of(value), runner.shapes[port]
+            if fits and local.device.type != runner.where.type:
+                raise PlanError(
+                    f"{port.kind} {port.name} is on {local.device}, this rank computes on {runner.where}\n"
+                    "  Leave the parallel module where it is."
+                )
             if not fits or local.dtype != planned.dtype or local.shape != runner.local_shapes[port]:
                 is_now = f"{value.dtype} {tuple(value.shape)}" if fits else f"a {type(value).__name__}"
                 home = runner.layouts[port]

@@ -285,6 +285,11 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def writes_of(tensor: Tensor) -> int:
+    """How often autograd has seen a tensor written."""
+    return tensor._version
+
+
 def keeps_graph() -> bool:
     """Whether the backward that runs in this thread was called with retain_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

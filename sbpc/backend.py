@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, compile_id, outside_dynamo, source_of
 from sbpc.api import plan
@@ -104,7 +105,7 @@ class Lifted(nn.Module):
 
     def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:
         super().__init__()
-        self.graph_module = gm
+        self.graph_module = with_floats(gm)
         self.weights = nn.Module()
         self.inputs: list[Tensor] = []
         self.ports: list[Port | None] = []
@@ -159,6 +160,29 @@ class Lifted(nn.Module):
 
         pairs = zip(self.ports, self.numbers)
         return self.graph_module(*(number if port is None else value(port) for port, number in pairs))
+
+
+def with_floats(gm: GraphModule) -> GraphModule:
+    """A graph of dynamo with Python's floats as numbers in it.
+
+    One that has changed between calls comes as a tensor, of which the graph takes `item()`; by asking for its value the
+    backend has dynamo guard it.
+    """
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.find_nodes(op="call_method", target="item"):
+        number = node.meta.get("example_value")
+        if node.args[0].op == "placeholder" and isinstance(number, torch.SymFloat):
+            put(float(number), node)
+            graph.erase_node(node)
+    return GraphModule(gm, graph)
+
+
+def put(number: float, node: Node) -> None:
+    """Put a number in the place of a node wherever it is read."""
+    for user in list(node.users):
+        user.args = map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = map_arg(user.kwargs, lambda arg: number if arg is node else arg)
 
 
 def faked(example: Tensor, mode: FakeTensorMode) -> Tensor:
