@@ -7,6 +7,7 @@ checkpoints of your own, and take weights of strangers as safetensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -130,7 +131,7 @@ class Checkpoints:
             pending.result()
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
-                f"the checkpoint in {self.folder} was not written: {error}\n  The one before it is whole; mend the cause."
+                f"the checkpoint in {self.folder} was not written: {cause(error)}\n  The one before it is whole; mend the cause."
             ) from error
 
     def write(self, step: int, held: dict[str, Part], about: dict[str, Any]) -> None:
@@ -144,7 +145,7 @@ class Checkpoints:
         about_writer: dict[str, Any] = {"process_group": self.group, "no_dist": self.alone}
         save(tensors, storage_writer=FileSystemWriter(part), planner=Saver(held), **about_writer)
         if self.first:
-            write_synced(part / MARKER, json.dumps(about, allow_nan=False))
+            write_synced(part / MARKER, json.dumps(about | {"sha256": digest(about)}, allow_nan=False))
             remove(final)
             part.rename(final)
             sync(self.folder)
@@ -192,7 +193,21 @@ def read(folder: Path, held: Mapping[str, Part], about_reader: Mapping[str, Any]
     try:
         load(tensors, storage_reader=FileSystemReader(folder), planner=Loader(held), **about_reader)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}\n  Remove it: an earlier one is loaded then.") from error
+        raise CheckpointError(f"{folder} cannot be read: {cause(error)}\n  Remove it: an earlier one is loaded then.") from error
+
+
+def cause(error: BaseException) -> str:
+    """What has failed, in a line; torch.distributed.checkpoint gives the tracebacks of all ranks as one text."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = min(error.failures.items())
+        return f"rank {rank}: {cause(first)}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def digest(about: Mapping[str, Any]) -> str:
+    """The SHA-256 of what `state.json` says."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def describe(
@@ -225,6 +240,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str,
     """Give an optimizer the settings of a checkpoint and, for every tensor of state in it, one to be filled."""
     saved, names = about["optimizer"], names_of(model)
     there = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+    if not saved["groups"]:
+        raise CheckpointError(
+            f"{folder} holds weights alone, nothing of an optimizer\n"
+            "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights FILE.safetensors."
+        )
     if saved["class"] != type(optimizer).__name__ or [group["names"] for group in saved["groups"]] != there:
         raise CheckpointError(
             f"{folder} was saved with {saved['class']} over {[len(g['names']) for g in saved['groups']]} parameters, "
@@ -291,6 +311,9 @@ def read_marker(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
     if not isinstance(about, dict) or (about.get("format"), about.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(f"{folder} is no checkpoint of version {VERSION}\n  Name one that this sbpc wrote.")
+    written = about.pop("sha256", None)
+    if written not in (None, digest(about)):  # one of before has none
+        raise CheckpointError(f"{folder / MARKER} is damaged\n  Remove {folder}: an earlier checkpoint is loaded then.")
     return about
 
 

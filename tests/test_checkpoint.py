@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +356,41 @@ def test_checkpoint_of_tied_weights_is_refused_by_a_model_that_has_untied_them(t
     untied = Tied()
     untied.head.weight = nn.Parameter(torch.randn(6, 4))
     assert "head.weight is float32 [6, 4]" in refused(CheckpointError, lambda: checkpoints.load(untied))
+
+
+def spoilt(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a file."""
+    path.write_bytes(change(path.read_bytes()))
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    ("state.json", lambda data: data.replace(b"[2, 3]", b"[2, 4]"), "state.json is damaged"),
+    ("state.json", lambda data: data.replace(b"float32", b"float64"), "state.json is damaged"),
+    ("state.json", lambda data: data.replace(b"tensors", b"tensor_"), "state.json is damaged"),
+    ("state.json", lambda data: data[:50], "is no checkpoint: "),
+    ("__0_0.distcp", lambda data: data[: len(data) // 2], "cannot be read: rank 0: "),
+    ("__0_0.distcp", lambda data: b"", "cannot be read: rank 0: EOFError"),
+    (".metadata", lambda data: b"nothing", "cannot be read: rank 0: AssertionError: "),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), DAMAGES, ids=[f"{name} {at}" for at, (name, _, _) in enumerate(DAMAGES)])
+def test_damaged_checkpoint_is_refused_in_two_lines(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes], said: str
+) -> None:
+    model = nn.Linear(3, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, torch.optim.AdamW(model.parameters()), extra={2: 1.5, 10: None})
+    checkpoints.wait()
+    spoilt(tmp_path / "step-000000001" / name, change)
+    for read in (lambda: whole_model(tmp_path), lambda: checkpoints.load(nn.Linear(3, 2))):
+        message = refused(CheckpointError, read)
+        assert said in message and message.count("\n") == 1, message
+
+
+def test_weights_alone_are_no_checkpoint_of_an_optimizer(tmp_path: Path) -> None:
+    model, checkpoints = nn.Linear(3, 2), Checkpoints(tmp_path)
+    checkpoints.save(0, model)
+    message = refused(CheckpointError, lambda: checkpoints.load(model, torch.optim.AdamW(model.parameters())))
+    assert "holds weights alone, nothing of an optimizer" in message
+    assert checkpoints.load(model) == 0

@@ -252,12 +252,15 @@ def test_the_command_line_exports_trains_goes_on_and_infers_from_files_alone(
     assert read_tensors(out)["0"].item() == pytest.approx(model(*args).item(), rel=1e-5)
 
 
-def test_options_that_do_not_fit_are_refused_before_ranks_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_fit_are_refused_before_ranks_start(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, message in (
         (["run", str(file), "--mesh", "x=2"], "--mesh cannot change it"),
         (["run", MLP, "--infer"], "--infer is of use with exported files alone"),
         (["run", str(file), "--every", "0"], "Give 1 at least"),
         (["export", MLP, "--mesh", "x=2", "-o", "no/where.sbpc"], "there is no folder"),
+        (["export", MLP, "--mesh", "x=2", "-o", str(tmp_path / "m.safetensors")], "is where the weights would lie"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

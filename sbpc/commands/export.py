@@ -9,6 +9,7 @@ from sbpc.api import plan
 from sbpc.commands.options import add_planning, file_name, plan_of
 from sbpc.commands.output import check_file, print_json, quiet
 from sbpc.commands.progress import progress
+from sbpc.errors import SbpcError
 from sbpc.exported import inputs_beside, weights_beside
 from sbpc.plan import Plan
 from sbpc.runtime.weights import Weights, save_weights, weights_of
@@ -32,6 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`sbpc export`."""
     check_file(options.output)
+    check_beside(Path(options.output))
     with quiet(options):
         found, target = plan_of(options, options.target)
         plans = {"train" if found.options["train"] else "inference": found}
@@ -51,6 +53,12 @@ def run(options: argparse.Namespace) -> int:
     for file in files:
         print(f"written   {file}")
     return 0
+
+
+def check_beside(file: Path) -> None:
+    """Refuse a name that the weights or the arguments would have, which would take the place of the programs."""
+    if file in (weights_beside(file), inputs_beside(file)):
+        raise SbpcError(f"{file} is where the weights would lie\n  Name a file *.sbpc: they are written beside it.")
 
 
 def plan_inference(found: Plan, target: Target, options: argparse.Namespace) -> Plan:
