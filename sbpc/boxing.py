@@ -45,6 +45,7 @@ WIRE = {
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
 }
 KINDS = {0: Split, WHOLE: Broadcast, **dict.fromkeys(NAMES, Partial)}  # by code of a state
+FEW = 16  # sources from which paths are sought over all steps together
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
@@ -268,6 +269,7 @@ class _Graph:
         ends = np.cumsum(np.bincount(self.target, minlength=len(self.states))).tolist()
         cuts = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
         self.into = [(at, self.source[cut], cut) for at, cut in enumerate(cuts) if cut.stop > cut.start]
+        self.led, self.first = np.unique(self.target, return_index=True)  # the layouts to which edges lead, first edges
         by_source = np.argsort(self.source, kind="stable")
         starts = np.searchsorted(self.source[by_source], np.arange(1, len(self.states)))
         self.onward = np.split(self.target[by_source], starts)
@@ -338,19 +340,36 @@ class _Prices:
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         total = np.full((len(self.graph.states), len(fresh)), np.inf)
         total[fresh, range(len(fresh))] = 0.0
+        (self.relax_at_once if len(fresh) <= FEW else self.relax_in_turn)(total, fresh)
+        self._rows.update(zip(fresh, total.T.copy()))
+        return np.stack([self._rows[at] for at in sources])
+
+    def relax_at_once(self, total: np.ndarray, _: Sequence[int]) -> None:
+        """Lower the totals [layouts, sources] over all edges together: more rounds, but none of Python's time."""
+        led, changed = self.graph.led, True
+        while changed:
+            sums = total[self.graph.source] + self.edges[:, None]
+            better = np.minimum(np.minimum.reduceat(sums, self.graph.first, axis=0), total[led])
+            changed = bool((better < total[led]).any())
+            total[led] = better
+
+    def relax_in_turn(self, total: np.ndarray, fresh: Sequence[int]) -> None:
+        """The same layout by layout, so that what was lowered is used at once."""
         waiting = np.zeros(len(total), dtype=bool)  # rows to be computed anew, as one before them was lowered
+        most = max(len(source) for _, source, _ in self.graph.into)
+        sums, better = np.empty((most, len(fresh))), np.empty(len(fresh))
         for at in fresh:
             waiting[self.graph.onward[at]] = True
         while waiting.any():
             for target, source, into in self.graph.into:
                 if waiting[target]:
                     waiting[target] = False
-                    better = np.minimum.reduce(total[source] + self.edges[into, None], axis=0)
+                    found = np.take(total, source, axis=0, out=sums[: len(source)], mode="clip")
+                    found += self.edges[into, None]
+                    np.minimum.reduce(found, axis=0, out=better)
                     if (better < total[target]).any():
                         np.minimum(total[target], better, out=total[target])
                         waiting[self.graph.onward[target]] = True
-        self._rows.update(zip(fresh, total.T.copy()))
-        return np.stack([self._rows[at] for at in sources])
 
 
 def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float, float]:
