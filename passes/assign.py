@@ -9,32 +9,43 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing import closure
-from sbpc.choices import Choice, may_cut, of_stored, operands, value_of
+from sbpc.choices import Choice, may_cut, of_stored, operands, shape_of, tensors_of, value_of
 from sbpc.codes import decode, elements
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
+from sbpc.moments import STORED
 from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import HOMES, Port, placeholders
 from sbpc.repeats import runs
-from sbpc.solver import Problem, Proof, Value, Variable, certify, checked_bound, solve, star, total, untied_proof
+from sbpc.solver import (
+    Neighbours,
+    Problem,
+    Proof,
+    Value,
+    Variable,
+    certify,
+    checked_bound,
+    solve,
+    star,
+    total,
+    untied_proof,
+)
 from sbpc.states import Split
-from sbpc.tables import Table, tabulate
+from sbpc.tables import Table, narrowed, renames, tabulate
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
+MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
 HOME, MADE = (
     -1,
     1 << 20,
 )  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
-Reader = tuple[
-    int, np.ndarray, int
-]  # a variable, the layouts by label in which it takes a value, the number of the port
+Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
 
 class Space:
@@ -60,7 +71,8 @@ class Space:
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
-                readers.setdefault(value_of(operand), []).append((at, self.tables[at].ins[slot], slot))
+                readers.setdefault(value_of(operand), []).append((at, slot))
+        self.narrow(readers, wishes)
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
@@ -265,9 +277,7 @@ class Space:
                 self.tables.append(table)
                 self.variables.append(Variable(f"output {at}", table.seconds, table.digits))
             self.ports.append(reader)
-            readers.setdefault(value_of(node), []).append(
-                (reader, self.tables[reader].outs[0], HOME - left.get(reader, 0))
-            )
+            readers.setdefault(value_of(node), []).append((reader, HOME - left.get(reader, 0)))
             left[reader] = left.get(reader, 0) + 1
         return readers
 
@@ -283,10 +293,40 @@ class Space:
             )
         return found
 
+    def taken(self, reader: Reader) -> np.ndarray:
+        """The layouts by label in which a reader takes a value."""
+        at, place = reader
+        return self.tables[at].ins[place] if place >= 0 else self.tables[at].outs[0]
+
+    def narrow(self, readers: Mapping[tuple[Node, int], list[Reader]], wishes: Container[str]) -> None:
+        """Leave to what only renames dims the layouts in which its operand is there anyhow, or those in which it is read.
+
+        Boxing costs the same before and after a renaming, and no detour is cheaper than the straight way: from a plan in
+        which the node takes any other layout one leads to a plan that costs no more, with the node in the layout from
+        which it is boxed, or the one to which its result is. What is stored may be stored in any.
+        """
+        for at, node in enumerate(self.nodes):
+            table = self.tables[at]
+            if len(table) <= MANY or node.name in wishes or STORED in node.meta:
+                continue
+            if (id(table), "renames") not in self.known:
+                self.known[id(table), "renames"] = renames(table, tensors_of(node))
+            if not self.known[id(table), "renames"]:
+                continue
+            source = value_of(operands(node)[0])
+            there = [self.taken(reader) for reader in readers[source] if reader[0] != at]
+            there.append(self.tables[self.number[source[0]]].outs[source[1]])
+            read = [self.taken(reader) for reader in readers.get((node, 0), ())]
+            key = (id(table), *map(id, there), "narrow", *map(id, read))
+            if key not in self.known:
+                self.known[key] = narrowed(table, there, read)
+            self.tables[at] = table = self.known[key]
+            self.variables[at] = Variable(node.name, table.seconds, table.digits)
+
     def add_value(self, key: tuple[Node, int], readers: list[Reader]) -> None:
         """One value: from the layouts that its producer leaves to those that its readers take."""
         producer = self.number[key[0]]
-        ports = [self.tables[producer].outs[key[1]], *(codes for _, codes, _ in readers)]
+        ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         shape, itemsize = shape_of(key[0], key[1])
         same = (*map(id, ports), shape, itemsize)
         if same not in self.known:
@@ -297,19 +337,25 @@ class Space:
             numbers = {id(port): np.searchsorted(codes, port) for port in ports}
             self.known[same] = codes, [numbers[id(port)] for port in ports], self.known[about]
         codes, (out, *wants), seconds = self.known[same]
-        consumers = [(reader, wanted) for (reader, _, _), wanted in zip(readers, wants)]
-        places = (MADE + key[1], *(place for _, _, place in readers))
+        consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
+        places = (MADE + key[1], *(place for _, place in readers))
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
 
     def labels(self, assignment: Assignment) -> list[int]:
-        """The labels that stand for an assignment, which is one of this space."""
-        found = [table.label(assignment.choices[node.name]) for node, table in zip(self.nodes, self.tables)]
+        """The labels that stand for an assignment; a node that is not to take its layout here takes the cheapest one."""
+        named = [table.label(assignment.choices[node.name]) for node, table in zip(self.nodes, self.tables)]
+        found = [0 if label is None else label for label in named]
         for at, layout in zip(self.ports, assignment.outputs):
             if at is not None and at >= len(self.nodes):
                 table = self.tables[at]
                 found.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
+        if None in named:
+            near = Neighbours(Problem(self.variables, self.values))
+            for at, label in enumerate(named):
+                if label is None:
+                    found[at] = int(near.costs(at, found).argmin())
         return found
 
     def assignment(self, labels: list[int]) -> Assignment:
@@ -326,26 +372,6 @@ class Space:
             aliases[key[0].name, key[1]] = decode(int(codes[alias]), self.mesh.axes)
         outputs = tuple(None if at is None else self.tables[at].output(0, labels[at]) for at in self.ports)
         return Assignment(chosen, aliases, outputs)
-
-
-def tensors_of(node: Node) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Bytes per element and global shape of every operand and output; an output that is not a tensor has no elements."""
-    places = [value_of(operand) for operand in operands(node)]
-    return tuple(shape_of(*place)[::-1] for place in (*places, *((node, index) for index in range(outputs_of(node)))))
-
-
-def outputs_of(node: Node) -> int:
-    """How many outputs a node has."""
-    value = node.meta.get("val")
-    return len(value) if isinstance(value, (tuple, list)) else 1
-
-
-def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
-    """Global shape and bytes per element of an output of a node."""
-    value = node.meta["val"]
-    if isinstance(value, (tuple, list)):
-        value = value[index]
-    return (tuple(value.shape), value.element_size()) if isinstance(value, torch.Tensor) else ((0,), 0)
 
 
 def refusal(node: Node, wish: Wish, table: Table, mesh: Mesh) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from sbpc.layout import Layout
@@ -201,3 +202,23 @@ def value_of(node: Node) -> tuple[Node, int]:
         assert isinstance(producer, Node) and isinstance(index, int)
         return producer, index
     return node, 0
+
+
+def tensors_of(node: Node) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Bytes per element and global shape of every operand and output; an output that is not a tensor has no elements."""
+    places = [value_of(operand) for operand in operands(node)]
+    return tuple(shape_of(*place)[::-1] for place in (*places, *((node, index) for index in range(outputs_of(node)))))
+
+
+def outputs_of(node: Node) -> int:
+    """How many outputs a node has."""
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
+    """Global shape and bytes per element of an output of a node."""
+    value = node.meta["val"]
+    if isinstance(value, (tuple, list)):
+        value = value[index]
+    return (tuple(value.shape), value.element_size()) if isinstance(value, torch.Tensor) else ((0,), 0)

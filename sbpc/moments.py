@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sbpc.choices import operands, value_of
+from sbpc.choices import operands, outputs_of, value_of
 from sbpc.memory import Life
 from sbpc.plan import Plan, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
@@ -148,9 +148,3 @@ def numel(key: Key) -> int:
     if isinstance(value, (tuple, list)):
         value = value[key[1]]
     return value.numel() if isinstance(value, Tensor) else 0
-
-
-def outputs_of(node: Node) -> int:
-    """How many outputs a node has."""
-    value = node.meta.get("val")
-    return len(value) if isinstance(value, (tuple, list)) else 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from sbpc.boxing import closure
 from sbpc.choices import Candidates, Choice, may_cut, of_match
-from sbpc.codes import decode, elements, joined, order_bits, pairs, sorted_axes, state_code
+from sbpc.codes import ORDERS, WHOLE, decode, elements, joined, order_bits, pairs, sorted_axes, state_code, states_of
 from sbpc.cost import kernel_seconds
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
@@ -56,11 +56,11 @@ class Table:
         ordered = tuple(itertools.chain(*cut))
         return Choice(signatures, (*(axis for axis in range(count) if axis not in ordered), *ordered))
 
-    def label(self, choice: Choice) -> int:
-        """The label that stands for a choice, or for what is the same in all layouts."""
+    def label(self, choice: Choice) -> int | None:
+        """The label that stands for a choice, or for what is the same in all layouts; None if there is none."""
         place = {signature: at for at, signature in enumerate(self.candidates.signatures)}
         same = np.flatnonzero((self.digits == [place[s] for s in choice.signatures]).all(1)).tolist()
-        return next(label for label in same if self.choice(label).cuts() == choice.cuts())
+        return next((label for label in same if self.choice(label).cuts() == choice.cuts()), None)
 
     def output(self, index: int, label: int) -> Layout:
         """The layout in which the label leaves an output."""
@@ -266,3 +266,35 @@ def cheapest_of_equals(seconds: np.ndarray, ports: Sequence[np.ndarray]) -> np.n
         _, key = np.unique(key * (at.max() + 1) + at, return_inverse=True)
     by_cost = np.argsort(seconds, kind="stable")
     return np.sort(by_cost[np.unique(key[by_cost], return_index=True)[1]])
+
+
+# --- nodes that only rename the dims of their operand -----------------------------------------------------------------
+def renames(table: Table, tensors: Tensors) -> bool:
+    """Whether, at no cost, each label leaves the one output in the layout of the one operand with its dims renamed."""
+    if len(table.ins) != 1 or len(table.outs) != 1 or table.seconds.any():
+        return False
+    (taken,), (left,), ((itemsize, shape), (size, new_shape)) = table.ins, table.outs, tensors
+    if itemsize != size or sorted(shape) != sorted(new_shape):
+        return False
+    before, after = (states_of(codes, len(table.mesh.axes)) for codes in (taken, left))
+    new = np.arange(16)
+    new[before] = after
+    cut = np.unique(before[before < WHOLE])
+    return (
+        bool((new[before] == after).all() and (taken >> ORDERS == left >> ORDERS).all())
+        and len(np.unique(new[cut])) == len(cut)
+        and all(new[dim] < len(shape) and shape[dim] == new_shape[new[dim]] for dim in cut)
+        and bool((new[WHOLE:] == np.arange(WHOLE, 16)).all())
+    )
+
+
+def narrowed(table: Table, there: Sequence[np.ndarray], read: Sequence[np.ndarray]) -> Table:
+    """The labels that take a layout which is `there`, or leave one which is `read`, whichever are fewer; else all.
+
+    Only where the table has all of these layouts.
+    """
+    pairs = [(np.unique(np.concatenate(codes)), port) for codes, port in ((there, table.ins[0]), (read, table.outs[0])) if codes]
+    for codes, port in sorted(pairs, key=lambda pair: len(pair[0])):
+        if len(codes) < len(table) and np.isin(codes, port).all():
+            return table.kept(np.flatnonzero(np.isin(port, codes)))
+    return table
