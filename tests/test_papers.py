@@ -216,7 +216,7 @@ def test_one_weird_trick_for_a_vgg_between_slow_hosts() -> None:
         layouts(plan, moves=False),
         """\
 features.0.weight   [B]
-features.3.weight   [S(0)]
+features.3.weight   [S(1)]
 classifier.0.weight [S(1)]
 classifier.2.weight [S(1)]
 convolution         [S(0)]

@@ -18,9 +18,9 @@ from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Problem, Value, Variable
 from sbpc.solver.trws import Messages
 
-ROUNDS = 12  # at most so many times SWEEPS sweeps
-SWEEPS = 4
-IDLE = (1e-4, 1e-3)  # what a round must add to the bound, as a part of it, on at most two axes and on more
+ROUNDS = 16  # at most so many times SWEEPS sweeps
+SWEEPS = 3  # as many as there are from one balance of charges to the next
+IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> Proof
         return dual.proof()
     found = dual.carried(folded)
     rest = ends(folded, found)
-    messages = passed(rest.problem, cap, rounds)
+    messages = passed(rest.problem, cap, rounds, dual.bound)
     found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
@@ -53,19 +53,20 @@ def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[Dual
     found, part = Dual(folded), blocks(folded)
     messages = passed(part.problem, cap, rounds)
     found.take(part, messages, lambda slot: True)
-    found.extra = messages.extra()
+    found.extra, found.bound = messages.extra(), messages.bound
     return found, messages.decode()
 
 
 @dataclass(eq=False)
 class Dual:
     """Multipliers and charges in the making. extra: by class and label, about how much dearer than the bound a plan is
-    that has the label."""
+    that has the label. bound: of the equal blocks."""
 
     folded: Folded
     multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
     charges: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by kind
     extra: list[np.ndarray] = field(default_factory=list)
+    bound: float = 0.0
 
     def carried(self, finer: Folded) -> Dual:
         """What is known here of the classes that have several members in a problem that is folded less."""
@@ -195,8 +196,8 @@ def ends(folded: Folded, dual: Dual) -> Part:
     return part
 
 
-def passed(problem: Problem, cap: float, rounds: int = ROUNDS) -> Messages:
-    """Messages over all layouts, until they raise the bound no more."""
+def passed(problem: Problem, cap: float, rounds: int = ROUNDS, rest: float = 0.0) -> Messages:
+    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
@@ -205,6 +206,6 @@ def passed(problem: Problem, cap: float, rounds: int = ROUNDS) -> Messages:
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * ROUNDS / rounds * abs(messages.bound):
+        if messages.bound - before < IDLE[wide] * ROUNDS / rounds * max(abs(messages.bound), rest):
             break
     return messages

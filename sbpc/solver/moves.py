@@ -73,7 +73,9 @@ def made(use: Use, labels: Sequence[int]) -> np.ndarray:
         moved = [[*labels[:at], label, *labels[at + 1 :]] for label in range(len(out.at))]
         return np.array([star_seconds(use.value, found) for found in moved])
     wanted = dict.fromkeys(int(wants[labels[consumer]]) for consumer, wants in use.value.consumers)
-    seconds = (closure[out.layouts] + closure[:, list(wanted)].sum(1)).min(1)
+    sums = closure[out.layouts]
+    sums += closure[:, list(wanted)].sum(1)
+    seconds = sums.min(1)
     for number, source in enumerate(out.layouts.tolist()):
         if source in wanted:  # taken as it is
             seconds[number] = stars(closure, source, [target for target in wanted if target != source]).min()
@@ -90,8 +92,9 @@ def taken(use: Use, at: int, labels: Sequence[int]) -> np.ndarray:
     free[[source, *others]] = True
     if len(use.ports) == 1:
         (wants,) = use.ports
-        sums = base[:, None] + np.where(free[wants.layouts], 0.0, closure[:, wants.layouts])
-        return sums.min(0)[wants.at]
+        sums = closure[:, wants.layouts]
+        sums += base[:, None]
+        return np.where(free[wants.layouts], base.min(), sums.min(0))[wants.at]
     pairs, which = np.unique(np.stack([p.layouts[p.at] for p in use.ports]), axis=1, return_inverse=True)
     seconds = np.empty(pairs.shape[1])
     for number, layouts in enumerate(pairs.T):

@@ -20,11 +20,11 @@ import numpy as np
 
 @dataclass(eq=False)
 class Share:
-    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts, charges there, and
-    the layouts."""
+    """The charges of one value: price [aliases, layouts]; by consumer the columns of its layouts (a slice where they are
+    all: arrays are copied), charges there, and the layouts."""
 
     price: np.ndarray
-    columns: list[np.ndarray]
+    columns: list[np.ndarray | slice]
     charges: list[np.ndarray]
     places: list[np.ndarray]
 
@@ -47,19 +47,19 @@ class Share:
             needs.append(need)
         room = self.price - functools.reduce(np.add, needs)
         for at in range(len(sent))[:: -1 if backwards else 1]:
-            pays, columns = sent[at], self.columns[at]
+            pays, columns, need = sent[at], self.columns[at], needs[at]
             if pays is not None:
-                free = room + needs[at]
-                free += functools.reduce(np.minimum, needs[:at] + needs[at + 1 :])
+                room += need
+                free = functools.reduce(np.minimum, needs[:at] + needs[at + 1 :]) + room
                 messages[at] = np.maximum((np.maximum(free[:, columns], 0) + pays).min(1), messages[at])
-                room += needs[at]
-                needs[at][:, columns] = np.maximum(messages[at][:, None] - pays, 0)
-                room -= needs[at]
+                need[:, columns] = np.maximum(messages[at][:, None] - pays, 0)
+                room -= need
         room += functools.reduce(np.minimum, needs)
-        spare = np.maximum(room, 0) * shares(self.columns, self.price.shape[1]).astype(room.dtype)
+        spare = np.maximum(room, 0, out=room)
+        spare *= shares(self.columns, self.price.shape[1]).astype(room.dtype)
         for at, pays in enumerate(sent):
             if pays is not None:
-                self.charges[at][:] = (needs[at] + spare)[:, self.columns[at]]
+                np.add(needs[at][:, self.columns[at]], spare[:, self.columns[at]], out=self.charges[at])
         return messages
 
 
@@ -104,7 +104,7 @@ class Star:
         np.subtract(belief, rest, out=rest)
         message = (self.share.charges[branch - 1] + rest.min(0)[:, None]).min(0)
         at, to = self.straight[branch - 1]
-        message[to] = np.minimum(message[to], rest[at].min(1))
+        message[to] = np.minimum(message[to], rest.min(1)[at])
         return message
 
     def hear(self, branch: int, sent: np.ndarray, over: np.ndarray | None = None) -> float:
@@ -159,7 +159,7 @@ def star_of(
     """The star of a value with these layouts at its producer's and its consumers' ports; charges begin as equal parts."""
     sources, *wanted = ports
     layouts = np.unique(np.concatenate(wanted))
-    columns = [np.searchsorted(layouts, found) for found in wanted]
+    columns = [slice(None) if len(found) == len(layouts) else np.searchsorted(layouts, found) for found in wanted]
     price = np.minimum(closure[np.ix_(aliases, layouts)], cap).astype(real, copy=False)
     parts = shares(columns, len(layouts)).astype(real)
     share = Share(price, columns, [price[:, found] * parts[found] for found in columns], wanted)
@@ -184,7 +184,7 @@ def straight(count: int, at: np.ndarray, real: type[np.floating]) -> np.ndarray:
     return found
 
 
-def shares(columns: Sequence[np.ndarray], layouts: int) -> np.ndarray:
+def shares(columns: Sequence[np.ndarray | slice], layouts: int) -> np.ndarray:
     """By layout: what part of the price all may be charged alike: 1/(m-1), or 1/k if only k < m can want it."""
     count = np.zeros(layouts)
     for found in columns:

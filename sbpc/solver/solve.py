@@ -11,7 +11,7 @@ import numpy as np
 
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.dual import ROUNDS, Dual, between_ends, prove
-from sbpc.solver.exact import cheapest
+from sbpc.solver.exact import Answer, cheapest, relaxed
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, nearest, one_axis, union
 from sbpc.solver.network import Space, aliased, slots
@@ -22,7 +22,7 @@ steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 50_000  # columns of a program that is solved: it takes some two seconds
 NODES = 300_000  # most nodes of its search tree, times its size
-CROSSED = 20_000  # most columns of a program that crosses known plans: one of more takes seconds
+CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
 CLOSE = 3e-4  # the gap with which that search ends
@@ -219,6 +219,10 @@ class Search:
     def finish(self, space: Space, nodes: int = 50, gap: float = 0.0) -> tuple[float, bool]:
         """Look for the cheapest plan on `space`, or one within `gap`, among the nearest labels where many are left; a
         bound, and whether it is known that nothing there is cheaper."""
+        answer = relaxed(self.problem, space, self.scale, CROSSED)
+        if answer is not None:
+            self.take(answer)
+            return answer.bound, True
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
@@ -239,11 +243,21 @@ class Search:
 
     def settle(self, messages: Messages, nodes: int, gap: float = 0.0) -> tuple[float, bool]:
         """As `finish`, by a program."""
-        scale = self.seconds if math.isfinite(self.seconds) else self.cap
-        answer = cheapest(self.problem, messages.space, scale, nodes, gap)
+        answer = relaxed(self.problem, messages.space, self.scale, SMALL)
+        if answer is None:
+            answer = cheapest(self.problem, messages.space, self.scale, nodes, gap)
+        self.take(answer)
+        return max(messages.bound, answer.bound), answer.proved
+
+    @property
+    def scale(self) -> float:
+        """About what plans cost."""
+        return self.seconds if math.isfinite(self.seconds) else self.cap
+
+    def take(self, answer: Answer) -> None:
+        """Keep the labels that a program has found."""
         if answer.labels is not None:
             self.offer(answer.labels, not self.wide)
-        return max(messages.bound, answer.bound), answer.proved
 
     def approach(self, extra: Sequence[np.ndarray], size: int) -> None:
         """Look among the `size` labels nearest to the bound; extra: by variable and label, about how far each is from it."""
