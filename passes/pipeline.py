@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,18 +70,6 @@ class Stages:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{self.shown}_{name}.txt").write_text(graph_text(gm))
             self.shown += 1
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """While this lasts Python does not look for cycles to collect, which takes as long as the passes themselves."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:

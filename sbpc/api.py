@@ -24,12 +24,13 @@ from sbpc.pairs import Model
 from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.assign import Space
 from sbpc.passes.capture import capture as capture_graph
-from sbpc.passes.pipeline import Stages, finish, front, make_plan, uncollected
+from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.pins import Wish, both, conflict, exactly, parse_layout, resolve_pins
 from sbpc.plan import Assignment, Plan
 from sbpc.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.structure import unflatten
+from sbpc.uncollected import uncollected
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 OBJECTIVES = ("seconds", "bytes")

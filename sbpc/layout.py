@@ -45,6 +45,16 @@ class Layout:
         ordered = tuple(axis for _, axis in sorted(split, key=lambda item: (item[0], rank_of[item[1]])))
         object.__setattr__(self, "order", ordered)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.states, self.order, self.axes))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.axes, self.states, self.order)  # hashes of texts differ from process to process
+
     @functools.cached_property
     def cuts(self) -> dict[int, tuple[int, ...]]:
         """By dim: the numbers of the axes that cut it, first cut first."""

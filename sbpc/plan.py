@@ -22,6 +22,7 @@ from sbpc.pins import closest
 from sbpc.ports import PARAMETER, Port, Ports, placeholders
 from sbpc.report import plan_text
 from sbpc.solver import Proof
+from sbpc.uncollected import uncollected
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class Plan:
     def cost(self) -> Cost:
         """Seconds, bytes, flops and memory of a step, with a lower bound."""
         start = time.process_time()
-        found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound, self.objective)
+        with uncollected():
+            found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound, self.objective)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return found
 
