@@ -43,8 +43,9 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
     """While a call runs: what the caller holds, the optimizer's state, gradients that are there, what the call reads and
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
-    A parameter that is kept for later in another layout than its home is there twice, else once: half of either.
-    sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
+    A parameter that is kept for later in another layout than its home is there twice, else once: of the two what is kept
+    is counted, which is mostly the larger. sure: no more. Else also the home, what has been read and will be again, as it
+    is read next, and what a call reads and makes that may be taken apart: no moment, but nearer to a plan's.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
@@ -63,7 +64,7 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
             found[homes[port.name].name, 0] += copies - 1
             if result is not None and order[result] < order[call] and made(value_of(result)) and new(value_of(result)):
                 found[homes[port.name].name, 0] += 1.0
-    if call.meta["candidates"].phases is None:  # else it may be taken apart, into calls that read and make in turn
+    if not sure or call.meta["candidates"].phases is None:  # else it may be taken apart, to read and make in turn
         for slot, operand in enumerate(operands(call)):
             if made(value_of(operand)) and new(value_of(operand)):
                 found[call.name, -1 - slot] = 1.0
@@ -78,8 +79,8 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
         if made(key):
             found[key[0].name, key[1]] = 1.0
         elif source in homes.values():
-            found[key[0].name, key[1]] = 0.5
-            found[source.name, 0] -= 0.5
+            found[key[0].name, key[1]] = 1.0
+            found[source.name, 0] -= sure
     if not sure:
         for key, (reader, slot) in next_reads(gm, order, order[call]).items():
             if made(key) and order[key[0]] < order[call] and new(key):
