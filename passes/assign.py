@@ -17,7 +17,6 @@ from sbpc.codes import decode, elements
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
-from sbpc.moments import STORED
 from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import HOMES, Port, placeholders
@@ -53,10 +52,17 @@ class Space:
 
     Before: candidates on every node. After `solve`: a choice for every node, an alias layout for every value, a layout
     for every output. wishes: by node name; outputs: by place in the output list (one that is missing is whole on all
-    ranks). Raises PinError if a wish leaves a node nothing.
+    ranks). priced: bytes may have prices. Raises PinError if a wish leaves a node nothing.
     """
 
-    def __init__(self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]) -> None:
+    def __init__(
+        self,
+        gm: GraphModule,
+        mesh: Mesh,
+        wishes: Mapping[str, Wish],
+        outputs: Mapping[int, Wish],
+        priced: bool = False,
+    ) -> None:
         self.gm, self.mesh = gm, mesh
         self.multipliers: Proof | None = None  # of what was solved last; None: it needed none
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
@@ -72,7 +78,8 @@ class Space:
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
                 readers.setdefault(value_of(operand), []).append((at, slot))
-        self.narrow(readers, wishes)
+        if not priced:  # else the bytes of a renaming count too
+            self.narrow(readers, wishes)
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
@@ -299,27 +306,26 @@ class Space:
         return self.tables[at].ins[place] if place >= 0 else self.tables[at].outs[0]
 
     def narrow(self, readers: Mapping[tuple[Node, int], list[Reader]], wishes: Container[str]) -> None:
-        """Leave to what only renames dims the layouts in which its operand is there anyhow, or those in which it is read.
+        """Leave to what only renames dims the layouts in which its operand is made, or those in which it is read.
 
-        Boxing costs the same before and after a renaming, and no detour is cheaper than the straight way: from a plan in
-        which the node takes any other layout one leads to a plan that costs no more, with the node in the layout from
-        which it is boxed, or the one to which its result is. What is stored may be stored in any.
+        Only where nothing else reads the operand, and one reader the result. Boxing costs the same before and after a
+        renaming, and no detour is cheaper than the straight way: from a plan in which the node takes another layout one
+        leads to a plan that costs no more, with the node in the layout from which it is boxed, or the one to which its
+        result is. With more readers its layouts may be aliases that several of them share.
         """
         for at, node in enumerate(self.nodes):
             table = self.tables[at]
-            if len(table) <= MANY or node.name in wishes or STORED in node.meta:
+            if len(table) <= MANY or node.name in wishes or len(readers.get((node, 0), ())) != 1:
                 continue
             if (id(table), "renames") not in self.known:
                 self.known[id(table), "renames"] = renames(table, tensors_of(node))
-            if not self.known[id(table), "renames"]:
+            source = value_of(operands(node)[0]) if operands(node) else (node, 0)
+            if not self.known[id(table), "renames"] or len(readers[source]) != 1:
                 continue
-            source = value_of(operands(node)[0])
-            there = [self.taken(reader) for reader in readers[source] if reader[0] != at]
-            there.append(self.tables[self.number[source[0]]].outs[source[1]])
-            read = [self.taken(reader) for reader in readers.get((node, 0), ())]
-            key = (id(table), *map(id, there), "narrow", *map(id, read))
+            made, taken = self.tables[self.number[source[0]]].outs[source[1]], self.taken(readers[node, 0][0])
+            key = (id(table), id(made), "narrow", id(taken))
             if key not in self.known:
-                self.known[key] = narrowed(table, there, read)
+                self.known[key] = narrowed(table, made, taken)
             self.tables[at] = table = self.known[key]
             self.variables[at] = Variable(node.name, table.seconds, table.digits)
 

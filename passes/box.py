@@ -13,7 +13,7 @@ from sbpc.boxing import path
 from sbpc.choices import Choice, operands, value_of
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
-from sbpc.nodes import assign, called, copied
+from sbpc.nodes import called, copied, put
 from sbpc.plan import Assignment, results
 
 ABOUT = ("phase", "stack_trace", "module")
@@ -103,7 +103,7 @@ class Boxer:
             made = called(self.graph, part.match.op, args, kwargs, name)
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
-            assign(made, "meta", {**about, **meta, "sbp": inner.output(0, axes)})
+            put(made, "meta", {**about, **meta, "sbp": inner.output(0, axes)})
             if "parts" in node.meta:
                 factors, dims = node.meta["parts"][part.number]
                 made.meta |= {"factors": factors, "dims": (dims,)}
@@ -133,5 +133,5 @@ class Boxer:
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
             about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
-            assign(source, "meta", {"val": value, "sbp": step.after, "step": step, **about})
+            put(source, "meta", {"val": value, "sbp": step.after, "step": step, **about})
         return source

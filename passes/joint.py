@@ -24,7 +24,7 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error
-from sbpc.nodes import assign, copied
+from sbpc.nodes import copied, put
 from sbpc.passes.draws import is_random, restart
 from sbpc.passes.tracer import Watch
 from sbpc.ports import SEED_PORT, Port
@@ -138,7 +138,7 @@ def _ported(source: Program, traced: GraphModule, flat: Flat, train: bool) -> Gr
         if node.op != "output":
             path, stack = place = _place(node) if node.op == "placeholder" or _place(node)[1] else place
             backward = node.meta.get("partitioner_tag") == "is_backward"
-            assign(new[node], "meta", {"module": path, "stack_trace": stack, "phase": "backward" if backward else "forward"})
+            put(new[node], "meta", {"module": path, "stack_trace": stack, "phase": "backward" if backward else "forward"})
     values = {copy: node.meta["val"] for node, copy in new.items()}
     tangents = [port.name for port in inputs if port.kind == ports.TANGENT]
     assert tangents == (flat.differentiable if train else []), "a tangent is missing"

@@ -14,7 +14,7 @@ from sbpc.choices import local_sizes, operands, value_of, with_operands
 from sbpc.layout import Layout
 from sbpc.lowering import lower
 from sbpc.mesh import Mesh
-from sbpc.nodes import assign, called, copied
+from sbpc.nodes import called, copied, put
 from sbpc.plan import results
 from sbpc.states import chunk_sizes
 
@@ -68,7 +68,7 @@ class Localizer:
     def copy(self, node: Node) -> Node:
         """The node as it is, its inputs replaced by the local ones."""
         copy = copied(self.graph, node, lambda n: self.local[n])
-        assign(copy, "meta", {})
+        put(copy, "meta", {})
         return self.described(copy, node)
 
     def described(self, local: Node, node: Node) -> Node:
@@ -76,7 +76,7 @@ class Localizer:
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
         kept = ("phase", "stack_trace", "module", "sbp", "choice")
-        assign(local, "meta", {key: node.meta[key] for key in kept if key in node.meta})
+        put(local, "meta", {key: node.meta[key] for key in kept if key in node.meta})
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ class Localizer:
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Emit one call."""
         node = called(self.graph, op, args, kwargs)
-        assign(node, "meta", dict(self.about))
+        put(node, "meta", dict(self.about))
         return node
 
     def call_op(self, node: Node) -> Any:
@@ -121,7 +121,7 @@ class Localizer:
         ]
         copy = copied(self.graph, node, lambda n: self.local[n])
         copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(dense))
-        assign(copy, "meta", {})
+        put(copy, "meta", {})
         return self.described(copy, node)
 
     def offset(self, size: int, axes: tuple[int, ...]) -> Node:

@@ -27,7 +27,7 @@ from sbpc.solver.multipliers import multipliers
 ROUNDS, STEPS = 12, 6  # of cutting planes, and of narrowing down the price at which plans begin to fit
 MOMENTS = 5  # that have prices, at most
 CLOSE, GOOD = 1e-3, 1e-2  # relative gaps: of the bound below what the known plans allow, of the best plan above the bound
-DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and in halving; a byte, in squeezing
+DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and in closing in; a byte, in squeezing
 PEAKS = 3  # at which all that is alive is counted
 TRIED, FEW = 10_000, 60  # nodes of the graphs of mixed plans that are made; modules that are mixed one by one
 
@@ -135,19 +135,19 @@ class Search:
 
     def run(self) -> None:
         """Solve at prices that cutting planes choose, then at one price for all that is kept, also at the peaks; then squeeze."""
-        step = self.prove([0.0] * len(self.moments)).seconds
+        step = self.prove([0.0] * len(self.moments)).seconds or 1.0
         asked: list[list[float]] = []
         for _ in range(ROUNDS):
             over = [[held - 1 for held in self.held(found)] for found in self.plans]
             prices, most = multipliers([found.seconds / step for found in self.plans], over, DEAREST[0])
             if self.bound >= (1 - CLOSE) * most * step or prices in asked:
                 break
-            asked.append([*prices, *[0.0] * (MOMENTS - len(prices))][: len(self.moments)])
             self.prove([price * step / self.limit for price in prices])
+            asked.append([*prices, *[0.0] * (len(self.moments) - len(prices))])
         unit, always = step / self.limit, kept(self.gm, self.copies)
-        self.approach(always, unit)
+        self.close_in(always, unit)
         peaks = [name for name, _ in self.peaks.most_common(PEAKS)]
-        self.approach(self.counted(always, peaks), unit)
+        self.close_in(self.counted(always, peaks), unit)
         self.squeeze(always, peaks, unit)
 
     def squeeze(self, always: Moment, peaks: list[str], unit: float) -> None:
@@ -163,27 +163,27 @@ class Search:
         moments = [at_call(self.gm, self.calls[name], self.copies, sure=False) for name in peaks]
         return together([always, *moments], [1.0] * (1 + len(moments)))
 
-    def approach(self, counted: Moment, unit: float) -> None:
-        """Solve at one price for what is counted: higher until a plan fits; then at that at which the dearest plan that
-        fits not and the cheapest that does cost the same, as long as one that costs less takes the place of either."""
+    def close_in(self, counted: Moment, unit: float) -> None:
+        """Solve at one price for what is counted: higher until a plan fits; then at that at which the best plan and the
+        smallest of the faster ones, which do not fit, cost the same, until no other takes the place of either."""
         price = unit / 16
         while not self.good() and not self.fits(self.solve(counted, price)):
             price *= 4
             if price > unit * DEAREST[1]:
                 return
-        fit = self.best
-        size = {id(found): self.space.bytes_in(found.plan.assignment, counted) for found in self.plans}
-        above = [found for found in self.plans if not self.fits(found) and fit and found.seconds < fit.seconds]
-        over = min(above, key=lambda found: size[id(found)], default=None)
+        before = -1.0
         for _ in range(STEPS):
-            if self.good() or fit is None or over is None or size[id(over)] <= size[id(fit)]:
+            fit = self.best
+            faster = [found for found in self.plans if fit and not self.fits(found) and found.seconds < fit.seconds]
+            sizes = [self.space.bytes_in(found.plan.assignment, counted) for found in faster]
+            if self.good() or fit is None or not faster:
                 return
-            price = (fit.seconds - over.seconds) / (size[id(over)] - size[id(fit)])
-            found = self.solve(counted, price)
-            size[id(found)] = self.space.bytes_in(found.plan.assignment, counted)
-            if found.seconds + price * size[id(found)] >= (fit.seconds + price * size[id(fit)]) * (1 - CLOSE / 10):
+            least, over = min(sizes), faster[sizes.index(min(sizes))]
+            room = least - self.space.bytes_in(fit.plan.assignment, counted)
+            if room <= 0 or (fit.seconds - over.seconds) / room == before:
                 return
-            fit, over = (found, over) if self.fits(found) else (fit, found)
+            before = (fit.seconds - over.seconds) / room
+            self.solve(counted, before)
 
     def prove(self, prices: Sequence[float]) -> Found:
         """The plan at these prices of a byte, by moment; the bound that they give, and a new moment for the plan's peak."""

@@ -119,7 +119,7 @@ def finish(
             stored = annotate(store(gm))
             if "dynamic" in options:
                 declare(stored, options["dynamic"])
-            plan = limited(plan, Space(stored, solved_on, wishes, outputs), stages)
+            plan = limited(plan, Space(stored, solved_on, wishes, outputs, priced=True), stages)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)

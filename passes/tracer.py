@@ -28,7 +28,7 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.frames import user_error, user_stack
-from sbpc.nodes import assign
+from sbpc.nodes import put
 from sbpc.passes.draws import drawn, is_random
 from sbpc.ports import SEED_PORT, Port
 from sbpc.program import Program, placeholder
@@ -202,7 +202,7 @@ class Light(Watch):
             for at, item in enumerate(out):
                 if isinstance(item, Tensor):
                     part = self.graph.create_node("call_function", operator.getitem, (node, at))
-                    assign(part, "meta", dict(node.meta))
+                    put(part, "meta", dict(node.meta))
                     self._keep(part, item)
 
     def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
@@ -216,7 +216,7 @@ class Light(Watch):
             self.last = node
         else:
             self.by_number.setdefault(next_sequence_number() - 1, node)
-        assign(node, "meta", {"module": path, "stack_trace": stack, "phase": self.phase})
+        put(node, "meta", {"module": path, "stack_trace": stack, "phase": self.phase})
         return node
 
     def stack(self) -> str:
@@ -256,7 +256,7 @@ class Light(Watch):
             cast = self.graph.create_node(
                 "call_function", aten._to_copy.default, (node,), {"dtype": target.dtype}, name="_to_copy"
             )
-            assign(cast, "meta", dict(node.meta))
+            put(cast, "meta", dict(node.meta))
             node = cast
         run(func, args, kwargs, self.stack())
         self.kept.append((node, target))
@@ -273,7 +273,7 @@ class Light(Watch):
         name = f"constant_{len(self.constants)}"
         self.constants[name] = value
         node = self.graph.create_node("get_attr", name, name=name)
-        assign(node, "meta", {"module": self.path[-1], "stack_trace": user_stack(), "phase": self.phase})
+        put(node, "meta", {"module": self.path[-1], "stack_trace": user_stack(), "phase": self.phase})
         return node
 
     def _registered(self, value: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
             found[key[0].name, key[1]] = 1.0
         elif source in homes.values():
             found[key[0].name, key[1]] = 1.0
-            found[source.name, 0] -= sure
+            found[source.name, 0] -= 1.0 if sure else 0.0
     if not sure:
         for key, (reader, slot) in next_reads(gm, order, order[call]).items():
             if made(key) and order[key[0]] < order[call] and new(key):

@@ -9,23 +9,23 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-assign = object.__setattr__  # of `args`, `kwargs` or `meta` of a node
+put = object.__setattr__  # of `args`, `kwargs` or `meta` of a node
 
 
 def called(graph: Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None = None) -> Node:
     """A call of `op` at the end of the graph."""
     node = graph.create_node("call_function", op, name=name)
-    assign(node, "args", tuple(args))
+    put(node, "args", tuple(args))
     if kwargs:
-        assign(node, "kwargs", dict(kwargs))
+        put(node, "kwargs", dict(kwargs))
     return node
 
 
 def copied(graph: Graph, node: Node, read: Callable[[Node], Any]) -> Node:
     """A copy of a node of another graph; read: what stands for each of its operands here."""
     copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    assign(copy, "args", map_arg(node.args, read))
+    put(copy, "args", map_arg(node.args, read))
     if node.kwargs:
-        assign(copy, "kwargs", map_arg(node.kwargs, read))
-    assign(copy, "meta", dict(node.meta))
+        put(copy, "kwargs", map_arg(node.kwargs, read))
+    put(copy, "meta", dict(node.meta))
     return copy

@@ -288,13 +288,13 @@ def renames(table: Table, tensors: Tensors) -> bool:
     )
 
 
-def narrowed(table: Table, there: Sequence[np.ndarray], read: Sequence[np.ndarray]) -> Table:
-    """The labels that take a layout which is `there`, or leave one which is `read`, whichever are fewer; else all.
+def narrowed(table: Table, made: np.ndarray, taken: np.ndarray) -> Table:
+    """The labels of a renaming that read a layout which is `made`, or leave one which is `taken`, whichever are fewer.
 
-    Only where the table has all of these layouts.
+    All of them, where the table lacks some of these layouts.
     """
-    pairs = [(np.unique(np.concatenate(codes)), port) for codes, port in ((there, table.ins[0]), (read, table.outs[0])) if codes]
-    for codes, port in sorted(pairs, key=lambda pair: len(pair[0])):
+    ends = [(np.unique(made), table.ins[0]), (np.unique(taken), table.outs[0])]
+    for codes, port in sorted(ends, key=lambda pair: len(pair[0])):
         if len(codes) < len(table) and np.isin(codes, port).all():
             return table.kept(np.flatnonzero(np.isin(port, codes)))
     return table

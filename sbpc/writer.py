@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, LazyGraphModule
-from sbpc.nodes import assign, called, copied
+from sbpc.nodes import called, copied, put
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Writer:
         return self._described(node, source.meta["val"][at])
 
     def _described(self, node: Node, value: Any) -> Node:
-        assign(node, "meta", {**self.about.meta, "val": value})
+        put(node, "meta", {**self.about.meta, "val": value})
         return node
 
 

@@ -147,6 +147,25 @@ def test_renamings_with_few_layouts_lose_no_plan(monkeypatch: pytest.MonkeyPatch
     assert fewer >= 10, "hardly any renaming had fewer layouts"
 
 
+class Turned(nn.Module):
+    """A renaming of dims that is given back three times."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        turned = x.permute(1, 0, 2, 3)
+        return turned, turned, turned
+
+
+def test_a_renaming_that_several_read_keeps_the_layouts_from_which_they_can_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered once, it is sliced for each of the three."""
+    seconds = []
+    for many in (0, 10**9):
+        monkeypatch.setattr(assign, "MANY", many)
+        given, outputs = ["S(0)@x"], ["S(0)@x", "S(2)@x", "S(3)@x"]
+        plan = sbpc.plan(Turned(), (torch.randn(16, 16, 8, 8),), Mesh(x=2), inputs=given, outputs=outputs, train=False)
+        seconds.append((plan.cost.seconds, plan.cost.lower_bound))
+    assert seconds[0] == seconds[1]
+
+
 def assert_box_pays_the_objective(space: Space, generator: torch.Generator, times: int) -> None:
     """Labels drawn at random cost on the boxed graph what the objective says."""
     for _ in range(times):

@@ -19,12 +19,13 @@ import highspy
 import numpy as np
 
 from sbpc.solver.network import Space, slots
-from sbpc.solver.problem import Problem, Value, star_seconds
+from sbpc.solver.problem import Problem, Value, star_seconds, total
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
+EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
 
@@ -209,7 +210,8 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     if status != highspy.HighsModelStatus.kOptimal or any(point[columns].max() < 1 - INTEGRAL for columns in x):
         return None
     bound = model.getInfo().objective_function_value * unit + program.constant
-    return Answer(chosen(point, x, space), bound, True)
+    labels = chosen(point, x, space)
+    return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
 
 
 def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0) -> Answer:
