@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sbpc._compat import local_of, on_dtensors, tree_map
+from sbpc.errors import PlanError
 
 aten = torch.ops.aten
 FUSED = (
@@ -30,7 +31,10 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for of_one in zip(*(given for given in args if given)):
         layouts = {each.placements for each in of_one if isinstance(each, DTensor)}
         if len(layouts) > 1:
-            raise NotImplementedError(f"{op} of tensors in different layouts: {layouts}")
+            raise PlanError(
+                f"{op.name()} of a parameter, its gradient or its state in different layouts: {layouts}\n"
+                "  Leave gradients and the optimizer's state in their parameter's layout."
+            )
     op(*tree_map(local_of, args), **tree_map(local_of, kwargs))
 
 
