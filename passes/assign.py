@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing import closure
 from sbpc.choices import Choice, may_cut, of_stored, operands, shape_of, tensors_of, value_of
-from sbpc.codes import decode, elements
+from sbpc.codes import decode
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
@@ -238,13 +238,10 @@ class Space:
         return found
 
     def bytes_of(self, at: int, place: int) -> np.ndarray:
-        """Bytes on the busiest rank of output number `place` of node number `at`, or of operand -1 - place, by label."""
+        """Bytes on the busiest rank at a place of node number `at`, by label: see `Table.held`."""
         key = (id(self.tables[at]), "bytes", place)
         if key not in self.known:
-            node, table = self.nodes[at], self.tables[at]
-            codes = table.outs[place] if place >= 0 else table.ins[-1 - place]
-            shape, itemsize = shape_of(*((node, place) if place >= 0 else value_of(operands(node)[-1 - place])))
-            self.known[key] = itemsize * elements(codes, shape, self.mesh.sizes)
+            self.known[key] = self.tables[at].held(place, tensors_of(self.nodes[at]))
         found: np.ndarray = self.known[key]
         return found
 

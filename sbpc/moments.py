@@ -1,8 +1,8 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
-A moment counts, by node and place, how many times the bytes of an output (place 0, 1, ...) or of an operand as it is
-read (place -1 for the first) count. It never counts more than are alive in a plan, whatever its layouts: of values in
-one storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans take.
+A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
+it is read (-1 for the first), of all that a call works with (`sbpc.tables.Table.held`). It never counts more than are alive
+in a plan, whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sbpc.choices import operands, outputs_of, value_of
 from sbpc.memory import Life
 from sbpc.plan import Plan, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.tables import WORK
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
 Moment = Mapping[tuple[str, int], float]
@@ -44,34 +45,35 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
     A parameter that is kept for later in another layout than its home is there twice, else once: of the two what is kept
-    is counted, which is mostly the larger. sure: no more. Else also the home, what has been read and will be again, as it
-    is read next, and what a call reads and makes that may be taken apart: no moment, but nearer to a plan's.
+    is counted, which is mostly the larger. sure: no more. Else also the home, and what has been read and will be again, as
+    it is read next: no moment, but nearer to a plan's.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     found = {(node.name, 0): 1.0 for node in placeholders(gm).values()}
-    seen: dict[Key, None] = {}
+    seen: dict[Key, list[Sequence[Key]]] = {}
 
     def new(key: Key) -> bool:
-        """Whether a value is the first that is counted in its storage, and fills it."""
-        source = root(key)
-        fresh = source not in seen and numel(source) == numel(key)
-        seen.setdefault(source)
-        return fresh
+        """Whether a value is the first that is counted in its part of a storage."""
+        part = within(key)
+        if part is None or not all(apart(part, other) for other in seen.get(root(key), ())):
+            return False
+        seen.setdefault(root(key), []).append(part)
+        return True
 
     for port, result in zip(gm.meta["ports"].outputs, results(gm)):
         if port.kind == GRADIENT:
             found[homes[port.name].name, 0] += copies - 1
             if result is not None and order[result] < order[call] and made(value_of(result)) and new(value_of(result)):
                 found[homes[port.name].name, 0] += 1.0
-    if not sure or call.meta["candidates"].phases is None:  # else it may be taken apart, to read and make in turn
-        for slot, operand in enumerate(operands(call)):
-            if made(value_of(operand)) and new(value_of(operand)):
-                found[call.name, -1 - slot] = 1.0
-        if not is_view(call):
-            found |= {(call.name, index): 1.0 for index in range(outputs_of(call))}
-    for operand in operands(call):
-        seen.setdefault(root(value_of(operand)))
+    taken = list(map(value_of, operands(call)))
+    counted = [slot for slot, key in enumerate(taken) if made(key) and new(key)]
+    if is_view(call):
+        found |= {(call.name, -1 - slot): 1.0 for slot in counted}
+    else:
+        found[call.name, WORK + sum(1 << slot for slot in counted)] = 1.0
+    for key in taken:
+        seen.setdefault(root(key), []).append(())
     for key, read in first_reads(gm, order).items():
         source, _ = root(key)
         if key[0].op != "call_function" or not order[key[0]] < order[call] < read or not new(key):
@@ -123,6 +125,29 @@ def next_reads(gm: GraphModule, order: Mapping[Node, int], after: int) -> dict[K
             for slot, operand in enumerate(operands(node)):
                 found.setdefault(value_of(operand), (node, slot))
     return found
+
+
+def within(key: Key) -> Sequence[Key] | None:
+    """The views on the way from a storage to a value that are smaller than what they are views of, outermost first; None
+    if one is larger, as elements are repeated."""
+    found: list[Key] = []
+    while is_view(key[0]):
+        source = value_of(operands(key[0])[0])
+        if numel(source) < numel(key):
+            return None
+        if numel(source) > numel(key):
+            found.insert(0, key)
+        key = source
+    return found
+
+
+def apart(one: Sequence[Key], other: Sequence[Key]) -> bool:
+    """Whether values that lie so in one storage have no element in common, being in different outputs of one call."""
+    first, second = next(((a, b) for a, b in zip(one, other) if a != b), (None, None))
+    if first is None or second is None or first[0] is not second[0]:
+        return False
+    pieces = sum(numel((first[0], index)) for index in range(outputs_of(first[0])))
+    return pieces <= numel(value_of(operands(first[0])[0]))
 
 
 def root(key: Key) -> Key:

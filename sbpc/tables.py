@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,10 @@ from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.pins import Wish
 from sbpc.rules import Match
+from sbpc.rules.phases import Part
 from sbpc.states import State
 
+WORK = 1 << 16  # the place of what a call has alive at once, see `Table.held`
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 """Bytes per element and global shape of every operand and output."""
 
@@ -71,6 +73,24 @@ class Table:
         found, at = np.unique(self.outs[0], return_inverse=True)
         good = np.array([wish.admits(decode(int(code), self.mesh.axes)) for code in found], dtype=bool)
         return self.kept(np.flatnonzero(good[at]))
+
+    def held(self, place: int, tensors: Tensors) -> np.ndarray:
+        """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first),
+        or, from WORK on, at the least what a call has alive at once: its results, and the operands with a bit in the rest."""
+        ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
+        if place < WORK:
+            ports = [ports[-1 - place] if place < 0 else ports[len(self.ins) + place]]
+        else:
+            ports = [port for at, port in enumerate(ports) if at >= len(self.ins) or place - WORK >> at & 1]
+        found = np.zeros(len(self))
+        for itemsize, shape, codes in ports:
+            found += itemsize * elements(codes, shape, self.mesh.sizes)
+        phases = self.candidates.phases
+        if place >= WORK and phases is not None:
+            which = np.array([phases.apart([s]) for s in self.candidates.signatures])[self.digits].any(1)
+            if which.any():
+                found[which] = apart_bytes(self.kept(np.flatnonzero(which)), tensors, place - WORK)
+        return found
 
     def kept(self, labels: np.ndarray) -> Table:
         """Some of the labels."""
@@ -234,28 +254,76 @@ def may_be_apart(table: Table) -> np.ndarray:
     return legal
 
 
-def apart_seconds(table: Table, operands: Tensors) -> np.ndarray:
-    """Seconds of a node that is taken apart, by label: of all its parts, and of the boxings among them."""
-    phases, mesh, total = table.candidates.phases, table.mesh, np.zeros(len(table))
+@dataclass(frozen=True, eq=False)
+class Parted:
+    """A part of a node that is taken apart, by label: tensors: its operands and its result; reads, made: the codes in
+    which it reads and leaves them; read: those in which its result is read; masks: by factor the axes that cut it."""
+
+    part: Part
+    tensors: Tensors
+    reads: list[np.ndarray]
+    made: np.ndarray
+    read: np.ndarray
+    masks: Mapping[str, np.ndarray]
+
+
+def parted(table: Table, operands: Tensors) -> Iterator[Parted]:
+    """The parts of a node that is taken apart under all labels of the table, in order."""
+    phases = table.candidates.phases
     assert phases is not None
     used, at = np.unique(table.digits, return_inverse=True)
     digits, ways = at.reshape(table.digits.shape), [phases.ways[table.candidates.signatures[d]] for d in used]
-    order = np.array([order_bits(table.choice(label).order, len(mesh.axes)) for label in range(len(table))])
+    order = np.array([order_bits(table.choice(label).order, len(table.mesh.axes)) for label in range(len(table))])
     sized = dict(enumerate(operands[: len(table.ins)]))
     for number, part in enumerate(phases.parts):
         sized[part.number] = part.val.element_size(), tuple(part.val.shape)
         chosen = [way.signatures[number] for way in ways]
-        columns = [codes(states, digits, order) for states in zip(*(s.inputs for s in chosen))]
+        reads = [codes(states, digits, order) for states in zip(*(s.inputs for s in chosen))]
         made = codes([s.outputs[0] for s in chosen], digits, order)
         read = codes([way.states[part.number] for way in ways], digits, order)
         tensors = tuple(sized[n] for n in (*part.reads, part.number))
-        total += call_seconds(
-            part.match, cutters([s.factor for s in chosen], digits), tensors, (*columns, made), 0.0, mesh
-        )
-        ends, at = np.unique(np.concatenate([made, read]), return_inverse=True)
-        itemsize, shape = sized[part.number]
-        total += closure(ends, shape, itemsize, mesh)[at[: len(made)], at[len(made) :]]
+        yield Parted(part, tensors, reads, made, read, cutters([s.factor for s in chosen], digits))
+
+
+def apart_seconds(table: Table, operands: Tensors) -> np.ndarray:
+    """Seconds of a node that is taken apart, by label: of all its parts, and of the boxings among them."""
+    mesh, total = table.mesh, np.zeros(len(table))
+    for each in parted(table, operands):
+        total += call_seconds(each.part.match, each.masks, each.tensors, (*each.reads, each.made), 0.0, mesh)
+        ends, at = np.unique(np.concatenate([each.made, each.read]), return_inverse=True)
+        itemsize, shape = each.tensors[-1]
+        total += closure(ends, shape, itemsize, mesh)[at[: len(each.made)], at[len(each.made) :]]
     return total
+
+
+def apart_bytes(table: Table, operands: Tensors, counted: int) -> np.ndarray:
+    """The most that is alive at once of the parts of a node that is taken apart, by label, and of the operands with a
+    bit in `counted`, each till its last reader. Boxings among the parts are left out."""
+    phases, sizes = table.candidates.phases, table.mesh.sizes
+    assert phases is not None
+    count, parts = len(table.ins), list(parted(table, operands))
+    lies_in = {at: at for at in range(count)}  # the value in whose storage a value lies
+    last = {number: len(parts) for number in phases.outputs if number is not None}
+    for at, each in enumerate(parts):
+        view = each.part.match.view and each.part.reads
+        lies_in[each.part.number] = lies_in[each.part.reads[0]] if view else each.part.number
+        last |= {number: max(at, last.get(number, 0)) for number in each.part.reads}
+    for number, at in list(last.items()):
+        last[lies_in[number]] = max(at, last.get(lies_in[number], 0))
+    held = {
+        at: operands[at][0] * elements(table.ins[at], operands[at][1], sizes)
+        for at in range(count) if counted >> at & 1 and at in last
+    }  # fmt: skip
+    most = np.zeros(len(table))
+    for at, each in enumerate(parts):
+        number, (itemsize, shape) = each.part.number, each.tensors[-1]
+        made = np.zeros(len(table))
+        if lies_in[number] == number:
+            made = itemsize * elements(each.made, shape, sizes)
+        most = np.maximum(most, sum((found for n, found in held.items() if last[n] >= at), made))
+        if lies_in[number] == number and number in last:
+            held[number] = np.minimum(made, itemsize * elements(each.read, shape, sizes))
+    return most
 
 
 def cheapest_of_equals(seconds: np.ndarray, ports: Sequence[np.ndarray]) -> np.ndarray:
