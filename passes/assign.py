@@ -65,6 +65,7 @@ class Space:
     ) -> None:
         self.gm, self.mesh = gm, mesh
         self.multipliers: Proof | None = None  # of what was solved last; None: it needed none
+        self.extra: list[np.ndarray] | None = None  # of the same, see `Solution`
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape
@@ -83,19 +84,22 @@ class Space:
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
-    def solve(self, prices: Prices | None = None, starts: Sequence[Assignment] = ()) -> tuple[Assignment, float]:
+    def solve(
+        self, prices: Prices | None = None, starts: Sequence[Assignment] = (), quick: bool = False
+    ) -> tuple[Assignment, float]:
         """The cheapest assignment and its bound, in seconds and what is paid for bytes.
 
         starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
+        quick: see `sbpc.solver.solve`.
         Raises LayoutError if no assignment has finite cost.
         """
         problem, known = self.priced(prices), [self.labels(start) for start in starts]
-        solution = solve(problem, known, alike=self.classes(prices), finer=self.classes(prices, 1))
+        solution = solve(problem, known, alike=self.classes(prices), finer=self.classes(prices, 1), quick=quick)
         if not np.isfinite(solution.seconds):
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
             )
-        self.multipliers = solution.proof
+        self.multipliers, self.extra = solution.proof, solution.extra
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
         if known:  # a start whose blocks are not alike may be better than what is folded from it
             labels = min([labels, *known], key=lambda found: total(problem, found))
@@ -144,19 +148,6 @@ class Space:
     def seconds(self, assignment: Assignment) -> float:
         """What an assignment takes, bytes for nothing."""
         return total(Problem(self.variables, self.values), self.labels(assignment))
-
-    def bytes_in(self, assignment: Assignment, counted: Prices) -> float:
-        """The bytes of an assignment that count, each so many times."""
-        labels = self.labels(assignment)
-        found = ((self.named[name], place, many) for (name, place), many in counted.items())
-        return sum(many * float(self.bytes_of(at, place)[labels[at]]) for at, place, many in found)
-
-    def mixed(self, names: Container[str], one: Assignment, other: Assignment) -> Assignment:
-        """The choices of `one` for the nodes of these names and those of `other` for the rest."""
-        first, second = self.labels(one), self.labels(other)
-        return self.assignment(
-            [first[at] if v.name in names else second[at] for at, v in enumerate(self.variables)]
-        )
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
         """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are
@@ -347,8 +338,9 @@ class Space:
         self.keys.append(key)
 
     def labels(self, assignment: Assignment) -> list[int]:
-        """The labels that stand for an assignment; a node that is not to take its layout here takes the cheapest one."""
-        named = [table.label(assignment.choices[node.name]) for node, table in zip(self.nodes, self.tables)]
+        """The labels that stand for an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
+        choices = ((assignment.choices.get(node.name), table) for node, table in zip(self.nodes, self.tables))
+        named = [None if choice is None else table.label(choice) for choice, table in choices]
         found = [0 if label is None else label for label in named]
         for at, layout in zip(self.ports, assignment.outputs):
             if at is not None and at >= len(self.nodes):

@@ -2,48 +2,35 @@
 
 What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), so the limit is one row per moment, and
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
-under the limit; cutting planes choose the next prices; a moment is added where a plan's peak is one that has no price yet.
-Between the plans that two prices give lie those that take the choices of the one for some blocks, of the other for the rest.
+under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment is
+added where a plan's peak is one that has no price yet. On the same labels a program then finds the plan, with rows for what
+is nearer to a plan's peak than what is sure.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
-from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_call, together
+from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_calls, together
+from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Assignment, Plan
-from sbpc.ports import placeholders
-from sbpc.solver import Proof
-from sbpc.solver.multipliers import multipliers
+from sbpc.solver import Limit, Proof
 
-ROUNDS, STEPS = 12, 6  # of cutting planes, and of narrowing down the price at which plans begin to fit
-MOMENTS = 5  # that have prices, at most
-CLOSE, GOOD = 1e-3, 1e-2  # relative gaps: of the bound below what the known plans allow, of the best plan above the bound
-DEAREST = 1 << 4, 1 << 12  # steps that all the memory may cost, in cutting planes and in closing in; a byte, in squeezing
-PEAKS = 3  # at which all that is alive is counted
-TRIED, FEW = 10_000, 60  # nodes of the graphs of mixed plans that are made; modules that are mixed one by one
-
-
-class Priced(Protocol):
-    """The space of assignments of a graph, where bytes have prices (see `sbpc.passes.assign`)."""
-
-    multipliers: Proof | None
-
-    def solve(self, prices: Moment | None = None) -> tuple[Assignment, float]: ...
-    def untied_proof(self, prices: Moment | None = None) -> Proof: ...
-    def bound(self, proof: Proof, prices: Moment | None = None) -> float: ...
-    def certify(self, seconds: float, limit: float, prices: Moment | None = None) -> float: ...
-    def seconds(self, assignment: Assignment) -> float: ...
-    def bytes_in(self, assignment: Assignment, counted: Moment) -> float: ...
-    def mixed(self, names: Container[str], one: Assignment, other: Assignment) -> Assignment: ...
+ROUNDS, TURNS = 8, 12  # of prices, and of plans that are tried
+MOMENTS = 6  # that have prices, at most
+CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
+DEAREST = 1 << 4  # steps that all the memory may cost, at most
+DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
+PEAKS = 6  # of a plan that are looked at together
+TIE = 1e-9  # relative: plans that differ by less are equally fast
+APART = 1e-3  # of the limit: by at least so much a row is tightened
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +40,7 @@ class Relaxed:
     So a lower bound of seconds and priced bytes, less what is allowed, is one of the seconds of such plans.
     """
 
-    space: Priced
+    space: PricedSpace
     counted: Moment
     allowed: float  # seconds
     known: Proof | None  # None: made when asked for
@@ -70,12 +57,11 @@ class Relaxed:
 
 @dataclass
 class Found:
-    """A plan, its seconds in the space, and its bytes at each moment, as parts of the limit."""
+    """A plan, its seconds in the space, and what it takes during the calls where that is more than the limit, most first."""
 
     plan: Plan
     seconds: float
-    peak: str | None = None  # the call during which it takes more than the limit
-    held: list[float] = field(default_factory=list)
+    peaks: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
@@ -84,7 +70,7 @@ class Found:
 
 
 def within(
-    free: Plan, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan]
+    free: Plan, space: PricedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan]
 ) -> Plan:
     """The fastest plan found that stays under the limit of the plan `free`, which does not; gm: the graph of the space.
 
@@ -92,10 +78,9 @@ def within(
     MemoryLimitError.
     """
     search = Search(float(free.options["memory"]), space, gm, copies, made, free.lower_bound)
-    search.run()
+    search.run(free.assignment)
     if search.best is None:
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
-    search.mix()
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
     plan.lower_bound, plan.certifier, plan.prover = search.bound, search.certifier(plan.assignment), search.proof
     return plan
@@ -109,81 +94,125 @@ class Search:
     """
 
     def __init__(
-        self, limit: float, space: Priced, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], bound: float
+        self, limit: float, space: PricedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], bound: float
     ) -> None:
         self.limit, self.space, self.gm, self.copies, self.made, self.bound = limit, space, gm, copies, made, bound
         self.calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
         self.plans: list[Found] = []
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
-        self.peaks = Counter[str]()  # of plans that do not fit
         self.proof = Relaxed(space, {}, 0.0, None)
+        self.near = space.near()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
 
     @property
     def best(self) -> Found | None:
-        """The fastest plan under the limit, None if there is none."""
-        return min(filter(self.fits, self.plans), key=lambda found: found.seconds, default=None)
+        """The fastest plan under the limit, of equally fast ones that with the fewest bytes; None if there is none."""
+        found = list(filter(self.fits, self.plans))
+        least = min((each.seconds for each in found), default=0.0) * (1 + TIE)
+        return min((each for each in found if each.seconds <= least), key=lambda each: each.bytes, default=None)
 
     def fits(self, found: Found) -> bool:
         """Whether a plan stays under the limit."""
         return found.bytes <= self.limit
 
-    def good(self) -> bool:
-        """Whether a plan fits that is hardly slower than the bound."""
-        return self.best is not None and self.best.seconds - self.bound <= GOOD * self.best.seconds
+    @property
+    def gap(self) -> float:
+        """How far the best plan may be above the bound, as a part of it."""
+        return 1.0 if self.best is None else (self.best.seconds - self.bound) / (self.best.seconds or 1.0)
 
-    def run(self) -> None:
-        """Solve at prices that cutting planes choose, then at one price for all that is kept, also at the peaks; then squeeze."""
-        step = self.prove([0.0] * len(self.moments)).seconds or 1.0
-        asked: list[list[float]] = []
+    def run(self, free: Assignment) -> None:
+        """Begin with the plan without the limit; find prices, then plans on the labels that were near on the way, if there
+        are none those that take least; then a sharper bound at the best prices."""
+        self.step = self.begin(free).seconds or 1.0
+        asked: list[tuple[int, ...]] = []
         for _ in range(ROUNDS):
-            over = [[held - 1 for held in self.held(found)] for found in self.plans]
-            prices, most = multipliers([found.seconds / step for found in self.plans], over, DEAREST[0])
-            if self.bound >= (1 - CLOSE) * most * step or prices in asked:
+            seconds, worth = self.near.worth(list(map(self.row, self.moments)), self.step, DEAREST * self.step)
+            rounded = tuple(round(price / self.step / CLOSE) for price in worth if price)
+            if self.bound >= (1 - CLOSE) * seconds or rounded in asked or self.gap <= GOOD:
                 break
-            self.prove([price * step / self.limit for price in prices])
-            asked.append([*prices, *[0.0] * (len(self.moments) - len(prices))])
-        unit, always = step / self.limit, kept(self.gm, self.copies)
-        self.close_in(always, unit)
-        peaks = [name for name, _ in self.peaks.most_common(PEAKS)]
-        self.close_in(self.counted(always, peaks), unit)
-        self.squeeze(always, peaks, unit)
+            self.prove([price / self.limit for price in worth])
+            asked.append(rounded)
+        self.find()
+        if self.best is None:
+            self.squeeze()
+            if not self.near.complete:
+                self.find()
+        if self.best is not None and self.gap > GOOD:
+            self.sharpen(self.best)
 
-    def squeeze(self, always: Moment, peaks: list[str], unit: float) -> None:
-        """While no plan fits, let only bytes count, and count the peak of the plan that this gives, until it is no new one."""
-        while self.best is None:
-            found = self.solve(self.counted(always, peaks), unit * self.limit * DEAREST[1])
-            if found.peak is None or found.peak in peaks:
-                return
-            peaks.append(found.peak)
+    def row(self, moment: Moment, most: float | None = None) -> Limit:
+        """The limit, or what is at most to be held, at a moment."""
+        return Limit(self.space.weights(moment), self.limit if most is None else most)
 
-    def counted(self, always: Moment, peaks: Sequence[str]) -> Moment:
-        """What is always counted, and all that is alive at these calls."""
-        moments = [at_call(self.gm, self.calls[name], self.copies, sure=False) for name in peaks]
-        return together([always, *moments], [1.0] * (1 + len(moments)))
+    def find(self) -> None:
+        """The cheapest plan on the labels that are near; rows are added for its peaks until one fits.
 
-    def close_in(self, counted: Moment, unit: float) -> None:
-        """Solve at one price for what is counted: higher until a plan fits; then at that at which the best plan and the
-        smallest of the faster ones, which do not fit, cost the same, until no other takes the place of either."""
-        price = unit / 16
-        while not self.good() and not self.fits(self.solve(counted, price)):
-            price *= 4
-            if price > unit * DEAREST[1]:
+        Where all labels are near and only what is sure has rows, no plan under the limit is faster. What is nearer to a
+        plan's peak has rows of what would have been right for the last plan.
+        """
+        sure, near = [self.row(moment) for moment in self.moments], dict[str, Limit]()
+        named = dict(self.named)
+        for _ in range(TURNS):
+            limits = [*sure, *near.values()]
+            answer = self.near.cheapest(limits, self.step, CLOSE * (not self.near.complete))
+            if answer.labels is None and near:  # what would have been right for some plans is wrong for all
+                near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
+                continue
+            if answer.labels is None:
                 return
-        before = -1.0
-        for _ in range(STEPS):
-            fit = self.best
-            faster = [found for found in self.plans if fit and not self.fits(found) and found.seconds < fit.seconds]
-            sizes = [self.space.bytes_in(found.plan.assignment, counted) for found in faster]
-            if self.good() or fit is None or not faster:
+            found = self.keep(self.space.assignment(answer.labels))
+            if self.near.complete and not near:
+                self.bound = max(self.bound, min(answer.bound, found.seconds))
+            if self.fits(found):
                 return
-            least, over = min(sizes), faster[sizes.index(min(sizes))]
-            room = least - self.space.bytes_in(fit.plan.assignment, counted)
-            if room <= 0 or (fit.seconds - over.seconds) / room == before:
+            new = [name for name in found.peaks if name not in named][:PEAKS]
+            sure += [self.row(self.at(name)) for name in new]
+            named |= dict.fromkeys(new)
+            if new and self.near.complete:
+                continue
+            for name in list(found.peaks)[:PEAKS]:
+                moment = self.at(name, sure=False)
+                most = self.space.bytes_in(found.plan.assignment, moment) - (found.peaks[name] - self.limit)
+                near[name] = self.row(moment, min(most, near[name].most - APART * self.limit) if name in near else most)
+
+    def squeeze(self) -> None:
+        """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the
+        highest also at those of each plan that this gives, until one fits or has a peak that is among them."""
+        for peaks in ([], self.common()):
+            for price in DEARER:
+                if self.fits(self.solve(self.counted(peaks), price * self.step / self.limit)):
+                    return
+        peaks = self.common()
+        while len(peaks) <= PEAKS:
+            found = self.solve(self.counted(peaks), DEARER[-1] * self.step / self.limit)
+            peak = next(iter(found.peaks), None)
+            if peak is None or peak in peaks:
                 return
-            before = (fit.seconds - over.seconds) / room
-            self.solve(counted, before)
+            peaks.append(peak)
+
+    def common(self) -> list[str]:
+        """The calls at which most plans so far take most."""
+        found = Counter(next(iter(plan.peaks)) for plan in self.plans if plan.peaks)
+        return [name for name, _ in found.most_common(PEAKS // 2)]
+
+    def counted(self, peaks: Sequence[str]) -> Moment:
+        """All that is kept, and all that is alive at these calls."""
+        moments = [kept(self.gm, self.copies), *(self.at(name, sure=False) for name in peaks)]
+        return together(moments, [1.0] * len(moments))
+
+    def begin(self, free: Assignment) -> Found:
+        """The plan without the limit, with stored values in the cheapest layouts; a moment for its peak."""
+        labels = self.space.labels(free)
+        self.near.add(labels)
+        return self.watched(self.keep(self.space.assignment(labels)))
+
+    def watched(self, found: Found) -> Found:
+        """A plan whose peak has a price from now on."""
+        peak = next(iter(found.peaks), None)
+        if peak not in self.named and len(self.moments) < MOMENTS:
+            self.add(peak)
+        return found
 
     def prove(self, prices: Sequence[float]) -> Found:
         """The plan at these prices of a byte, by moment; the bound that they give, and a new moment for the plan's peak."""
@@ -193,17 +222,30 @@ class Search:
         if bound >= self.bound:
             self.bound = bound
             self.proof = Relaxed(self.space, counted, sum(prices) * self.limit, self.space.multipliers)
-        if found.peak is not None and found.peak not in self.named and len(self.moments) < MOMENTS:
-            self.add(found.peak)
-        return found
+        return self.watched(found)
+
+    def sharpen(self, best: Found) -> None:
+        """A sharper bound at the prices of the best one."""
+        counted, allowed = self.proof.counted, self.proof.allowed
+        bound, proof = self.space.sharp(self.paid_by(best.plan.assignment, counted), counted)
+        if bound - allowed > self.bound:
+            self.bound, self.proof = bound - allowed, Relaxed(self.space, counted, allowed, proof)
+
+    def paid_by(self, assignment: Assignment, counted: Moment) -> float:
+        """What an assignment costs where what is counted has prices."""
+        return self.space.seconds(assignment) + self.space.bytes_in(assignment, counted)
 
     def solve(self, counted: Moment, price: float = 1.0) -> Found:
         """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""
-        assignment, self.paid = self.space.solve(together([counted], [price]))
-        found = Found(self.made(assignment), self.space.seconds(assignment))
-        if not self.fits(found) and (call := peak_call(found.plan, self.gm)) is not None:
-            found.peak = call.name
-            self.peaks[call.name] += 1
+        assignment, self.paid = self.space.solve(together([counted], [price]), quick=True)
+        found = self.keep(assignment)
+        self.near.add(self.space.labels(assignment), self.space.distances(together([counted], [price])))
+        return found
+
+    def keep(self, assignment: Assignment) -> Found:
+        """Make the plan of an assignment, and keep it."""
+        plan = self.made(assignment)
+        found = Found(plan, self.space.seconds(assignment), peak_calls(plan, self.gm, self.limit))
         self.plans.append(found)
         return found
 
@@ -211,60 +253,17 @@ class Search:
         """Put a price on what is alive during a call."""
         if name is not None:
             self.named[name] = None
-            self.moments.append(at_call(self.gm, self.calls[name], self.copies))
+            self.moments.append(self.at(name))
 
-    def held(self, found: Found) -> list[float]:
-        """What a plan takes at each moment."""
-        for moment in self.moments[len(found.held) :]:
-            found.held.append(self.space.bytes_in(found.plan.assignment, moment) / self.limit)
-        return found.held
-
-    def mix(self) -> None:
-        """Take the choices of faster plans, which do not fit, for parts of the model while the limit allows."""
-        budget = max(8, TRIED // len(self.gm.graph.nodes))
-        best = self.best
-        assert best is not None
-        faster = [found for found in self.plans if not self.fits(found) and found.seconds < best.seconds]
-        for fast in sorted(faster, key=lambda found: found.bytes)[:2]:
-            for names in self.pieces:
-                tried = self.space.mixed(names, fast.plan.assignment, best.plan.assignment)
-                seconds = self.space.seconds(tried)
-                if seconds >= best.seconds * (1 - 1e-9):
-                    continue
-                if any(self.space.bytes_in(tried, moment) > self.limit for moment in self.moments):
-                    continue
-                if budget == 0:
-                    return
-                budget -= 1
-                found = Found(self.made(tried), seconds)
-                self.plans.append(found)
-                best = found if self.fits(found) else best
-
-    @cached_property
-    def pieces(self) -> list[dict[str, None]]:
-        """Names of nodes that change together: halves of the model's blocks in order, quarters, ..., each block; then the
-        same of modules."""
-        names = {node: port.name for port, node in placeholders(self.gm).items()}
-        blocks: dict[Sequence[str], dict[str, None]] = {}
-        modules: dict[Sequence[str], dict[str, None]] = {}
-        for node in self.gm.graph.nodes:
-            path = names[node].split(".")[:-1] if node in names else node.meta.get("module", "").split(".")
-            number = next((place for place, part in enumerate(path) if part.isdigit()), len(path))
-            blocks.setdefault(tuple(path[: number + 1]), {})[node.name] = None
-            modules.setdefault(tuple(path), {})[node.name] = None
-        found: list[dict[str, None]] = []
-        for each in (list(blocks.values()), list(modules.values()) if len(modules) <= FEW else []):
-            width = len(each)
-            while width > 1:
-                width = (width + 1) // 2
-                found += [dict(ChainMap(*each[start : start + width])) for start in range(0, len(each), width)]
-        return found
+    def at(self, name: str, sure: bool = True) -> Moment:
+        """What is alive during a call, see `at_call`."""
+        return at_call(self.gm, self.calls[name], self.copies, sure)
 
     def certifier(self, assignment: Assignment) -> Callable[[float, float], float]:
         """The function of a plan's seconds and of CPU seconds that gives a tighter bound, at the prices of the best one."""
-        space, counted, allowed = self.space, self.proof.counted, self.proof.allowed
-        paid = space.seconds(assignment) + space.bytes_in(assignment, counted)
-        return lambda _, seconds: space.certify(paid, seconds, counted) - allowed
+        counted, allowed = self.proof.counted, self.proof.allowed
+        paid = self.paid_by(assignment, counted)
+        return lambda _, seconds: self.space.certify(paid, seconds, counted) - allowed
 
 
 def shortage(plan: Plan, limit: float) -> str:

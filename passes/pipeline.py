@@ -27,6 +27,7 @@ from sbpc.passes.lift import lift
 from sbpc.passes.localize import localize
 from sbpc.passes.memory import within
 from sbpc.passes.normalize import normalize
+from sbpc.passes.prices import PricedSpace
 from sbpc.passes.store import store
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.pins import Wish
@@ -119,7 +120,7 @@ def finish(
             stored = annotate(store(gm))
             if "dynamic" in options:
                 declare(stored, options["dynamic"])
-            plan = limited(plan, Space(stored, solved_on, wishes, outputs, priced=True), stages)
+            plan = limited(plan, PricedSpace(stored, solved_on, wishes, outputs), stages)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)
@@ -127,7 +128,7 @@ def finish(
     return plan
 
 
-def limited(plan: Plan, space: Space, stages: Stages) -> Plan:
+def limited(plan: Plan, space: PricedSpace, stages: Stages) -> Plan:
     """The plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
     copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
 

@@ -1,8 +1,9 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
-it is read (-1 for the first), of all that a call works with (`sbpc.tables.Table.held`). It never counts more than are alive
-in a plan, whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans take.
+it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. It never counts more than are alive in a plan,
+whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts nothing. So
+prices on moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sbpc.choices import operands, outputs_of, value_of
 from sbpc.memory import Life
 from sbpc.plan import Plan, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
-from sbpc.tables import WORK
+from sbpc.tables import REST, SPLIT, WORK
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
 Moment = Mapping[tuple[str, int], float]
@@ -44,50 +45,72 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
     """While a call runs: what the caller holds, the optimizer's state, gradients that are there, what the call reads and
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
-    A parameter that is kept for later in another layout than its home is there twice, else once: of the two what is kept
-    is counted, which is mostly the larger. sure: no more. Else also the home, and what has been read and will be again, as
-    it is read next: no moment, but nearer to a plan's.
+    sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     found = {(node.name, 0): 1.0 for node in placeholders(gm).values()}
-    seen: dict[Key, list[Sequence[Key]]] = {}
-
-    def new(key: Key) -> bool:
-        """Whether a value is the first that is counted in its part of a storage."""
-        part = within(key)
-        if part is None or not all(apart(part, other) for other in seen.get(root(key), ())):
-            return False
-        seen.setdefault(root(key), []).append(part)
-        return True
-
+    storages = Storages()
     for port, result in zip(gm.meta["ports"].outputs, results(gm)):
         if port.kind == GRADIENT:
             found[homes[port.name].name, 0] += copies - 1
-            if result is not None and order[result] < order[call] and made(value_of(result)) and new(value_of(result)):
-                found[homes[port.name].name, 0] += 1.0
-    taken = list(map(value_of, operands(call)))
-    counted = [slot for slot, key in enumerate(taken) if made(key) and new(key)]
+            if result is not None and order[result] < order[call] and made(value_of(result)):
+                found[homes[port.name].name, 0] += storages.take(value_of(result))
+
+    def copied(name: str, place: int, home: Node) -> None:
+        """Count a copy of a parameter, which is its home if both are in one layout: of a home only what all axes cut, of a
+        copy only what not all do. These are two."""
+        found[name, REST + place] = 1.0
+        found[home.name, 0] -= 1.0
+        found[home.name, SPLIT] = 1.0
+
+    taken, parameters = list(map(value_of, operands(call))), set(homes.values())
+    counted = [slot for slot, key in enumerate(taken) if made(key) and storages.take(key)]
     if is_view(call):
         found |= {(call.name, -1 - slot): 1.0 for slot in counted}
     else:
         found[call.name, WORK + sum(1 << slot for slot in counted)] = 1.0
-    for key in taken:
-        seen.setdefault(root(key), []).append(())
+    whole = call.meta["candidates"].phases is None
+    for slot, key in enumerate(taken):
+        if whole and root(key)[0] in parameters and not storages.has(key) and storages.take(key):
+            copied(call.name, -1 - slot, root(key)[0])
+        if not made(key) or within(key) is None:
+            storages.close(key)
     for key, read in first_reads(gm, order).items():
-        source, _ = root(key)
-        if key[0].op != "call_function" or not order[key[0]] < order[call] < read or not new(key):
+        if key[0].op != "call_function" or not order[key[0]] < order[call] < read or not storages.take(key):
             continue
         if made(key):
             found[key[0].name, key[1]] = 1.0
-        elif source in homes.values():
-            found[key[0].name, key[1]] = 1.0
-            found[source.name, 0] -= 1.0 if sure else 0.0
+        elif root(key)[0] in parameters and (root(key)[0].name, SPLIT) not in found:
+            copied(key[0].name, key[1], root(key)[0])
     if not sure:
         for key, (reader, slot) in next_reads(gm, order, order[call]).items():
-            if made(key) and order[key[0]] < order[call] and new(key):
+            if made(key) and order[key[0]] < order[call] and storages.take(key):
                 found[reader.name, -1 - slot] = 1.0
     return found
+
+
+class Storages:
+    """What has been counted: by the value that fills a storage, the parts of it."""
+
+    def __init__(self) -> None:
+        self.parts: dict[Key, list[Sequence[Key]]] = {}
+
+    def take(self, key: Key) -> bool:
+        """Whether nothing of a value has been counted; from now on it has."""
+        part = within(key)
+        if part is None or not all(apart(part, other) for other in self.parts.get(root(key), ())):
+            return False
+        self.parts.setdefault(root(key), []).append(part)
+        return True
+
+    def has(self, key: Key) -> bool:
+        """Whether something of the storage in which a value lies has been counted."""
+        return root(key) in self.parts
+
+    def close(self, key: Key) -> None:
+        """Count nothing more of the storage in which a value lies."""
+        self.parts.setdefault(root(key), []).append(())
 
 
 def kept(gm: GraphModule, copies: int) -> Moment:
@@ -99,12 +122,18 @@ def kept(gm: GraphModule, copies: int) -> Moment:
     return {**at_optimizer(gm, copies), **stored}
 
 
-def peak_call(plan: Plan, gm: GraphModule) -> Node | None:
-    """The call of the plan's graph that runs when most is alive, or the next one; None: none comes after."""
-    life = Life.of(plan.boxed, plan.mesh)
-    calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
-    after = life.moments[life.live.index(life.peak) :]
-    return next((calls[moment.node.name] for moment in after if moment.node.name in calls), None)
+def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
+    """The bytes at calls of the plan's graph, or just before, where these are more than `limit`, most first."""
+    life, calls = Life.of(plan.boxed, plan.mesh), {node.name for node in gm.graph.nodes if "candidates" in node.meta}
+    held = plan.cost.memory["optimizer"]
+    most: dict[str, int] = {}
+    call = None
+    for moment, live in zip(reversed(life.moments), reversed(life.live)):
+        if moment.node.op == "call_function" and moment.node.name in calls:
+            call = moment.node.name
+        if call is not None and live + held > limit:
+            most[call] = max(live + held, most.get(call, 0))
+    return {name: most[name] for name in sorted(most, key=lambda name: -most[name])}
 
 
 def first_reads(gm: GraphModule, order: Mapping[Node, int]) -> dict[Key, int]:

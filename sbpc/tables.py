@@ -20,7 +20,7 @@ from sbpc.rules import Match
 from sbpc.rules.phases import Part
 from sbpc.states import State
 
-WORK = 1 << 16  # the place of what a call has alive at once, see `Table.held`
+SPLIT, REST, WORK = 1 << 12, 1 << 14, 1 << 16  # where special places begin, see `Table.held`
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 """Bytes per element and global shape of every operand and output."""
 
@@ -75,11 +75,18 @@ class Table:
         return self.kept(np.flatnonzero(good[at]))
 
     def held(self, place: int, tensors: Tensors) -> np.ndarray:
-        """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first),
-        or, from WORK on, at the least what a call has alive at once: its results, and the operands with a bit in the rest."""
+        """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first);
+        beyond SPLIT of the same only where all axes cut it, beyond REST only where not all do; beyond WORK, at the least,
+        what a call has alive at once: its results, and the operands with a bit in the rest."""
         ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
         if place < WORK:
-            ports = [ports[-1 - place] if place < 0 else ports[len(self.ins) + place]]
+            kind = next((kind for kind in (REST, SPLIT) if place > kind // 2), 0)
+            at = place - kind
+            ports = [ports[-1 - at] if at < 0 else ports[len(self.ins) + at]]
+            if kind:
+                cut = (states_of(ports[0][2], len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
+                itemsize, shape, codes = ports[0]
+                return np.where(cut.all(1) == (kind == SPLIT), itemsize * elements(codes, shape, self.mesh.sizes), 0.0)
         else:
             ports = [port for at, port in enumerate(ports) if at >= len(self.ins) or place - WORK >> at & 1]
         found = np.zeros(len(self))

@@ -20,8 +20,8 @@ from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
 from sbpc.moments import at_call, at_optimizer
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import Space
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.prices import PricedSpace
 from sbpc.passes.store import store
 from sbpc.solver import Problem, total
 from tests import models
@@ -34,7 +34,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
     """The most that a moment of random plans counts, as a part of what the plan takes; and of what is alive then."""
     free = sbpc.plan(*models.MODELS[name](), mesh)
     gm = annotate(store(free.graph))
-    space = Space(gm, mesh, {}, {})
+    space = PricedSpace(gm, mesh, {}, {})
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta][::every]
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     most = then = 0.0
@@ -110,7 +110,7 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
         free = sbpc.plan(model, args, mesh)
         limit = share * free.cost.memory["total"]
         gm = annotate(store(free.graph))
-        space = Space(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
+        space = PricedSpace(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
         counts = [len(variable.costs) for variable in space.variables]
         try:
             plan = sbpc.plan(model, args, mesh, memory=limit)

@@ -2,10 +2,13 @@
 
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.moves import Neighbours
-from sbpc.solver.problem import Problem, Solution, Value, Variable, check, star, total
-from sbpc.solver.solve import certify, solve, untied_proof
+from sbpc.solver.near import Near
+from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, check, star, total
+from sbpc.solver.solve import certify, sharp, solve, untied_distances, untied_proof
 
 __all__ = [
+    "Limit",
+    "Near",
     "Neighbours",
     "Problem",
     "Proof",
@@ -15,8 +18,10 @@ __all__ = [
     "certify",
     "check",
     "checked_bound",
+    "sharp",
     "solve",
     "star",
     "total",
+    "untied_distances",
     "untied_proof",
 ]

@@ -19,13 +19,15 @@ import highspy
 import numpy as np
 
 from sbpc.solver.network import Space, slots
-from sbpc.solver.problem import Problem, Value, star_seconds, total
+from sbpc.solver.problem import Limit, Problem, Value, star_seconds, total
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
+HARDER = 3  # times as long where there are limits
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
+MUCH = 1e4  # how many times a limit can be had beyond it
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
 
@@ -41,6 +43,7 @@ class Program:
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     dues: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # more costs of columns
     constant: float = 0.0
+    plain: bool = False  # no port without rows
 
     def add_columns(self, costs: np.ndarray) -> np.ndarray:
         """New columns of these costs; their numbers."""
@@ -77,12 +80,40 @@ class Tap:
 
 
 @dataclass(eq=False)
+class Rows:
+    """The rows of a value: one per layout at each port (none where there is one layout), then those of charges, -1 where a
+    boxing costs nothing [aliases, layouts]."""
+
+    ends: list[np.ndarray]
+    charged: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Flow:
+    """Columns [tail, head] of a flow (-1: impossible, or none needed), and the rows at its tail and its head."""
+
+    columns: np.ndarray
+    ends: list[np.ndarray]
+
+
+@dataclass(eq=False)
 class Detours:
     """By column: a value is made in the layout `made` and boxed to another one, at place `alias` among its aliases."""
 
     columns: np.ndarray
     made: np.ndarray
     alias: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Duals:
+    """What the relaxation says: a bound in seconds; by value and port (its producer's first) the layouts there and what is
+    paid in each; by value its aliases, and if it has more than two consumers, what each is charged [aliases, its layouts]."""
+
+    bound: float
+    aliases: list[np.ndarray | None]
+    ports: list[list[tuple[np.ndarray, np.ndarray]]]
+    charges: list[list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -99,39 +130,45 @@ def tap(columns: np.ndarray, layouts: np.ndarray) -> Tap:
     return Tap(columns, *np.unique(layouts, return_inverse=True))
 
 
-def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.ndarray | None) -> None:
+def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.ndarray | None) -> Rows:
     """Add the columns and rows of one value."""
+    if alias is None and not heads:
+        return Rows([])
     if alias is None:
-        for head in heads:
-            flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head)
-        return
+        (head,) = heads
+        return Rows(flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head).ends)
     middle = tap(program.choose(np.zeros(len(alias))), alias)
-    columns = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
-    one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1}
+    first = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
+    one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1 and not program.plain}
     if len(heads) > 2:  # what is never taken as it was made
         one -= set(out.layouts.tolist())
     known = np.array(sorted(one), dtype=np.intp)
     program.dues.append((middle.columns, value.closure[np.ix_(alias, known)].sum(1)))
-    around = detours(columns, out, middle)
+    around = detours(first.columns, out, middle)
     free = [head for head in heads if len(head.layouts) > 1 or int(head.layouts[0]) not in one]
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in free]
+    rows = Rows([first.ends[0]])
     for head, price in zip(free, prices):
         price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot go there has infinite dues
     if len(free) < 2 or len(heads) == 2:  # two never share a boxing: where both want one layout, alias = that layout
         for head, price in zip(free, prices):
-            flow(program, price, middle, head, around if len(heads) > 2 else None)
-        return
+            rows.ends.append(flow(program, price, middle, head, around if len(heads) > 2 else None).ends[1])
+        return rows
     layouts = np.unique(np.concatenate([head.layouts for head in free]))
     share = np.full((len(alias), len(layouts)), -1)
     for head, price in zip(free, prices):
-        columns = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, around)
+        found = flow(program, np.where(np.isfinite(price), 0.0, np.inf), middle, head, around)
         at, to = np.nonzero(np.isfinite(price) & (price > 0))
         which = np.searchsorted(layouts, head.layouts)[to]
         new = share[at, which] < 0
         share[at[new], which[new]] = program.add_columns(price[at[new], to[new]])
-        rows = program.add_rows(len(at), 0.0, np.inf)
-        program.add(rows, share[at, which], 1.0)
-        program.add(rows, columns[at, to], -1.0)
+        charged = np.full(price.shape, -1)
+        charged[at, to] = program.add_rows(len(at), 0.0, np.inf)
+        program.add(charged[at, to], share[at, which], 1.0)
+        program.add(charged[at, to], found.columns[at, to], -1.0)
+        rows.ends.append(found.ends[1])
+        rows.charged.append(charged)
+    return rows
 
 
 def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
@@ -146,16 +183,16 @@ def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
     return Detours(middle.columns[kept], np.full(kept.sum(), out.layouts[0]), middle.at[kept])
 
 
-def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None) -> np.ndarray:
-    """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed).
+def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None) -> Flow:
+    """A flow of cost `seconds` [tail, head] between two ports.
 
     around: detours that the head can leave out, for nothing, where it has the layout in which the value is made.
     """
     columns = np.full(seconds.shape, -1)
-    if around is None and 1 in seconds.shape:
+    if around is None and 1 in seconds.shape and not program.plain:
         end = head if len(tail.layouts) == 1 else tail
         program.dues.append((end.columns, seconds.ravel()[end.at]))
-        return columns
+        return Flow(columns, [np.zeros(0, dtype=np.intp)] * 2)
     at, to = np.nonzero(np.isfinite(seconds))
     columns[at, to] = program.add_columns(seconds[at, to])
     ends = [program.add_rows(len(end.layouts), 0.0, 0.0) for end in (tail, head)]
@@ -171,7 +208,7 @@ def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: De
         limit = program.add_rows(pairs.shape[1], -np.inf, 0.0)
         program.add(limit, straight, 1.0)
         program.add(limit[which.reshape(-1)], around.columns[kept], -1.0)
-    return columns
+    return Flow(columns, ends)
 
 
 def build(problem: Problem, space: Space) -> tuple[Program, list[np.ndarray]]:
@@ -187,6 +224,33 @@ def build(problem: Problem, space: Space) -> tuple[Program, list[np.ndarray]]:
         else:
             pay(program, value, taps[0], taps[1:], alias)
     return program, x
+
+
+def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | None:
+    """The multipliers of the relaxation on `space`; None with more columns than `most`, or if it was not solved."""
+    program = Program(plain=True)
+    x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
+    taps, rows = list[list[Tap]](), list[Rows]()
+    for value, alias in zip(problem.values, space.aliases):
+        ports = [(value.producer, value.out), *slots(value)]
+        taps.append([tap(x[at], layouts[space.labels[at]]) for at, layouts in ports])
+        rows.append(pay(program, value, taps[-1][0], taps[-1][1:], alias))
+        if program.columns > most:
+            return None
+    unit = unit_of(scale)
+    model = highs(program, 0, unit)
+    model.setOptionValue("presolve", "off")
+    model.setOptionValue("simplex_iteration_limit", PIVOTS * program.rows)
+    model.run()
+    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    paid = np.append(np.array(model.getSolution().row_dual) * unit, 0.0)  # what has no row is charged nothing
+    return Duals(
+        model.getInfo().objective_function_value * unit,
+        space.aliases,
+        [[(port.layouts, paid[at]) for port, at in zip(ports, found.ends)] for ports, found in zip(taps, rows)],
+        [[np.maximum(paid[charged], 0.0) for charged in found.charged] for found in rows],
+    )
 
 
 def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer | None:
@@ -214,7 +278,36 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
 
 
-def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0) -> Answer:
+def priced(problem: Problem, space: Space, scale: float, limits: Sequence[Limit], dearest: float) -> tuple[float, list[float]]:
+    """Seconds of the relaxation under limits on `space`, and what more of each limit would save: seconds for all of it.
+
+    dearest: seconds at which as much again as a limit can be had. Infinite seconds if there is no plan at all.
+    """
+    program, x = build(problem, space)
+    rows = limited(program, x, space, limits)
+    program.add(rows, program.add_columns(np.full(len(rows), MUCH * dearest)), -MUCH)
+    unit = unit_of(scale)
+    model = highs(program, 0, unit)
+    model.run()
+    if np.isinf(program.constant) or model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return np.inf, [0.0] * len(limits)
+    prices = -np.array(model.getSolution().row_dual)[rows] * unit
+    return model.getInfo().objective_function_value * unit + program.constant, np.maximum(prices, 0.0).tolist()
+
+
+def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:
+    """Rows for limits; x: the columns of the labels of each variable."""
+    rows = program.add_rows(len(limits), -np.inf, 1.0)
+    for row, limit in zip(rows, limits):
+        for at, weights in limit.weights.items():
+            part = weights[space.labels[at]] / limit.most
+            program.entries.append((np.full(len(part), row), x[at], part))
+    return rows
+
+
+def cheapest(
+    problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0, limits: Sequence[Limit] = ()
+) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
     nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either.
@@ -222,11 +315,12 @@ def cheapest(problem: Problem, space: Space, scale: float, nodes: int = 10_000, 
     program, x = build(problem, space)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
+    limited(program, x, space, limits)
     unit = unit_of(scale)
     model = highs(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_max_nodes", nodes)
     model.setOptionValue("mip_rel_gap", gap)
-    asked, most = 0, max(ASKED[0], ASKED[1] / program.columns**2)
+    asked, most = 0, max(ASKED[0], ASKED[1] / program.columns**2) * (HARDER if limits else 1)
 
     def limit(event: Any) -> None:
         nonlocal asked

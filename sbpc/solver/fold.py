@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +41,8 @@ class Folded:
     sizes: list[int]
     kinds: list[Kind]
 
-    def unfold(self, labels: Sequence[int]) -> list[int]:
-        """The labels of the whole problem."""
+    def unfold(self, labels: Sequence[Any]) -> list[Any]:
+        """The labels of the whole problem, or what else is known by class."""
         return [labels[at] for at in self.classes]
 
     def fold(self, labels: Sequence[int]) -> list[int]:

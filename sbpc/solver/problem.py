@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,12 +63,21 @@ class Problem:
     values: list[Value]
 
 
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """What labels may take together: `weights` [labels] by number of a variable sum to at most `most`."""
+
+    weights: Mapping[int, np.ndarray]
+    most: float
+
+
 @dataclass(frozen=True)
 class Solution:
     """Labels, what they cost, and a bound below which no labels cost.
 
     `seconds` is inf if no labels without an impossible boxing were found, and if `exact` then there are none.
-    `exact`: nothing is cheaper, and `lower_bound` equals `seconds`.
+    `exact`: nothing is cheaper, and `lower_bound` equals `seconds`. extra: by variable and label, about how far a plan with
+    the label is from the bound; None where that was not needed.
     """
 
     labels: list[int]
@@ -76,6 +85,7 @@ class Solution:
     lower_bound: float
     exact: bool
     proof: Proof | None = None
+    extra: list[np.ndarray] | None = None
 
     @property
     def gap(self) -> float:

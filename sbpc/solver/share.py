@@ -140,6 +140,21 @@ class Star:
         found[to[at == source]] = 0
         return found
 
+    def adopt(self, aliases: np.ndarray, layouts: Sequence[np.ndarray], charges: Sequence[np.ndarray]) -> None:
+        """Take what the consumers are charged at these aliases and layouts, lowered where all is too much."""
+        share, rows = self.share, np.searchsorted(self.aliases, aliases)
+        count = np.zeros(share.price.shape[1])
+        everything, least = np.zeros_like(share.price), np.full_like(share.price, np.inf)
+        for columns, charged, places, known, found in zip(share.columns, share.charges, share.places, layouts, charges):
+            charged[np.ix_(rows, np.searchsorted(places, known))] = found
+            everything[:, columns] += charged
+            least[:, columns] = np.minimum(least[:, columns], charged)
+            count[columns] += 1
+        everything -= np.where(count == len(charges), least, 0.0)
+        scale = np.divide(share.price, everything, out=np.ones_like(everything), where=everything > share.price)
+        for columns, charged in zip(share.columns, share.charges):
+            charged *= scale[:, columns]
+
     def inherit(self, other: Star) -> None:
         """Take the messages and charges of a star with more layouts."""
         sources = np.searchsorted(other.sources, self.sources)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.check import Proof, checked_bound
-from sbpc.solver.dual import ROUNDS, Dual, between_ends, prove
+from sbpc.solver.dual import ROUNDS, Dual, between_ends, passed, prove
 from sbpc.solver.exact import Answer, cheapest, relaxed
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, nearest, one_axis, union
@@ -38,22 +38,24 @@ def solve(
     starts: Sequence[Sequence[int]] = (),
     alike: Sequence[int] | None = None,
     finer: Sequence[int] | None = None,
+    quick: bool = False,
 ) -> Solution:
     """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run.
 
     alike: a number per variable; those with the same number get the same label. finer: the same with the ends of runs of
-    equal blocks on their own, which makes the bound tighter. The bound holds for all labels.
+    equal blocks on their own, which makes the bound tighter. The bound holds for all labels. quick: of a problem with equal
+    variables the labels next to the bound will do.
     """
     check(problem)
     if not problem.variables:
         return Solution([], 0.0, 0.0, True)
     if alike is None or len(set(alike)) == len(alike):
         return Search(problem, starts).run()
-    return solve_folded(problem, starts, alike, alike if finer is None else finer)
+    return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
 
 
 def solve_folded(
-    problem: Problem, starts: Sequence[Sequence[int]], alike: Sequence[int], finer: Sequence[int]
+    problem: Problem, starts: Sequence[Sequence[int]], alike: Sequence[int], finer: Sequence[int], quick: bool
 ) -> Solution:
     """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small.
 
@@ -72,19 +74,19 @@ def solve_folded(
             return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
-    for size in NEAR:
+    for size in NEAR[: 1 if quick else None]:
         if gap() <= (ENOUGH if size == NEAR[0] else most):
             break
         search.approach(dual.extra, size)
-        if gap() > enough:
+        if gap() > enough and not quick:
             search.move()
     if gap() > most and wide:
         found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
-    if gap() > most and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
+    if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
     labels = folded.unfold(search.labels)
     seconds = total(problem, labels)
-    return Solution(labels, seconds, min(found[0], seconds), False, found[1])
+    return Solution(labels, seconds, min(found[0], seconds), False, found[1], folded.unfold(dual.extra))
 
 
 def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> float:
@@ -96,12 +98,19 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
     coarse = fold(problem, partitions[0])
     cap = ceiling(coarse.problem, seconds)
     for rounds in (ROUNDS, 4 * ROUNDS, 16 * ROUNDS):
-        dual, _ = between_ends(coarse, cap, rounds)
+        dual, _ = between_ends(coarse, cap, rounds, True)
         for partition in partitions:
             if seconds - best <= SLACK * seconds or (best and time.process_time() - start > limit):
                 return min(best, seconds)
-            best = max(best, bounded(problem, dual, fold(problem, partition), cap, rounds)[0])
+            best = max(best, bounded(problem, dual, fold(problem, partition), cap, rounds, True)[0])
     return min(best, seconds)
+
+
+def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float) -> tuple[float, Proof]:
+    """A bound as that of `solve`, sharpened by relaxations; seconds: of a plan."""
+    folded = fold(problem, alike)
+    cap = ceiling(folded.problem, seconds)
+    return bounded(problem, between_ends(folded, cap, sharp=True)[0], fold(problem, finer), cap, sharp=True)
 
 
 def untied_proof(problem: Problem) -> Proof:
@@ -110,9 +119,16 @@ def untied_proof(problem: Problem) -> Proof:
     return between_ends(folded, ceiling(problem))[0].proof() if problem.variables else Proof([])
 
 
-def bounded(problem: Problem, dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS) -> tuple[float, Proof]:
+def untied_distances(problem: Problem) -> list[np.ndarray]:
+    """By variable and label, about how far plans with the label are from a bound, from messages alone; nothing is tied."""
+    return passed(problem, ceiling(problem)).extra()
+
+
+def bounded(
+    problem: Problem, dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False
+) -> tuple[float, Proof]:
     """The bound that the multipliers of a proof give, and the proof."""
-    proof = prove(dual, folded, cap, rounds)
+    proof = prove(dual, folded, cap, rounds, sharp)
     return checked_bound(problem, proof), proof
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sbpc.solver.exact import Duals
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star, star_of
@@ -262,6 +263,33 @@ class Messages:
         """By value with more than two consumers, what each of `slots` is charged, [layouts of the alias, its layouts]."""
         values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
         return {values[middle]: star.share.charges for middle, star in self.stars.items()}
+
+    def adopt(self, duals: Duals) -> None:
+        """Take multipliers that are known for some layouts; those of the others keep their distance to these, on average.
+
+        A bound from such messages is one like any other, at first mostly a bad one.
+        """
+        edges = {id(end): edge for edge in self.edges for end in (edge.first, edge.last)}
+        for number, (ports, known) in enumerate(zip(self.ports, duals.ports)):
+            for end, (layouts, paid) in zip(ports, known):
+                at = np.searchsorted(end.layouts, layouts)
+                end.inbox += np.mean(paid - end.inbox[at])
+                end.inbox[at] = paid
+            alias = duals.aliases[number]
+            if alias is None:
+                continue
+            middle = self.place[1, number]
+            star = self.stars.get(middle)
+            if star is not None:
+                star.adopt(alias, [layouts for layouts, _ in known[1:]], duals.charges[number])
+                for branch, end in enumerate(ports):
+                    star.hear(branch, -end.inbox)
+                    if branch and end.node > middle:
+                        star.sent[branch - 1] = -end.inbox
+                continue
+            for edge, end in ((edges[id(end)], end) for end in ports):
+                other, seconds = (edge.last, edge.seconds) if edge.first is end else (edge.first, edge.seconds.T)
+                other.inbox[:] = (seconds - end.inbox[:, None]).min(0)
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""

@@ -1,0 +1,101 @@
+"""Labels near good plans, and on them the cheapest plans under limits, and what a limit is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sbpc.solver.exact import Answer, build, cheapest, priced
+from sbpc.solver.fold import Folded, fold
+from sbpc.solver.moves import nearby
+from sbpc.solver.network import Space, aliased
+from sbpc.solver.problem import Limit, Problem
+
+LEAST, MANY = 1_000, 20_000  # labels in a relaxation, at least; columns of it, or of a program, at most
+FEW = 12_000  # columns of a program of all labels that is solved
+TILT = 1e-7  # of the scale: what all of the first limit costs
+NODES = 1_000  # most nodes of its search tree
+
+
+class Near:
+    """A problem, and how far its labels are from good plans.
+
+    alike: a number per variable; those with the same number have the same labels here, and one label where a limit is
+    priced. parts: the same, in more classes: those with the same number get the same label in a plan.
+    """
+
+    def __init__(self, problem: Problem, alike: Sequence[int], parts: Sequence[int]):
+        self.coarse, self.fine = fold(problem, alike), fold(problem, parts)
+        self.far = [np.full(len(v.costs), np.inf) for v in self.coarse.problem.variables]
+        self.plans: list[Sequence[int]] = []
+        every = all_of(self.fine.problem)
+        self.complete = max(self.fine.sizes) == 1 and every is not None
+        self.every = every if self.complete else None
+
+    def add(self, labels: Sequence[int], distances: Sequence[np.ndarray] = ()) -> None:
+        """Note a plan, and by variable and label the distances from it, or from the bound of the problem that it solves."""
+        self.plans.append(labels)
+        for at, found in dict(zip(self.coarse.classes, distances)).items():  # those of one class differ little
+            np.minimum(self.far[at], found, out=self.far[at])
+        for at, label in zip(self.coarse.classes, labels):
+            self.far[at][label] = -1.0
+
+    def space(self, folded: Folded, size: int) -> Space:
+        """About `size` labels for each member of `coarse` that are nearest, in a folded problem, and those of all plans."""
+        every = np.concatenate(self.far)
+        most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
+        kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
+        outer = dict(zip(folded.classes, self.coarse.classes))
+        of_each = [kept[outer[at]] for at in range(len(folded.sizes))]
+        plans = [folded.fold(labels) for labels in self.plans]
+        return Space(of_each, [nearby(value, of_each, *plans) for value in folded.problem.values])
+
+    def nearest(self, folded: Folded) -> Space:
+        """As many labels as a program can have."""
+        size = max(2 * len(self.far), LEAST)
+        while True:
+            space = self.space(folded, size)
+            if size <= len(self.far) // 4 or build(folded.problem, space)[0].columns <= MANY:
+                return space
+            size //= 2
+
+    def worth(self, limits: Sequence[Limit], scale: float, dearest: float) -> tuple[float, list[float]]:
+        """About what a plan costs under the limits, and what more of each would save: see `exact.priced`."""
+        return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)
+
+    def cheapest(self, limits: Sequence[Limit], scale: float, gap: float) -> Answer:
+        """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
+
+        Of equally cheap ones those that take less of the first limit.
+        """
+        space = self.nearest(self.fine) if self.every is None else self.every
+        limits, tilt = by_class(self.fine, limits), TILT * scale
+        variables = list(self.fine.problem.variables)
+        for at, weights in limits[0].weights.items():
+            variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
+        answer = cheapest(Problem(variables, self.fine.problem.values), space, scale, NODES, gap, limits)
+        labels = None if answer.labels is None else self.fine.unfold(answer.labels)
+        return Answer(labels, answer.bound - tilt, answer.proved)
+
+
+def all_of(problem: Problem) -> Space | None:
+    """All labels and aliases, None if they are many."""
+    if sum(len(v.costs) for v in problem.variables) > FEW:
+        return None
+    aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
+    space = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
+    return space if build(problem, space)[0].columns <= FEW else None
+
+
+def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:
+    """The limits in a folded problem."""
+    found = []
+    for limit in limits:
+        weights: dict[int, np.ndarray] = {}
+        for at, each in limit.weights.items():
+            number = folded.classes[at]
+            weights[number] = weights[number] + each if number in weights else each
+        found.append(Limit(weights, limit.most))
+    return found
