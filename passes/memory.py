@@ -9,9 +9,10 @@ is nearer to a plan's peak than what is sure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch.fx import GraphModule
@@ -23,7 +24,7 @@ from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Assignment, Plan
 from sbpc.solver import Limit, Proof
 
-ROUNDS, TURNS = 8, 12  # of prices, and of plans that are tried
+ROUNDS, TURNS = 8, 8  # of prices, and of plans that are tried
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
@@ -140,6 +141,10 @@ class Search:
                 self.find()
         if self.best is not None and self.gap > GOOD:
             self.sharpen(self.best)
+        if self.best is not None and self.gap > GOOD and not self.near.complete:
+            counted, most = self.proof.counted, self.best.seconds + self.proof.allowed
+            if self.near.close(self.space.priced(counted), most):
+                self.find()
 
     def row(self, moment: Moment, most: float | None = None) -> Limit:
         """The limit, or what is at most to be held, at a moment."""
@@ -148,11 +153,12 @@ class Search:
     def find(self) -> None:
         """The cheapest plan on the labels that are near; rows are added for its peaks until one fits.
 
-        Where all labels are near and only what is sure has rows, no plan under the limit is faster. What is nearer to a
-        plan's peak has rows of what would have been right for the last plan.
+        Where all labels are near, or all with which a plan is faster than the best one, and only what is sure has rows, no
+        plan under the limit is faster than what is found. What is nearer to a plan's peak has rows of what would have been
+        right for the last plan.
         """
         sure, near = [self.row(moment) for moment in self.moments], dict[str, Limit]()
-        named = dict(self.named)
+        named, fastest, again = dict(self.named), self.best.seconds if self.best else math.inf, True
         for _ in range(TURNS):
             limits = [*sure, *near.values()]
             answer = self.near.cheapest(limits, self.step, CLOSE * (not self.near.complete))
@@ -160,21 +166,31 @@ class Search:
                 near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
                 continue
             if answer.labels is None:
+                if self.near.complete and answer.proved and self.best:
+                    self.bound = max(self.bound, fastest)
                 return
             found = self.keep(self.space.assignment(answer.labels))
             if self.near.complete and not near:
-                self.bound = max(self.bound, min(answer.bound, found.seconds))
-            if self.fits(found):
-                return
+                self.bound = max(self.bound, min(answer.bound, found.seconds, fastest))
             new = [name for name in found.peaks if name not in named][:PEAKS]
             sure += [self.row(self.at(name)) for name in new]
             named |= dict.fromkeys(new)
             if new and self.near.complete:
                 continue
+            if self.fits(found):  # once more, with rows that are right for a plan that fits
+                if not near or not again or self.gap <= GOOD:
+                    return
+                again, held = False, peak_calls(found.plan, self.gm, 0.0)
+                near = {name: self.right(found, name, held[name]) for name in near if name in held}
+                continue
             for name in list(found.peaks)[:PEAKS]:
-                moment = self.at(name, sure=False)
-                most = self.space.bytes_in(found.plan.assignment, moment) - (found.peaks[name] - self.limit)
-                near[name] = self.row(moment, min(most, near[name].most - APART * self.limit) if name in near else most)
+                row = self.right(found, name, found.peaks[name])
+                near[name] = replace(row, most=min(row.most, near[name].most - APART * self.limit)) if name in near else row
+
+    def right(self, found: Found, name: str, held: int) -> Limit:
+        """The row for what is about alive during a call that would have been right for a plan, which holds so much then."""
+        moment = self.at(name, sure=False)
+        return self.row(moment, self.space.bytes_in(found.plan.assignment, moment) - (held - self.limit))
 
     def squeeze(self) -> None:
         """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the

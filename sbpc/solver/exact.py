@@ -23,6 +23,7 @@ from sbpc.solver.problem import Limit, Problem, Value, star_seconds, total
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
+TILT = 1e-9  # of the scale
 HARDER = 3  # times as long where there are limits
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
@@ -44,6 +45,7 @@ class Program:
     dues: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # more costs of columns
     constant: float = 0.0
     plain: bool = False  # no port without rows
+    tilt: float = 0.0  # what a boxing costs that costs nothing
 
     def add_columns(self, costs: np.ndarray) -> np.ndarray:
         """New columns of these costs; their numbers."""
@@ -189,6 +191,8 @@ def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: De
     around: detours that the head can leave out, for nothing, where it has the layout in which the value is made.
     """
     columns = np.full(seconds.shape, -1)
+    if program.tilt:
+        seconds = seconds + program.tilt * ((seconds == 0) & (tail.layouts[:, None] != head.layouts))
     if around is None and 1 in seconds.shape and not program.plain:
         end = head if len(tail.layouts) == 1 else tail
         program.dues.append((end.columns, seconds.ravel()[end.at]))
@@ -211,9 +215,9 @@ def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: De
     return Flow(columns, ends)
 
 
-def build(problem: Problem, space: Space) -> tuple[Program, list[np.ndarray]]:
+def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, list[np.ndarray]]:
     """The program of the problem on `space`, and the columns of the labels of each variable."""
-    program = Program()
+    program = Program(tilt=tilt)
     x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
     first = [int(labels[0]) for labels in space.labels]
     for value, alias in zip(problem.values, space.aliases):
@@ -310,9 +314,11 @@ def cheapest(
 ) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
-    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either.
+    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either. Under
+    limits, which know nothing of the copies that a boxing makes, of two plans that cost the same the one with fewer
+    boxings for nothing is taken.
     """
-    program, x = build(problem, space)
+    program, x = build(problem, space, TILT * scale if limits else 0.0)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
     limited(program, x, space, limits)
@@ -333,6 +339,7 @@ def cheapest(
     if status == highspy.HighsModelStatus.kInfeasible:
         return Answer(None, np.inf, True)
     bound = info.mip_dual_bound * unit + program.constant
+    bound -= program.tilt * sum(1 + len(value.consumers) for value in problem.values)
     if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
         return Answer(None, bound, False)
     labels = chosen(np.array(model.getSolution().col_value), x, space)

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from sbpc.solver.dual import passed
 from sbpc.solver.exact import Answer, build, cheapest, priced
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Limit, Problem
+from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels in a relaxation, at least; columns of it, or of a program, at most
 FEW = 12_000  # columns of a program of all labels that is solved
@@ -61,6 +63,17 @@ class Near:
                 return space
             size //= 2
 
+    def close(self, priced: Problem, most: float) -> bool:
+        """Look from now on only among plans that cost at most `most` in a problem with other costs, if nothing is tied and
+        these are few: whether they are. No other plan costs so little."""
+        if max(self.fine.sizes) > 1 or priced.variables[0].digits.shape[1] > 2:  # bounds are of single precision then
+            return False
+        space = bounded_by(priced, most)
+        if space is None or build(priced, space)[0].columns > MANY:
+            return False
+        self.every, self.complete = space, True
+        return True
+
     def worth(self, limits: Sequence[Limit], scale: float, dearest: float) -> tuple[float, list[float]]:
         """About what a plan costs under the limits, and what more of each would save: see `exact.priced`."""
         return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)
@@ -78,6 +91,22 @@ class Near:
         answer = cheapest(Problem(variables, self.fine.problem.values), space, scale, NODES, gap, limits)
         labels = None if answer.labels is None else self.fine.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
+
+
+def bounded_by(problem: Problem, most: float) -> Space | None:
+    """The labels and aliases with which a plan may cost at most `most`, as far as messages tell; None if some have none."""
+    messages = passed(problem, ceiling(problem, most))
+    labels: list[np.ndarray] = [np.zeros(0, dtype=np.intp)] * len(problem.variables)
+    aliases: list[np.ndarray | None] = [None] * len(problem.values)
+    for (kind, at), bounds in zip(messages.names, messages.bounds()):
+        found = np.flatnonzero(bounds <= most)
+        if not len(found):
+            return None
+        if kind == 0:
+            labels[at] = found
+        else:
+            aliases[at] = messages.free((kind, at))[found]
+    return Space(labels, aliases)
 
 
 def all_of(problem: Problem) -> Space | None:

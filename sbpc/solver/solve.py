@@ -16,7 +16,7 @@ from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, nearest, one_axis, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
-from sbpc.solver.trws import Messages
+from sbpc.solver.trws import Messages, ceiling
 
 steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
@@ -327,15 +327,3 @@ def whole(problem: Problem) -> Space:
         rows = np.stack(found, 1)[by_cost] if found else np.zeros((len(by_cost), 1))
         labels.append(np.sort(by_cost[np.unique(rows, axis=0, return_index=True)[1]]))
     return Space(labels, [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values])
-
-
-def ceiling(problem: Problem, seconds: float = math.inf) -> float:
-    """What an impossible boxing, or one that costs more, costs in the messages; `seconds`: of a known plan.
-
-    Even the part of it that one consumer pays is more than a plan costs. No more than needed, for the sake of rounding.
-    """
-    most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
-    for value in problem.values:
-        finite = value.closure[np.isfinite(value.closure)]
-        most += float(finite.max()) * (1 + len(value.consumers))
-    return 2 * min(most, seconds) * max([1, *(len(v.consumers) for v in problem.values)]) + 1e-30

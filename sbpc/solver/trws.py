@@ -9,6 +9,7 @@ Where a value has more than two consumers, its alias is a `Star`: labels are pai
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -302,3 +303,15 @@ class Messages:
         for middle, star in self.stars.items():
             found.stars[middle].inherit(star)
         return found
+
+
+def ceiling(problem: Problem, seconds: float = math.inf) -> float:
+    """What an impossible boxing, or one that costs more, costs in the messages; `seconds`: of a known plan.
+
+    Even the part of it that one consumer pays is more than a plan costs. No more than needed, for the sake of rounding.
+    """
+    most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
+    for value in problem.values:
+        finite = value.closure[np.isfinite(value.closure)]
+        most += float(finite.max()) * (1 + len(value.consumers))
+    return 2 * min(most, seconds) * max([1, *(len(v.consumers) for v in problem.values)]) + 1e-30
