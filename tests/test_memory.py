@@ -143,8 +143,8 @@ def test_with_less_memory_parameters_are_gathered_again_in_the_backward() -> Non
     free = sbpc.baseline("fsdp", model, args, Mesh(p=4), **about)
     most = free.cost.memory["total"]
     plans = [sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, memory=share * most) for share in (0.98, 0.9)]
-    again = [gathered_again(plan) for plan in (free, *plans)]
-    assert again == [set(), {"query_weight", "key_weight"}, {"query_weight", "key_weight", "up_weight"}]
+    again = [sorted(model.get_parameter(name.replace("_", ".")).numel() for name in gathered_again(plan)) for plan in (free, *plans)]
+    assert again == [[], [64 * 64, 64 * 64], [64 * 64, 64 * 64, 64 * 256]]
     assert free.cost.seconds < plans[0].cost.seconds < plans[1].cost.seconds
     for plan in plans:
         assert plan.cost.gap <= 0.01 and abs(error(plan, (model, args))) <= 0.05
@@ -159,7 +159,7 @@ def test_with_less_memory_activations_are_stored_split_and_gathered_again_in_the
     mesh = Mesh(tensor=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9))
     free = sbpc.plan(model, args, mesh, **about)
     assert not gathered_again(free)
-    plans = [sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"]) for share in (0.95, 0.76)]
+    plans = [sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"]) for share in (0.95, 0.74)]
     assert [gathered_again(plan) for plan in plans] == [set(), {"getitem"}]
     assert plans[0].cost.seconds < plans[1].cost.seconds and plans[1].layouts["getitem_stored"].cuts
     for plan in plans:

@@ -75,6 +75,28 @@ def test_what_any_moment_counts_is_alive(name: str, mesh: Mesh) -> None:
     assert max(moments_of(name, mesh, 6, 1)) <= 1
 
 
+def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one() -> None:
+    class Pieces(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * x
+            a, b = y.split(4, 1)
+            return (a.sin() * b.cos() * y.exp()[:, :4]).sum()
+
+    gm = annotate(store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2)).graph))
+    first = next(node for node in gm.graph.nodes if node.op == "call_function" and node.meta["phase"] == "backward")
+    counted = {name for name, _ in at_call(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
+    pieces, overlapping = {"getitem_stored", "getitem_1_stored"}, {"exp_stored", "slice_1_stored"}
+    assert pieces <= counted and len(overlapping & counted) == 1
+
+
+@pytest.mark.parametrize(("name", "sizes", "share"), [("mlp", {"batch": 512, "width": 96, "hidden": 384}, 0.7), ("vgg", {}, 0.7)])
+def test_a_small_plan_under_a_limit_is_proved_to_be_the_best(name: str, sizes: dict[str, int], share: float) -> None:
+    mesh, model = Mesh(x=4, cluster="a100"), models.MODELS[name](**sizes)
+    free = sbpc.plan(*model, mesh)
+    plan = sbpc.plan(*model, mesh, memory=share * free.cost.memory["total"])
+    assert free.cost.seconds < plan.cost.seconds and plan.cost.gap <= 1e-5
+
+
 class Drawn(nn.Module):
     """Linear layers and activations, drawn; two of them may share what they read."""
 

@@ -16,8 +16,8 @@ from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
 from sbpc.solver.exact import build, highs
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
-from sbpc.solver.solve import ceiling, whole
-from sbpc.solver.trws import Messages
+from sbpc.solver.solve import whole
+from sbpc.solver.trws import Messages, ceiling
 
 INF = float("inf")
 

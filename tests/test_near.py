@@ -1,0 +1,122 @@
+"""Plans under limits equal brute force, what limits are worth bounds them, and bounds are sharpened by relaxations."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sbpc.solver import Limit, Near, Problem, total
+from sbpc.solver import near as near_module
+from sbpc.solver.dual import passed, sharpened
+from sbpc.solver.exact import duals
+from sbpc.solver.near import all_of, bounded_by
+from sbpc.solver.trws import Messages, ceiling
+from tests.test_fold import chain
+from tests.test_solver import brute_force, problems
+
+
+def placed(problem: Problem) -> Problem:
+    """The problem with a number of its own for every port."""
+    numbers = itertools.count()
+    for value in problem.values:
+        value.places = tuple(itertools.islice(numbers, 1 + len(value.consumers)))
+    return problem
+
+
+def limited(problem: Problem, seed: int) -> tuple[list[Limit], list[tuple[float, tuple[int, ...]]]]:
+    """Two limits, and all plans with finite costs that keep them, the cheapest first."""
+    rng = np.random.default_rng(seed)
+    weights = [{at: rng.random(len(v.costs)) for at, v in enumerate(problem.variables)} for _ in range(2)]
+    plans = list(itertools.product(*(range(len(v.costs)) for v in problem.variables)))
+    taken = [[sum(float(w[at][label]) for at, label in enumerate(labels)) for w in weights] for labels in plans]
+    most = np.quantile(np.array(taken), rng.uniform(0.02, 0.5), axis=0)
+    kept = [labels for labels, each in zip(plans, taken) if (np.array(each) <= most).all()]
+    found = sorted((total(problem, labels), labels) for labels in kept)
+    return [Limit(w, float(m)) for w, m in zip(weights, most)], [pair for pair in found if np.isfinite(pair[0])]
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(variables=5, labels=5, axes=1), st.integers(0, 999))
+def test_the_cheapest_plan_under_limits_equals_brute_force_and_their_worth_bounds_it(problem, seed):
+    assume(np.prod([len(v.costs) for v in problem.variables]) <= 1_000)
+    limits, plans = limited(placed(problem), seed)
+    alike = range(len(problem.variables))
+    near = Near(problem, alike, alike)
+    assert near.complete
+    scale = max(abs(plans[0][0]), 1e-6) if plans else 1e-3
+    answer = near.cheapest(limits, scale, 0.0)
+    if not plans:
+        assert answer.labels is None
+        return
+    assert answer.labels is not None
+    assert total(problem, answer.labels) == pytest.approx(plans[0][0], rel=1e-6, abs=1e-9)
+    assert plans[0][0] - 2e-6 * scale <= answer.bound <= plans[0][0] + 1e-9 * scale
+    near.add(plans[0][1], [np.zeros(len(v.costs)) for v in problem.variables])
+    seconds, prices = near.worth(limits, scale, 100 * scale)
+    assert seconds <= plans[0][0] + 1e-6 * scale and min(prices) >= 0
+    relaxed = [
+        total(problem, labels) + sum(p * (sum(w[at] for w, at in zip(limit.weights.values(), labels)) / limit.most - 1)
+                                     for p, limit in zip(prices, limits))
+        for labels in itertools.product(*(range(len(v.costs)) for v in problem.variables))
+    ]  # fmt: skip
+    assert min(relaxed) <= plans[0][0] + 1e-6 * scale
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=5, labels=5, axes=1), st.integers(0, 999))
+def test_what_is_closed_holds_every_plan_that_is_cheap_enough(problem, seed):
+    assume(np.prod([len(v.costs) for v in problem.variables]) <= 1_000)
+    costs = {p: total(problem, p) for p in itertools.product(*(range(len(v.costs)) for v in problem.variables))}
+    finite = sorted(cost for cost in costs.values() if np.isfinite(cost))
+    assume(finite)
+    most = finite[seed % len(finite)] * (1 + 1e-9) + 1e-15
+    space = bounded_by(problem, most)
+    assert space is not None
+    for labels, cost in costs.items():
+        if cost <= most:
+            assert all(label in kept for label, kept in zip(labels, space.labels))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(variables=8, labels=6, axes=1))
+def test_messages_take_the_multipliers_of_a_relaxation_over(problem):
+    """Where it had all labels nothing is lost, if no value has a star, and no bound is above brute force."""
+    space, best = all_of(problem), brute_force(problem)
+    assert space is not None
+    found = duals(problem, space, max(best, 1e-6) if np.isfinite(best) else 1e-3, 10**6)
+    assume(found is not None and np.isfinite(best))
+    messages = Messages(problem, space, ceiling(problem, best))
+    messages.adopt(found)
+    for _ in range(12):
+        messages.sweep()
+    assert messages.bound <= best * (1 + 1e-8) + 1e-12
+    assert messages.stars or messages.bound >= found.bound - 1e-6 * abs(found.bound) - 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_sharpened_bound_is_no_lower_and_holds(seed):
+    problem, _, _ = chain(6, 3, 4, seed, True)
+    before = passed(problem, ceiling(problem))
+    plain, after = before.bound, sharpened(before)
+    best = near_module.cheapest(problem, all_of(problem), max(abs(plain), 1e-6)).bound
+    assert plain <= after.bound <= best * (1 + 1e-7) + 1e-12
+
+
+def test_blocks_that_go_together_have_one_label_and_no_others_are_near_than_were_added():
+    problem, classes, _ = chain(4, 3, 4, 1, False)
+    near = Near(problem, classes, classes)
+    assert not near.complete
+    first = [0] * len(problem.variables)
+    near.add(first)
+    everything = Limit({0: np.ones(len(problem.variables[0].costs))}, 1e9)
+    answer = near.cheapest([everything], 1.0, 0.0)
+    assert answer.labels == first
+    near.add(first, [np.zeros(len(v.costs)) for v in problem.variables])
+    answer = near.cheapest([everything], 1.0, 0.0)
+    assert total(problem, answer.labels) <= total(problem, first)
+    assert all(answer.labels[at] == answer.labels[classes.index(number)] for at, number in enumerate(classes))
