@@ -83,7 +83,8 @@ def within(
     if search.best is None:
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
-    plan.lower_bound, plan.certifier, plan.prover = search.bound, search.certifier(plan.assignment), search.proof
+    plan.lower_bound = min(search.bound, search.best.seconds)  # which may differ by rounding
+    plan.certifier, plan.prover = search.certifier(plan.assignment), search.proof
     return plan
 
 
@@ -165,13 +166,11 @@ class Search:
             if answer.labels is None and near:  # what would have been right for some plans is wrong for all
                 near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
                 continue
+            if self.near.complete and not near and min(answer.bound, fastest) < math.inf:
+                self.bound = max(self.bound, min(answer.bound, fastest))
             if answer.labels is None:
-                if self.near.complete and answer.proved and self.best:
-                    self.bound = max(self.bound, fastest)
                 return
             found = self.keep(self.space.assignment(answer.labels))
-            if self.near.complete and not near:
-                self.bound = max(self.bound, min(answer.bound, found.seconds, fastest))
             new = [name for name in found.peaks if name not in named][:PEAKS]
             sure += [self.row(self.at(name)) for name in new]
             named |= dict.fromkeys(new)
@@ -190,7 +189,8 @@ class Search:
     def right(self, found: Found, name: str, held: int) -> Limit:
         """The row for what is about alive during a call that would have been right for a plan, which holds so much then."""
         moment = self.at(name, sure=False)
-        return self.row(moment, self.space.bytes_in(found.plan.assignment, moment) - (held - self.limit))
+        most = self.space.bytes_in(found.plan.assignment, moment) - (held - self.limit)
+        return self.row(moment, max(most, APART * self.limit))
 
     def squeeze(self) -> None:
         """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the

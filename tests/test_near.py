@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Limit, Near, Problem, total
+from sbpc.solver import Limit, Near, Problem, Variable, total
 from sbpc.solver import near as near_module
 from sbpc.solver.dual import passed, sharpened
 from sbpc.solver.exact import duals
@@ -64,6 +64,18 @@ def test_the_cheapest_plan_under_limits_equals_brute_force_and_their_worth_bound
         for labels in itertools.product(*(range(len(v.costs)) for v in problem.variables))
     ]  # fmt: skip
     assert min(relaxed) <= plans[0][0] + 1e-6 * scale
+    assert min(relaxed) >= seconds - 1e-6 * scale or max(prices) > 99 * scale
+
+
+def test_a_limit_is_worth_what_the_last_of_it_saves_or_the_dearest_price_where_nothing_fits():
+    digits = np.zeros((2, 1), dtype=np.int64)
+    problem = Problem([Variable("v", np.array([0.0, 1.0]), digits)], [])
+    near = Near(problem, [0], [0])
+    near.add([0], [np.zeros(2)])
+    seconds, (price,) = near.worth([Limit({0: np.array([2.0, 0.5])}, 1.0)], 1.0, 100.0)
+    assert (seconds, price) == pytest.approx((2 / 3, 2 / 3))
+    seconds, (price,) = near.worth([Limit({0: np.array([3.0, 2.0])}, 1.0)], 1.0, 100.0)
+    assert (seconds, price) == pytest.approx((101.0, 100.0))
 
 
 @settings(max_examples=60, deadline=None)

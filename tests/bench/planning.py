@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ UNCHAINED = ("t5 16x8", "mixtral 8x8", "unet 8x8")
 LAYER, REST = 79, 43  # nodes of a layer of the GPT, and of what is around them
 
 
-def measured(name: str, certify: float, layers: int = 0) -> dict[str, Any]:
-    """One case in this process; layers: a GPT of so many on its mesh instead."""
+def measured(name: str, certify: float, layers: int = 0, limits: Sequence[float] = ()) -> dict[str, Any]:
+    """One case in this process; layers: a GPT of so many on its mesh instead; limits: parts of what the plan takes."""
     import sbpc
     from sbpc import Mesh
     from tests.bench import zoo
@@ -59,23 +60,42 @@ def measured(name: str, certify: float, layers: int = 0) -> dict[str, Any]:
     start = time.process_time()
     local = plan.local
     row["local ms per node"] = (time.process_time() - start) / len(local.graph.nodes) * 1e3
+    row["limits"] = [limited(share, cost.memory["total"], (model, args, Mesh(cluster="h100", **axes)), kwargs) for share in limits]
     return row
+
+
+def limited(share: float, most: int, what: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The plan that takes at most `share` of `most` bytes; what cannot be met has no seconds."""
+    import sbpc
+
+    start = time.process_time()
+    try:
+        plan = sbpc.plan(*what, kwargs=kwargs, memory=share * most)
+    except sbpc.errors.MemoryLimitError as error:
+        return {"share": share, "refused": str(error).splitlines()[0], "total": time.process_time() - start}
+    outside = time.process_time() - start - plan.times["capture"]
+    return {"share": share, "seconds": plan.cost.seconds, "gap": plan.cost.gap, "outside": outside}
 
 
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
     passes = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["times"].items())
     more = f" certified {row['certified gap']:.2%} in {row['certify']:.0f} s" if "certify" in row else ""
+    limits = "".join(
+        f"\n  under {each['share']:.0%} of its bytes: "
+        + (f"{each['outside']:.1f} s  plan {each['seconds']:.5g} s  gap {each['gap']:.3%}" if "gap" in each else each["refused"])
+        for each in row["limits"]
+    )
     return (
         f"{row['case']:18} {row['nodes']:6} nodes  outside {row['outside']:6.2f} s  {row['mebibytes']:5.0f} MiB  "
         f"plan {row['seconds']:.5g} s  bound {row['lower_bound']:.5g} s  gap {row['gap']:.3%}{more}  "
-        f"local {row['local ms per node']:.2f} ms/node  ({passes})"
+        f"local {row['local ms per node']:.2f} ms/node  ({passes}){limits}"
     )
 
 
-def run(name: str, certify: float, layers: int) -> dict[str, Any] | None:
+def run(name: str, certify: float, layers: int, limits: Sequence[float] = ()) -> dict[str, Any] | None:
     """One case in a process of its own, its line printed; None if it fails."""
-    options = ["--here", "--certify", str(certify), "--layers", str(layers)]
+    options = ["--here", "--certify", str(certify), "--layers", str(layers), "--memory", *map(str, limits)]
     command = [sys.executable, "-m", "tests.bench.planning", name, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -92,14 +112,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--certify", type=float, default=0.0, help="seconds for tightening each bound")
     parser.add_argument("--layers", type=int, default=0, help="a GPT of so many layers on the mesh of the case")
+    parser.add_argument("--memory", type=float, nargs="*", default=[], help="also plans under these parts of the plan's bytes")
     parser.add_argument("--here", action="store_true", help="run one case in this process and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(measured(arguments.cases[0], arguments.certify, arguments.layers)))
+        print(json.dumps(measured(arguments.cases[0], arguments.certify, arguments.layers, arguments.memory)))
         return
     rows: list[dict[str, Any]] = []
     for name in arguments.cases or CASES:
-        row = run(name, arguments.certify, arguments.layers)
+        row = run(name, arguments.certify, arguments.layers, arguments.memory)
         rows += [row] if row else []
         if row and name in UNCHAINED and not arguments.layers:
             chain = run(name, arguments.certify, round((row["nodes"] - REST) / LAYER))
