@@ -8,6 +8,7 @@ prices on moments bound what plans take.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -69,7 +70,8 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
     if is_view(call):
         found |= {(call.name, -1 - slot): 1.0 for slot in counted}
     else:
-        found[call.name, WORK + sum(1 << slot for slot in counted)] = 1.0
+        left = {value_of(user)[1] if user.target is operator.getitem else 0 for user in call.users}
+        found[call.name, WORK + sum(1 << bit for bit in (*counted, *(len(taken) + index for index in left)))] = 1.0
     whole = call.meta["candidates"].phases is None
     for slot, key in enumerate(taken):
         if whole and root(key)[0] in parameters and not storages.has(key) and storages.take(key):

@@ -71,7 +71,8 @@ class Model:
         self.views: dict[Node, tuple[Node, tuple[Node, ...]]] = {node: (node, ()) for node in self.parameters}
         for node in self.forward:
             match, reads = node.meta.get("match"), [value_of(operand)[0] for operand in operands(node)]
-            if match is not None and match.view and len(reads) == 1 and reads[0] in self.views:
+            several = isinstance(node.meta["val"], (tuple, list))
+            if match is not None and match.view and not several and len(reads) == 1 and reads[0] in self.views:
                 parameter, views = self.views[reads[0]]
                 self.views[node] = (parameter, (node, *views))
         self.layers = [layer for node in self.forward if (layer := self.layer(node)) is not None]

@@ -77,7 +77,8 @@ class Table:
     def held(self, place: int, tensors: Tensors) -> np.ndarray:
         """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first);
         beyond SPLIT of the same only where all axes cut it, beyond REST only where not all do; beyond WORK, at the least,
-        what a call has alive at once: its results, and the operands with a bit in the rest."""
+        what a call has alive at once: its results, and the operands with a bit in the rest, in which each result that is
+        read has a bit above these."""
         ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
         if place < WORK:
             kind = next((kind for kind in (REST, SPLIT) if place > kind // 2), 0)
@@ -305,12 +306,13 @@ def apart_seconds(table: Table, operands: Tensors) -> np.ndarray:
 
 def apart_bytes(table: Table, operands: Tensors, counted: int) -> np.ndarray:
     """The most that is alive at once of the parts of a node that is taken apart, by label, and of the operands with a
-    bit in `counted`, each till its last reader. Boxings among the parts are left out."""
+    bit in `counted`, each till its last reader, as are results without a bit above. Boxings among the parts are left out."""
     phases, sizes = table.candidates.phases, table.mesh.sizes
     assert phases is not None
     count, parts = len(table.ins), list(parted(table, operands))
     lies_in = {at: at for at in range(count)}  # the value in whose storage a value lies
-    last = {number: len(parts) for number in phases.outputs if number is not None}
+    results = [number for at, number in enumerate(phases.outputs) if counted >> count + at & 1]
+    last = {number: len(parts) for number in results if number is not None}
     for at, each in enumerate(parts):
         view = each.part.match.view and each.part.reads
         lies_in[each.part.number] = lies_in[each.part.reads[0]] if view else each.part.number

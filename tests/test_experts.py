@@ -222,3 +222,18 @@ def test_no_plan_is_slower_than_the_best_expert_in_hundreds_of_cases() -> None:
         fitting(*case)
 
     run()
+
+
+def test_a_parameter_of_which_views_are_several_results_has_no_layer_but_a_plan() -> None:
+    class Unbound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.weights.unbind(0)
+            return (torch.nn.functional.layer_norm(x @ first, (8,)) @ second).logsumexp(1)
+
+    model, args = Unbound(), (torch.randn(4, 8),)
+    plan = sbpc.baseline("data", model, args, Mesh(x=2))
+    assert largest_error(plan, model, args) <= 1e-5

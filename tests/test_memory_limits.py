@@ -122,6 +122,18 @@ def test_of_a_call_that_is_taken_apart_what_is_alive_at_once_is_counted() -> Non
     assert 0.95 * alive(plan)[call.name] <= counted + 8 <= alive(plan)[call.name] + 8
 
 
+def test_of_a_call_that_is_taken_apart_a_result_that_nothing_reads_is_alive_no_longer_than_its_parts_need_it() -> None:
+    class Normed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.layer_norm(2 * x, (40,))
+
+    plan = sbpc.plan(Normed(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"native_layer_norm": "S(1)"})
+    call = next(node for node in plan.graph.graph.nodes if node.name == "native_layer_norm")
+    assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
+    space = PricedSpace(plan.graph, plan.mesh, {}, {})
+    assert space.bytes_in(plan.assignment, at_call(plan.graph, call, 0)) <= alive(plan)[call.name] - 8
+
+
 WIDE, SMALL = Mesh(x=4, cluster="a100"), Mesh(x=2, y=2, cluster="h100")
 PROVED = [
     ("mlp", {"batch": 512, "width": 96, "hidden": 384}, WIDE, 0.7),

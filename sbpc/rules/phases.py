@@ -183,7 +183,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 def _traced(
     function: Callable[..., Any], named: Mapping[str, Any], outputs: Sequence[Any]
 ) -> tuple[_Recorder, list[int | None]]:
-    """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs."""
+    """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs, which may
+    be fewer."""
     recorder = _Recorder()
 
     def operand(value: Any) -> Any:
@@ -196,7 +197,7 @@ def _traced(
         made = function(*(_mapped(value, _widened) if not isinstance(value, Tensor) else _widened(value) for value in given))
         flat = list(made) if isinstance(made, (tuple, list)) else [made]
         found: list[int | None] = []
-        for value, expected in itertools.zip_longest(flat, outputs):
+        for value, expected in itertools.zip_longest(flat[: len(outputs)], outputs):
             if not isinstance(expected, Tensor):
                 found.append(None)
                 continue
