@@ -45,7 +45,7 @@ class Near:
             self.far[at][label] = -1.0
 
     def space(self, folded: Folded, size: int) -> Space:
-        """About `size` labels for each member of `coarse` that are nearest, in a folded problem, and those of all plans."""
+        """About `size` labels of `coarse`, the nearest ones, and those of all plans, in a problem that is folded less or alike."""
         every = np.concatenate(self.far)
         most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
         kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
