@@ -242,10 +242,7 @@ def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | No
         if program.columns > most:
             return None
     unit = unit_of(scale)
-    model = highs(program, 0, unit)
-    model.setOptionValue("presolve", "off")
-    model.setOptionValue("simplex_iteration_limit", PIVOTS * program.rows)
-    model.run()
+    model = at_once(program, unit)
     if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     paid = np.append(np.array(model.getSolution().row_dual) * unit, 0.0)  # what has no row is charged nothing
@@ -268,10 +265,7 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     if program.columns > most:
         return None
     unit = unit_of(scale)
-    model = highs(program, 0, unit)
-    model.setOptionValue("presolve", "off")
-    model.setOptionValue("simplex_iteration_limit", PIVOTS * program.rows)
-    model.run()
+    model = at_once(program, unit)
     status, point = model.getModelStatus(), np.array(model.getSolution().col_value)
     if status == highspy.HighsModelStatus.kInfeasible:
         return Answer(None, np.inf, True)
@@ -344,6 +338,15 @@ def cheapest(
         return Answer(None, bound, False)
     labels = chosen(np.array(model.getSolution().col_value), x, space)
     return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
+
+
+def at_once(program: Program, unit: float) -> highspy.Highs:
+    """HiGHS with the relaxation of a program, solved without presolve, which takes longer than it saves."""
+    model = highs(program, 0, unit)
+    model.setOptionValue("presolve", "off")
+    model.setOptionValue("simplex_iteration_limit", PIVOTS * program.rows)
+    model.run()
+    return model
 
 
 def unit_of(scale: float) -> float:
