@@ -102,6 +102,7 @@ class Search:
         self.calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
         self.plans: list[Found] = []
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
+        self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.proof = Relaxed(space, {}, 0.0, None)
         self.near = space.near()
@@ -272,8 +273,10 @@ class Search:
             self.moments.append(self.at(name))
 
     def at(self, name: str, sure: bool = True) -> Moment:
-        """What is alive during a call, see `at_call`."""
-        return at_call(self.gm, self.calls[name], self.copies, sure)
+        """What is alive during a call, see `at_call`; found once."""
+        if (name, sure) not in self.known:
+            self.known[name, sure] = at_call(self.gm, self.calls[name], self.copies, sure)
+        return self.known[name, sure]
 
     def certifier(self, assignment: Assignment) -> Callable[[float, float], float]:
         """The function of a plan's seconds and of CPU seconds that gives a tighter bound, at the prices of the best one."""

@@ -32,9 +32,12 @@ class Near:
         self.coarse, self.fine = fold(problem, alike), fold(problem, parts)
         self.far = [np.full(len(v.costs), np.inf) for v in self.coarse.problem.variables]
         self.plans: list[Sequence[int]] = []
-        every = all_of(self.fine.problem)
-        self.complete = max(self.fine.sizes) == 1 and every is not None
-        self.every = every if self.complete else None
+        self.every = all_of(self.fine.problem) if max(self.fine.sizes) == 1 else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether plans are looked for among all that matter."""
+        return self.every is not None
 
     def add(self, labels: Sequence[int], distances: Sequence[np.ndarray] = ()) -> None:
         """Note a plan, and by variable and label the distances from it, or from the bound of the problem that it solves."""
@@ -71,7 +74,7 @@ class Near:
         space = bounded_by(priced, most)
         if space is None or build(priced, space)[0].columns > MANY:
             return False
-        self.every, self.complete = space, True
+        self.every = space
         return True
 
     def worth(self, limits: Sequence[Limit], scale: float, dearest: float) -> tuple[float, list[float]]:
