@@ -17,6 +17,7 @@ from sbpc.codes import decode
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
+from sbpc.moments import result_name
 from sbpc.pins import Wish, exactly
 from sbpc.plan import Assignment, results
 from sbpc.ports import HOMES, Port, placeholders
@@ -171,16 +172,16 @@ class Space:
         apart: so many blocks at either end of a run of blocks stay on their own.
         """
         numbers: dict[Any, int] = {}
-        held: dict[str, list[tuple[int, float]]] = {}
+        held: dict[int, list[tuple[int, float]]] = {}
         for (name, place), price in (prices or {}).items():
-            held.setdefault(name, []).append((place, price))
+            held.setdefault(self.named[name], []).append((place, price))
         calls = [at for at, node in enumerate(self.nodes) if node.op == "call_function"]
         tokens = [self.token(at) for at in calls]
         found: dict[int, int] = {}
         for run in runs(tokens):
             for place in range(run.start + apart * run.period, run.stop - apart * run.period):
                 at = calls[place]
-                kept = tuple(held.get(self.nodes[at].name, ()))
+                kept = tuple(held.get(at, ()))
                 key = (run.start, (place - run.start) % run.period, id(self.tables[at]), kept)
                 found[at] = numbers.setdefault(key, len(numbers))
         readers: dict[int, list[Any]] = {at: [] for at, node in enumerate(self.nodes) if node.op != "call_function"}
@@ -190,7 +191,7 @@ class Space:
                     (found.get(at, -1 - at), place) for (at, _), place in zip(value.consumers, value.places[1:])
                 ]
         for at, taken in readers.items():
-            kept = tuple(held.get(self.nodes[at].name, ()))
+            kept = tuple(held.get(at, ()))
             key = (*sorted(taken), id(self.tables[at]), kept)
             if taken and all(number >= 0 for number, _ in taken):
                 found[at] = numbers.setdefault(key, len(numbers))
@@ -206,8 +207,9 @@ class Space:
 
     @cached_property
     def named(self) -> dict[str, int]:
-        """The number of each node by its name."""
-        return {node.name: at for at, node in enumerate(self.nodes)}
+        """The number of each node by its name, and of the variable in whose layout a result is left."""
+        left = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
+        return left | {node.name: at for at, node in enumerate(self.nodes)}
 
     @cached_property
     def places(self) -> dict[int, tuple[Any, ...]]:
@@ -232,7 +234,13 @@ class Space:
         """Bytes on the busiest rank at a place of node number `at`, by label: see `Table.held`."""
         key = (id(self.tables[at]), "bytes", place)
         if key not in self.known:
-            self.known[key] = self.tables[at].held(place, tensors_of(self.nodes[at]))
+            if at < len(self.nodes):
+                tensors = tensors_of(self.nodes[at])
+            else:
+                result = results(self.gm)[self.ports.index(at)]
+                assert result is not None
+                tensors = (shape_of(*value_of(result))[::-1],)
+            self.known[key] = self.tables[at].held(place, tensors)
         found: np.ndarray = self.known[key]
         return found
 
@@ -270,7 +278,7 @@ class Space:
                 table = self.output_table(node, wishes.get(at))
                 reader = len(self.tables)
                 self.tables.append(table)
-                self.variables.append(Variable(f"output {at}", table.seconds, table.digits))
+                self.variables.append(Variable(result_name(at), table.seconds, table.digits))
             self.ports.append(reader)
             readers.setdefault(value_of(node), []).append((reader, HOME - left.get(reader, 0)))
             left[reader] = left.get(reader, 0) + 1

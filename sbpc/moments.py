@@ -1,7 +1,7 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
-it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. It never counts more than are alive in a plan,
+it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result is named by `result_name`. It never counts more than are alive in a plan,
 whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts nothing. So
 prices on moments bound what plans take.
 """
@@ -26,6 +26,11 @@ Moment = Mapping[tuple[str, int], float]
 Key = tuple[Node, int]  # a node, and which of its outputs
 
 
+def result_name(place: int) -> str:
+    """The name of what is at a place of the output list, in the layout in which it is left; no node has such a name."""
+    return f"output {place}"
+
+
 def together(moments: Sequence[Moment], weights: Sequence[float]) -> Moment:
     """The sum of moments, each times its weight."""
     found = Counter[tuple[str, int]]()
@@ -43,7 +48,7 @@ def at_optimizer(gm: GraphModule, copies: int) -> Moment:
 
 
 def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Moment:
-    """While a call runs: what the caller holds, the optimizer's state, gradients that are there, what the call reads and
+    """While a call runs: what the caller holds, the optimizer's state, results that are there, what the call reads and
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
     sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
@@ -52,11 +57,11 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     found = {(node.name, 0): 1.0 for node in placeholders(gm).values()}
     storages = Storages()
-    for port, result in zip(gm.meta["ports"].outputs, results(gm)):
+    for place, (port, result) in enumerate(zip(gm.meta["ports"].outputs, results(gm))):
         if port.kind == GRADIENT:
             found[homes[port.name].name, 0] += copies - 1
-            if result is not None and order[result] < order[call] and made(value_of(result)):
-                found[homes[port.name].name, 0] += storages.take(value_of(result))
+        if result is not None and order[result] < order[call] and made(value_of(result)):
+            found[result_name(place), 0] = float(storages.take(value_of(result)))
 
     def copied(name: str, place: int, home: Node) -> None:
         """Count a copy of a parameter, which is its home if both are in one layout: of a home only what all axes cut, of a
