@@ -23,8 +23,9 @@ def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
     """The graph with its layouts made true on every edge.
 
     Before: an annotated graph and a choice for every node. After: `meta["sbp"]` on every value, and on every edge both
-    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]`. A value
-    goes to its alias layout first, once, and from there to every other layout that is read.
+    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]` and the name of the node
+    whose value it is in `meta["of"]`. `meta["call"]`: the name of the node for which a node is there. A value goes to its
+    alias layout first, once, and from there to every other layout that is read.
     """
     return Boxer(gm, assignment, mesh).run()
 
@@ -86,7 +87,7 @@ class Boxer:
         copy = copied(self.graph, node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
-        copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0]}
+        copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0], "call": node.name}
         self.copies[node] = copy
 
     def take_apart(self, node: Node, choice: Choice, boxed: list[Node]) -> None:
@@ -103,7 +104,7 @@ class Boxer:
             made = called(self.graph, part.match.op, args, kwargs, name)
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
-            put(made, "meta", {**about, **meta, "sbp": inner.output(0, axes)})
+            put(made, "meta", {**about, **meta, "sbp": inner.output(0, axes), "call": node.name})
             if "parts" in node.meta:
                 factors, dims = node.meta["parts"][part.number]
                 made.meta |= {"factors": factors, "dims": (dims,)}
@@ -133,5 +134,7 @@ class Boxer:
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
             about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
-            put(source, "meta", {"val": value, "sbp": step.after, "step": step, **about})
+            made = value_of(node)[0]
+            ends = {"of": made.meta.get("call", made.name), "call": reader.name}
+            put(source, "meta", {"val": value, "sbp": step.after, "step": step, **ends, **about})
         return source

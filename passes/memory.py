@@ -4,7 +4,7 @@ What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), 
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
 under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment is
 added where a plan's peak is one that has no price yet. On the same labels a program then finds the plan, with rows for what
-is nearer to a plan's peak than what is sure.
+plans hold at their peaks (see `held`); where these are all labels that matter, until no plan can be faster.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch.fx import GraphModule
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
 from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_calls, together
+from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Assignment, Plan
 from sbpc.solver import Limit, Proof
 
-ROUNDS, TURNS = 8, 8  # of prices, and of plans that are tried
+ROUNDS, TURNS = 8, 16  # of prices, and of plans that are tried where all labels that matter are looked at
+SOME, SURE = 8, 3  # plans that are tried on some labels; of these so many with rows for what is sure alone
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
@@ -136,7 +138,8 @@ class Search:
                 break
             self.prove([price / self.limit for price in worth])
             asked.append(rounded)
-        self.find()
+        self.sure, self.rowed = [self.row(moment) for moment in self.moments], set(self.named)
+        self.look()
         if self.best is None:
             self.squeeze()
             if not self.near.complete:
@@ -146,46 +149,67 @@ class Search:
         if self.best is not None and self.gap > GOOD and not self.near.complete:
             counted, most = self.proof.counted, self.best.seconds + self.proof.allowed
             if self.near.close(self.space.priced(counted), most):
-                self.find()
+                self.look(long=True)
 
     def row(self, moment: Moment, most: float | None = None) -> Limit:
         """The limit, or what is at most to be held, at a moment."""
         return Limit(self.space.weights(moment), self.limit if most is None else most)
 
-    def find(self) -> None:
-        """The cheapest plan on the labels that are near; rows are added for its peaks until one fits.
+    def look(self, long: bool = False) -> None:
+        """Look for a plan on the labels that are near; where these are all that matter, until it is proved to be the best."""
+        if self.near.complete:
+            self.settle(long)
+        if not self.near.complete or self.gap > GOOD:
+            self.find()
 
-        Where all labels are near, or all with which a plan is faster than the best one, and only what is sure has rows, no
-        plan under the limit is faster than what is found. What is nearer to a plan's peak has rows of what would have been
-        right for the last plan.
+    def settle(self, long: bool) -> None:
+        """The cheapest plan of all that matter; rows for what it holds too much, until one fits.
+
+        No plan under the limit is faster than what is found, or than the best one where only faster plans are looked at.
+        long: it may take long to tell that a plan is the cheapest, not only when it fits.
         """
-        sure, near = [self.row(moment) for moment in self.moments], dict[str, Limit]()
-        named, fastest, again = dict(self.named), self.best.seconds if self.best else math.inf, True
+        fastest = self.best.seconds if self.best else math.inf
         for _ in range(TURNS):
-            limits = [*sure, *near.values()]
-            answer = self.near.cheapest(limits, self.step, CLOSE * (not self.near.complete))
-            if answer.labels is None and near:  # what would have been right for some plans is wrong for all
-                near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
-                continue
-            if self.near.complete and not near and min(answer.bound, fastest) < math.inf:
+            answer = self.near.cheapest(self.sure, self.step, 0.0, long)
+            if min(answer.bound, fastest) < math.inf:
                 self.bound = max(self.bound, min(answer.bound, fastest))
             if answer.labels is None:
                 return
             found = self.keep(self.space.assignment(answer.labels))
-            new = [name for name in found.peaks if name not in named][:PEAKS]
-            sure += [self.row(self.at(name)) for name in new]
-            named |= dict.fromkeys(new)
-            if new and self.near.complete:
+            new = self.hold(found)
+            if self.gap <= CLOSE or (not new and (long or answer.proved)):
+                return
+            long |= not new
+
+    def find(self) -> None:
+        """A cheap plan on the labels that are near; rows are added for the peaks of plans until one fits. What is nearer to
+        a plan's peak than what is sure has rows of what would have been right for the last plan."""
+        near, again = dict[str, Limit](), True
+        for turn in range(SOME):
+            answer = self.near.cheapest([*self.sure, *near.values()], self.step, CLOSE)
+            if answer.labels is None and near:  # what would have been right for some plans is wrong for all
+                near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
                 continue
+            if answer.labels is None:
+                return
+            found = self.keep(self.space.assignment(answer.labels))
             if self.fits(found):  # once more, with rows that are right for a plan that fits
                 if not near or not again or self.gap <= GOOD:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 near = {name: self.right(found, name, held[name]) for name in near if name in held}
-                continue
-            for name in list(found.peaks)[:PEAKS]:
-                row = self.right(found, name, found.peaks[name])
-                near[name] = replace(row, most=min(row.most, near[name].most - APART * self.limit)) if name in near else row
+            elif not self.hold(found) or turn >= SURE:
+                for name in list(found.peaks)[:PEAKS]:
+                    row, last = self.right(found, name, found.peaks[name]), near.get(name)
+                    near[name] = row if last is None else replace(row, most=min(row.most, last.most - APART * self.limit))
+
+    def hold(self, found: Found) -> bool:
+        """Add rows for the peaks of a plan: for what is sure then, and for what it holds beyond; whether there are any."""
+        peaks, before = [self.calls[name] for name in found.peaks][:PEAKS], len(self.sure)
+        self.sure += [self.row(self.at(call.name)) for call in peaks if call.name not in self.rowed]
+        self.rowed |= {call.name for call in peaks}
+        self.sure += rows(self.space, found.plan, peaks, self.copies, self.limit).values()
+        return len(self.sure) > before
 
     def right(self, found: Found, name: str, held: int) -> Limit:
         """The row for what is about alive during a call that would have been right for a plan, which holds so much then."""

@@ -77,7 +77,7 @@ class Moment:
 class Life:
     """All moments of a step. size, owner: by storage its bytes and the node that made it. live: bytes at each moment.
 
-    saved: bytes alive just before the backward begins, 0 where there is none.
+    values: by node the storages of its outputs. saved: bytes alive just before the backward begins, 0 where there is none.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -85,6 +85,7 @@ class Life:
     owner: list[Node] = field(default_factory=list)
     last: list[float] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
+    values: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     saved: int = 0
 
     @property
@@ -96,7 +97,7 @@ class Life:
     def of(cls, boxed: GraphModule, mesh: Mesh) -> Life:
         """Replay a boxed graph."""
         found = cls()
-        values: dict[Node, tuple[int, ...]] = {}
+        values = found.values
         for node in boxed.graph.nodes:
             reads = tuple(itertools.chain.from_iterable(values[used] for used in node.all_input_nodes))
             if node.op == "output":
@@ -155,13 +156,15 @@ class Life:
             self.live.append(live)
             live -= dying.get(at, 0)
 
+    def alive(self, at: int) -> list[int]:
+        """The storages that are alive at a moment."""
+        made = (storage for moment in self.moments[: at + 1] for storage, _ in moment.makes)
+        return [storage for storage in made if self.last[storage] >= at]
+
     def at_peak(self) -> Iterator[tuple[Node, int]]:
         """What is alive at the peak: the node that made it, and its bytes."""
-        peak = self.live.index(self.peak)
-        for at, moment in enumerate(self.moments[: peak + 1]):
-            for storage, size in moment.makes:
-                if self.last[storage] >= peak or at == peak:
-                    yield self.owner[storage], size
+        for storage in self.alive(self.live.index(self.peak)):
+            yield self.owner[storage], self.size[storage]
 
 
 def shares(node: Node) -> bool:

@@ -1,9 +1,9 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
-it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result is named by `result_name`. It never counts more than are alive in a plan,
-whatever its layouts: of values that overlap in a storage one, of a value that may stand in several layouts nothing. So
-prices on moments bound what plans take.
+it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result is named by `result_name`. It never
+counts more than are alive in a plan, whatever its layouts: of values that overlap in a storage one, of a value that may
+stand in several layouts nothing. So prices on moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def at_optimizer(gm: GraphModule, copies: int) -> Moment:
     return {(node.name, 0): 1.0 + copies * (port.name in trained) for port, node in found}
 
 
-def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Moment:
+def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: bool = False) -> Moment:
     """While a call runs: what the caller holds, the optimizer's state, results that are there, what the call reads and
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
     sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
+    aside: nothing of what the call itself reads or makes; so much is alive also just before and just after it.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
@@ -70,11 +71,12 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True) -> Mome
         found[home.name, 0] -= 1.0
         found[home.name, SPLIT] = 1.0
 
-    taken, parameters = list(map(value_of, operands(call))), set(homes.values())
+    parameters = set(homes.values())
+    taken = [] if aside else list(map(value_of, operands(call)))
     counted = [slot for slot, key in enumerate(taken) if made(key) and storages.take(key)]
     if is_view(call):
         found |= {(call.name, -1 - slot): 1.0 for slot in counted}
-    else:
+    elif not aside:
         left = {value_of(user)[1] if user.target is operator.getitem else 0 for user in call.users}
         found[call.name, WORK + sum(1 << bit for bit in (*counted, *(len(taken) + index for index in left)))] = 1.0
     whole = call.meta["candidates"].phases is None
@@ -130,14 +132,15 @@ def kept(gm: GraphModule, copies: int) -> Moment:
 
 
 def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
-    """The bytes at calls of the plan's graph, or just before, where these are more than `limit`, most first."""
+    """The bytes at calls of the plan's graph, or while something is boxed for them, where these are more than `limit`, most
+    first."""
     life, calls = Life.of(plan.boxed, plan.mesh), {node.name for node in gm.graph.nodes if "candidates" in node.meta}
     held = plan.cost.memory["optimizer"]
     most: dict[str, int] = {}
     call = None
     for moment, live in zip(reversed(life.moments), reversed(life.live)):
-        if moment.node.op == "call_function" and moment.node.name in calls:
-            call = moment.node.name
+        if moment.node.meta.get("call") in calls:
+            call = str(moment.node.meta["call"])
         if call is not None and live + held > limit:
             most[call] = max(live + held, most.get(call, 0))
     return {name: most[name] for name in sorted(most, key=lambda name: -most[name])}

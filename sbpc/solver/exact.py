@@ -24,7 +24,6 @@ from sbpc.solver.problem import Limit, Problem, Value, star_seconds, total
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
 TILT = 1e-9  # of the scale
-HARDER = 3  # times as long where there are limits
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
@@ -304,13 +303,19 @@ def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Seq
 
 
 def cheapest(
-    problem: Problem, space: Space, scale: float, nodes: int = 10_000, gap: float = 0.0, limits: Sequence[Limit] = ()
+    problem: Problem,
+    space: Space,
+    scale: float,
+    nodes: int = 10_000,
+    gap: float = 0.0,
+    limits: Sequence[Limit] = (),
+    longer: float = 1.0,
 ) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
-    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either. Under
-    limits, which know nothing of the copies that a boxing makes, of two plans that cost the same the one with fewer
-    boxings for nothing is taken.
+    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either; `longer`
+    times as long as else. Under limits, which know nothing of the copies that a boxing makes, of two plans that cost the
+    same the one with fewer boxings for nothing is taken.
     """
     program, x = build(problem, space, TILT * scale if limits else 0.0)
     if np.isinf(program.constant):
@@ -320,7 +325,7 @@ def cheapest(
     model = highs(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_max_nodes", nodes)
     model.setOptionValue("mip_rel_gap", gap)
-    asked, most = 0, max(ASKED[0], ASKED[1] / program.columns**2) * (HARDER if limits else 1)
+    asked, most = 0, longer * max(ASKED[0], ASKED[1] / program.columns**2)
 
     def limit(event: Any) -> None:
         nonlocal asked
