@@ -90,6 +90,20 @@ def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one
     assert pieces <= counted and len(overlapping & counted) == 1
 
 
+def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:
+    class Scored(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = 2 * x
+            return scores.sin().sum(), scores
+
+    plan = sbpc.plan(Scored(), (torch.randn(48, 10),), Mesh(x=4), train=False, inputs=["S(0)"], pin={"mul": "S(0)"})
+    gm, space = plan.graph, PricedSpace(plan.graph, plan.mesh, {}, {})
+    call = next(node for node in gm.graph.nodes if node.name == "sum_1")
+    x, scores, sines = 4 * 120, 4 * 480, 4 * 120  # bytes on a rank: of scores the whole, which is boxed at once
+    assert space.bytes_in(plan.assignment, at_call(gm, call, 0)) == x + scores + sines + 4
+    assert alive(plan)["sum_1"] >= x + scores + sines + 4
+
+
 def test_a_gathered_parameter_that_is_kept_is_counted_beside_its_home() -> None:
     model, args = Linears(64), (torch.randn(4, 4, 64, requires_grad=True),)
     free = sbpc.baseline("fsdp", model, args, Mesh(p=4), inputs=["S(0)"])
