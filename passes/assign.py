@@ -17,9 +17,8 @@ from sbpc.codes import decode
 from sbpc.errors import LayoutError, PinError, at_node
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
-from sbpc.moments import result_name
 from sbpc.pins import Wish, exactly
-from sbpc.plan import Assignment, results
+from sbpc.plan import Assignment, result_name, results
 from sbpc.ports import HOMES, Port, placeholders
 from sbpc.repeats import runs
 from sbpc.solver import (
@@ -36,7 +35,7 @@ from sbpc.solver import (
     untied_proof,
 )
 from sbpc.states import Split
-from sbpc.tables import Table, narrowed, renames, tabulate
+from sbpc.tables import Table, Tensors, narrowed, renames, tabulate
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
@@ -76,6 +75,7 @@ class Space:
         self.codes: list[np.ndarray] = []  # by value the codes of its layouts
         self.keys: list[tuple[Node, int]] = []
         self.ports: list[int | None] = []
+        self.left: dict[int, Tensors] = {}  # by variable of its own what a result is
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
@@ -207,9 +207,9 @@ class Space:
 
     @cached_property
     def named(self) -> dict[str, int]:
-        """The number of each node by its name, and of the variable in whose layout a result is left."""
-        left = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
-        return left | {node.name: at for at, node in enumerate(self.nodes)}
+        """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
+        homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
+        return homes | {node.name: at for at, node in enumerate(self.nodes)}
 
     @cached_property
     def places(self) -> dict[int, tuple[Any, ...]]:
@@ -231,15 +231,10 @@ class Space:
         return found
 
     def bytes_of(self, at: int, place: int) -> np.ndarray:
-        """Bytes on the busiest rank at a place of node number `at`, by label: see `Table.held`."""
+        """Bytes on the busiest rank at a place of variable number `at`, by label: see `Table.held`."""
         key = (id(self.tables[at]), "bytes", place)
         if key not in self.known:
-            if at < len(self.nodes):
-                tensors = tensors_of(self.nodes[at])
-            else:
-                result = results(self.gm)[self.ports.index(at)]
-                assert result is not None
-                tensors = (shape_of(*value_of(result))[::-1],)
+            tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.left[at]
             self.known[key] = self.tables[at].held(place, tensors)
         found: np.ndarray = self.known[key]
         return found
@@ -278,6 +273,7 @@ class Space:
                 table = self.output_table(node, wishes.get(at))
                 reader = len(self.tables)
                 self.tables.append(table)
+                self.left[reader] = (shape_of(*value_of(node))[::-1],)
                 self.variables.append(Variable(result_name(at), table.seconds, table.digits))
             self.ports.append(reader)
             readers.setdefault(value_of(node), []).append((reader, HOME - left.get(reader, 0)))

@@ -23,9 +23,10 @@ def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
     """The graph with its layouts made true on every edge.
 
     Before: an annotated graph and a choice for every node. After: `meta["sbp"]` on every value, and on every edge both
-    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]` and the name of the node
-    whose value it is in `meta["of"]`. `meta["call"]`: the name of the node for which a node is there. A value goes to its
-    alias layout first, once, and from there to every other layout that is read.
+    ends have the same layout; a boxing node is `boxing(x, step)` with the Step in `meta["step"]`. A value goes to its alias
+    layout first, once, and from there to every other layout that is read. `meta["call"]`, on all but getitems: the name of
+    the node of `gm` that a node stands for; on a boxing node that of the node that reads it, of a result that of the node
+    that makes it. `meta["of"]`, on a boxing node: the name of the node of `gm` whose value it boxes.
     """
     return Boxer(gm, assignment, mesh).run()
 
@@ -134,7 +135,7 @@ class Boxer:
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
             source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
             about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
-            made = value_of(node)[0]
-            ends = {"of": made.meta.get("call", made.name), "call": reader.name}
-            put(source, "meta", {"val": value, "sbp": step.after, "step": step, **ends, **about})
+            producer = value_of(node)[0]
+            names = {"of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
+            put(source, "meta", {"val": value, "sbp": step.after, "step": step, **names, **about})
         return source

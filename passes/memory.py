@@ -3,8 +3,9 @@
 What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), so the limit is one row per moment, and
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
 under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment is
-added where a plan's peak is one that has no price yet. On the same labels a program then finds the plan, with rows for what
-plans hold at their peaks (see `held`); where these are all labels that matter, until no plan can be faster.
+added where a plan's peak is one that has no price yet. On the same labels programs then look for the plan, with rows for
+what plans hold at their peaks (see `held`). Where the labels are all that matter these rows bound all plans too; else, and
+where a gap is left, guessed rows help that would have been right for the last plan.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
-from sbpc.moments import Moment, at_call, at_optimizer, kept, peak_calls, together
+from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Assignment, Plan
 from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, and of plans that are tried where all labels that matter are looked at
-SOME, SURE = 8, 3  # plans that are tried on some labels; of these so many with rows for what is sure alone
+SOME, SURE = 8, 3  # plans that are tried on some labels; after so many also with guessed rows
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
@@ -93,7 +94,8 @@ def within(
 class Search:
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
-    bound: seconds below which no such plan is. proof: what gave it.
+    bound: seconds below which no such plan is. proof: what gave it. limits: rows that no such plan breaks; limited: the
+    calls of which the sure moment is among them.
     It begins as that of the problem without the limit, which had bounded the plan `free` in its own space.
     """
 
@@ -101,13 +103,15 @@ class Search:
         self, limit: float, space: PricedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], bound: float
     ) -> None:
         self.limit, self.space, self.gm, self.copies, self.made, self.bound = limit, space, gm, copies, made, bound
-        self.calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
+        self.calls = calls_of(gm)
         self.plans: list[Found] = []
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.proof = Relaxed(space, {}, 0.0, None)
         self.near = space.near()
+        self.limits: list[Limit] = []
+        self.limited: set[str] = set()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
 
     @property
@@ -138,7 +142,7 @@ class Search:
                 break
             self.prove([price / self.limit for price in worth])
             asked.append(rounded)
-        self.sure, self.rowed = [self.row(moment) for moment in self.moments], set(self.named)
+        self.limits, self.limited = [self.row(moment) for moment in self.moments], set(self.named)
         self.look()
         if self.best is None:
             self.squeeze()
@@ -156,7 +160,8 @@ class Search:
         return Limit(self.space.weights(moment), self.limit if most is None else most)
 
     def look(self, long: bool = False) -> None:
-        """Look for a plan on the labels that are near; where these are all that matter, until it is proved to be the best."""
+        """Look for a plan on the labels that are near; where these are all that matter for one that is proved to be the best,
+        and on as before only if that leaves a gap. long: see `settle`."""
         if self.near.complete:
             self.settle(long)
         if not self.near.complete or self.gap > GOOD:
@@ -166,11 +171,11 @@ class Search:
         """The cheapest plan of all that matter; rows for what it holds too much, until one fits.
 
         No plan under the limit is faster than what is found, or than the best one where only faster plans are looked at.
-        long: it may take long to tell that a plan is the cheapest, not only when it fits.
+        long: programs may take long from the first on; else only once no row can be added, when the proof alone is missing.
         """
         fastest = self.best.seconds if self.best else math.inf
         for _ in range(TURNS):
-            answer = self.near.cheapest(self.sure, self.step, 0.0, long)
+            answer = self.near.cheapest(self.limits, self.step, 0.0, long)
             if min(answer.bound, fastest) < math.inf:
                 self.bound = max(self.bound, min(answer.bound, fastest))
             if answer.labels is None:
@@ -182,34 +187,35 @@ class Search:
             long |= not new
 
     def find(self) -> None:
-        """A cheap plan on the labels that are near; rows are added for the peaks of plans until one fits. What is nearer to
-        a plan's peak than what is sure has rows of what would have been right for the last plan."""
-        near, again = dict[str, Limit](), True
+        """A cheap plan on the labels that are near. Rows that all plans keep are added for the peaks of those that do not
+        fit; where there are none left to add, or after SURE plans, guessed ones: what would have been right for the last."""
+        guessed, again = dict[str, Limit](), True
         for turn in range(SOME):
-            answer = self.near.cheapest([*self.sure, *near.values()], self.step, CLOSE)
-            if answer.labels is None and near:  # what would have been right for some plans is wrong for all
-                near = {name: self.row(self.at(name, False), (row.most + self.limit) / 2) for name, row in near.items()}
+            answer = self.near.cheapest([*self.limits, *guessed.values()], self.step, CLOSE)
+            if answer.labels is None and guessed:  # what would have been right for some plans is wrong for all
+                loose = {name: (row.most + self.limit) / 2 for name, row in guessed.items()}
+                guessed = {name: self.row(self.at(name, False), most) for name, most in loose.items()}
                 continue
             if answer.labels is None:
                 return
             found = self.keep(self.space.assignment(answer.labels))
             if self.fits(found):  # once more, with rows that are right for a plan that fits
-                if not near or not again or self.gap <= GOOD:
+                if not guessed or not again or self.gap <= GOOD:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
-                near = {name: self.right(found, name, held[name]) for name in near if name in held}
+                guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
             elif not self.hold(found) or turn >= SURE:
                 for name in list(found.peaks)[:PEAKS]:
-                    row, last = self.right(found, name, found.peaks[name]), near.get(name)
-                    near[name] = row if last is None else replace(row, most=min(row.most, last.most - APART * self.limit))
+                    row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
+                    guessed[name] = row if last is None else replace(row, most=min(row.most, last.most - APART * self.limit))
 
     def hold(self, found: Found) -> bool:
         """Add rows for the peaks of a plan: for what is sure then, and for what it holds beyond; whether there are any."""
-        peaks, before = [self.calls[name] for name in found.peaks][:PEAKS], len(self.sure)
-        self.sure += [self.row(self.at(call.name)) for call in peaks if call.name not in self.rowed]
-        self.rowed |= {call.name for call in peaks}
-        self.sure += rows(self.space, found.plan, peaks, self.copies, self.limit).values()
-        return len(self.sure) > before
+        peaks, before = [self.calls[name] for name in found.peaks][:PEAKS], len(self.limits)
+        self.limits += [self.row(self.at(call.name)) for call in peaks if call.name not in self.limited]
+        self.limited |= {call.name for call in peaks}
+        self.limits += rows(self.space, found.plan, peaks, self.copies, self.limit)
+        return len(self.limits) > before
 
     def right(self, found: Found, name: str, held: int) -> Limit:
         """The row for what is about alive during a call that would have been right for a plan, which holds so much then."""

@@ -25,7 +25,7 @@ class PricedSpace(Space):
         super().__init__(gm, mesh, wishes, outputs, priced=True)
 
     def weights(self, counted: Prices) -> dict[int, np.ndarray]:
-        """By number of a node its bytes that count, by label; equal sums are one array."""
+        """By number of a variable its bytes that count, by label; equal sums are one array."""
         places: dict[int, list[tuple[int, float]]] = {}
         for (name, place), many in counted.items():
             places.setdefault(self.named[name], []).append((place, many))

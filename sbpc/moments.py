@@ -1,9 +1,10 @@
 """Bytes that are alive at one moment of a step, as a sum over nodes: what a price of memory is put on.
 
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
-it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result is named by `result_name`. It never
-counts more than are alive in a plan, whatever its layouts: of values that overlap in a storage one, of a value that may
-stand in several layouts nothing. So prices on moments bound what plans take.
+it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result in the layout in which it is left
+has the name `result_name`, and place 0. A moment never counts more than are alive in a plan, whatever its layouts: of values
+that overlap in a storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans
+take.
 """
 
 from __future__ import annotations
@@ -17,18 +18,13 @@ from torch.fx import GraphModule, Node
 
 from sbpc.choices import operands, outputs_of, value_of
 from sbpc.memory import Life
-from sbpc.plan import Plan, results
+from sbpc.plan import Plan, result_name, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.tables import REST, SPLIT, WORK
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
 Moment = Mapping[tuple[str, int], float]
 Key = tuple[Node, int]  # a node, and which of its outputs
-
-
-def result_name(place: int) -> str:
-    """The name of what is at a place of the output list, in the layout in which it is left; no node has such a name."""
-    return f"output {place}"
 
 
 def together(moments: Sequence[Moment], weights: Sequence[float]) -> Moment:
@@ -52,7 +48,8 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: 
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
 
     sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
-    aside: nothing of what the call itself reads or makes; so much is alive also just before and just after it.
+    aside: without what the call itself reads and makes: what is alive also while something is boxed for it, or while it is
+    taken apart.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
@@ -61,8 +58,10 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: 
     for place, (port, result) in enumerate(zip(gm.meta["ports"].outputs, results(gm))):
         if port.kind == GRADIENT:
             found[homes[port.name].name, 0] += copies - 1
-        if result is not None and order[result] < order[call] and made(value_of(result)):
-            found[result_name(place), 0] = float(storages.take(value_of(result)))
+        if result is None or not order[result] < order[call] or not made(value_of(result)):
+            continue
+        if storages.take(value_of(result)):
+            found[result_name(place), 0] = 1.0
 
     def copied(name: str, place: int, home: Node) -> None:
         """Count a copy of a parameter, which is its home if both are in one layout: of a home only what all axes cut, of a
@@ -131,10 +130,15 @@ def kept(gm: GraphModule, copies: int) -> Moment:
     return {**at_optimizer(gm, copies), **stored}
 
 
+def calls_of(gm: GraphModule) -> dict[str, Node]:
+    """The calls of an annotated graph by name; a getitem is none."""
+    return {node.name: node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta}
+
+
 def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
-    """The bytes at calls of the plan's graph, or while something is boxed for them, where these are more than `limit`, most
-    first."""
-    life, calls = Life.of(plan.boxed, plan.mesh), {node.name for node in gm.graph.nodes if "candidates" in node.meta}
+    """By name of a call the most bytes while it runs or something is boxed for it, if these are more than `limit`; most first.
+    A getitem counts to the call behind it."""
+    life, calls = Life.of(plan.boxed, plan.mesh), calls_of(gm)
     held = plan.cost.memory["optimizer"]
     most: dict[str, int] = {}
     call = None

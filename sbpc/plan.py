@@ -269,6 +269,11 @@ def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
     return list(found)
 
 
+def result_name(place: int) -> str:
+    """The name of what is at a place of the output list, in the layout in which it is left; no node has such a name."""
+    return f"output {place}"
+
+
 def results(gm: GraphModule) -> list[Node | None]:
     """The nodes of the flat output list of a captured graph, None for an absent result."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")

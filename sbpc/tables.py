@@ -81,8 +81,7 @@ class Table:
         read has a bit above these."""
         ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
         if place < WORK:
-            kind = next((kind for kind in (REST, SPLIT) if place > kind // 2), 0)
-            at = place - kind
+            kind, at = kind_of(place)
             ports = [ports[-1 - at] if at < 0 else ports[len(self.ins) + at]]
             if kind:
                 cut = (states_of(ports[0][2], len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
@@ -110,6 +109,12 @@ class Table:
             ins=tuple(found[labels] for found in self.ins),
             outs=tuple(found[labels] for found in self.outs),
         )
+
+
+def kind_of(place: int) -> tuple[int, int]:
+    """Where the special places begin to which a place belongs, 0 for a plain one; and what it is beyond that."""
+    kind = next((kind for kind in (WORK, REST, SPLIT) if place > kind // 2), 0)
+    return kind, place - kind
 
 
 def tabulate(

@@ -18,7 +18,7 @@ from sbpc.cluster import CLUSTERS
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
-from sbpc.moments import at_call, at_optimizer
+from sbpc.moments import at_call, at_optimizer, calls_of
 from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.prices import PricedSpace
@@ -36,7 +36,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
     free = sbpc.plan(*models.MODELS[name](), mesh)
     gm = annotate(store(free.graph))
     space = PricedSpace(gm, mesh, {}, {})
-    calls = [node for node in gm.graph.nodes if node.op == "call_function" and "candidates" in node.meta][::every]
+    calls = list(calls_of(gm).values())[::every]
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     most = then = 0.0
     for seed in range(plans):
@@ -54,11 +54,10 @@ def alive(plan: sbpc.Plan) -> dict[str, int]:
     """The most bytes that are alive at a call, or at a call of those that stand for it, by name."""
     found: dict[str, int] = {}
     life = Life.of(plan.boxed, plan.mesh)
-    names = sorted((node.name for node in plan.graph.graph.nodes), key=len)
     for moment, live in zip(life.moments, life.live):
-        for name in names:
-            if moment.node.name == name or moment.node.name.startswith(f"{name}_"):
-                found[name] = max(live, found.get(name, 0))
+        if "call" in moment.node.meta and "step" not in moment.node.meta:
+            name = moment.node.meta["call"]
+            found[name] = max(live, found.get(name, 0))
     return found
 
 

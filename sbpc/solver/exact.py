@@ -313,8 +313,8 @@ def cheapest(
 ) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
-    nodes: most nodes of the search tree; as its root alone can take long, HiGHS is not let on for ever either; `longer`
-    times as long as else. Under limits, which know nothing of the copies that a boxing makes, of two plans that cost the
+    nodes: of the search tree, at most; as its root alone can take long, HiGHS is also stopped after a measure of work, of
+    `longer` times the usual one. Under limits, which know nothing of the copies that a boxing makes, of two plans that cost the
     same the one with fewer boxings for nothing is taken.
     """
     program, x = build(problem, space, TILT * scale if limits else 0.0)

@@ -15,12 +15,11 @@ from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Limit, Problem
 from sbpc.solver.trws import ceiling
 
-LEAST, MANY = 1_000, 20_000  # labels in a relaxation, at least; columns of it, or of a program, at most
-FEW = 12_000  # columns of a program of all labels that is solved
-WHOLE = 40_000  # columns of a program of all labels with which a plan is faster than one that is known
+LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of their program, at most
+FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
 TILT = 1e-7  # of the scale: what all of the first limit costs
-NODES = 1_000  # most nodes of its search tree
-LONGER = 3, 60  # times as long as without limits a program is searched, and one that is to be proved
+NODES = 1_000  # of the search tree of a program, at most
+LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
 
 
 class Near:
@@ -74,7 +73,7 @@ class Near:
         if max(self.fine.sizes) > 1 or priced.variables[0].digits.shape[1] > 2:  # bounds are of single precision then
             return False
         space = bounded_by(priced, most)
-        if space is None or build(priced, space)[0].columns > WHOLE:
+        if space is None or build(priced, space)[0].columns > BOUNDED:
             return False
         self.every = space
         return True
@@ -83,17 +82,17 @@ class Near:
         """About what a plan costs under the limits, and what more of each would save: see `exact.priced`."""
         return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)
 
-    def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, proved: bool = False) -> Answer:
+    def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False) -> Answer:
         """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
 
-        Of equally cheap ones those that take less of the first limit. proved: it may take long to tell that they are.
+        Of equally cheap ones those that take less of the first limit. long: it may take long to tell that they are.
         """
         space = self.nearest(self.fine) if self.every is None else self.every
         limits, tilt = by_class(self.fine, limits), TILT * scale
         variables = list(self.fine.problem.variables)
         for at, weights in limits[0].weights.items():
             variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
-        answer = cheapest(Problem(variables, self.fine.problem.values), space, scale, NODES, gap, limits, LONGER[proved])
+        answer = cheapest(Problem(variables, self.fine.problem.values), space, scale, NODES, gap, limits, LONGER[long])
         labels = None if answer.labels is None else self.fine.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
 
