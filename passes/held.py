@@ -23,7 +23,7 @@ from sbpc.solver import Limit
 from sbpc.tables import WORK, kind_of
 
 Standing = tuple[str, Layout | None]  # the node whose value stands in a storage, and in which layout
-SMALL = 1e-3  # of the limit: storages that are smaller are not counted
+SMALL = 1e-3  # of the limit: storages that are smaller are counted only where it depends on them
 
 
 def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, limit: float) -> list[Limit]:
@@ -34,19 +34,21 @@ def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, lim
     for call in calls:
         at = max(of_call(life, call), key=life.live.__getitem__)
         moment = life.moments[at]
-        aside = "step" in moment.node.meta or taken_apart(space, space.named[call.name], labels)
+        number = space.named[call.name]
+        aside = "step" in moment.node.meta or space.tables[number].apart[labels[number]]
         sure = at_call(space.gm, call, copies, aside=aside)
         counted = counted_in(space, plan, labels, sure)
         made = set() if aside else {storage for storage, _ in moment.makes}
         more = [
             (life.size[storage], {name for name, _ in standing[storage]})
             for storage in life.alive(at)
-            if life.size[storage] > SMALL * limit and life.owner[storage].op != "placeholder"
-            if storage not in made and not standing[storage] & counted
+            if life.owner[storage].op != "placeholder" and storage not in made and not standing[storage] & counted
         ]
-        row = row_of(space, labels, sure, more, limit)
-        if sum(float(weights[labels[number]]) for number, weights in row.weights.items()) > row.most:
-            found.append(row)
+        for least in (SMALL * limit, 0.0):
+            row = row_of(space, labels, sure, [each for each in more if each[0] > least], limit)
+            if sum(float(weights[labels[number]]) for number, weights in row.weights.items()) > row.most:
+                found.append(row)
+                break
     return found
 
 
@@ -109,19 +111,15 @@ def row_of(
 
 
 def same_layouts(space: PricedSpace, names: set[str], labels: Sequence[int]) -> dict[int, np.ndarray]:
-    """By number of a variable, which of its labels make and read the values of these nodes in the layouts of `labels`;
-    variables of which all do are left out."""
+    """By number of a variable, which of its labels make and read the values of these nodes in the layouts of `labels`, taken
+    apart or not as there; variables of which all do are left out."""
     found: dict[int, np.ndarray] = {}
     for (node, _), value in zip(space.keys, space.values):
         if node.name in names:
             for number, layouts in ((value.producer, value.out), *value.consumers):
-                found[number] = found.get(number, True) & (layouts == layouts[labels[number]])
+                same, apart = layouts == layouts[labels[number]], space.tables[number].apart
+                found[number] = found.get(number, True) & same & (apart == apart[labels[number]])
     for number, node in enumerate(space.nodes):
-        if node.name in names and taken_apart(space, number, labels):
+        if node.name in names and space.tables[number].apart[labels[number]]:  # what it holds meanwhile is of all its layouts
             found[number] = np.arange(len(space.tables[number])) == labels[number]
     return {number: same for number, same in found.items() if not same.all()}
-
-
-def taken_apart(space: PricedSpace, number: int, labels: Sequence[int]) -> bool:
-    """Whether these labels take a node apart."""
-    return bool(space.nodes[number].meta["candidates"].apart(space.tables[number].choice(labels[number])))

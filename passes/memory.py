@@ -19,14 +19,15 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
-from sbpc.memory import Life
+from sbpc.memory import POSITION, Life
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Assignment, Plan
 from sbpc.solver import Limit, Proof
 
-ROUNDS, TURNS = 8, 16  # of prices, and of plans that are tried where all labels that matter are looked at
+ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
+EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, SURE = 8, 3  # plans that are tried on some labels; after so many also with guessed rows
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -110,6 +111,7 @@ class Search:
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.proof = Relaxed(space, {}, 0.0, None)
         self.near = space.near()
+        self.always = POSITION * len(space.mesh.axes)  # bytes that every plan takes at every moment
         self.limits: list[Limit] = []
         self.limited: set[str] = set()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
@@ -157,7 +159,7 @@ class Search:
 
     def row(self, moment: Moment, most: float | None = None) -> Limit:
         """The limit, or what is at most to be held, at a moment."""
-        return Limit(self.space.weights(moment), self.limit if most is None else most)
+        return Limit(self.space.weights(moment), self.limit - self.always if most is None else most)
 
     def look(self, long: bool = False) -> None:
         """Look for a plan on the labels that are near; where these are all that matter for one that is proved to be the best,
@@ -174,7 +176,7 @@ class Search:
         long: programs may take long from the first on; else only once no row can be added, when the proof alone is missing.
         """
         fastest = self.best.seconds if self.best else math.inf
-        for _ in range(TURNS):
+        for _ in range(max(TURNS, EASY // self.near.size)):
             answer = self.near.cheapest(self.limits, self.step, 0.0, long)
             if min(answer.bound, fastest) < math.inf:
                 self.bound = max(self.bound, min(answer.bound, fastest))
@@ -214,7 +216,7 @@ class Search:
         peaks, before = [self.calls[name] for name in found.peaks][:PEAKS], len(self.limits)
         self.limits += [self.row(self.at(call.name)) for call in peaks if call.name not in self.limited]
         self.limited |= {call.name for call in peaks}
-        self.limits += rows(self.space, found.plan, peaks, self.copies, self.limit)
+        self.limits += rows(self.space, found.plan, peaks, self.copies, self.limit - self.always)
         return len(self.limits) > before
 
     def right(self, found: Found, name: str, held: int) -> Limit:

@@ -151,13 +151,22 @@ def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
 
 
 def first_reads(gm: GraphModule, order: Mapping[Node, int]) -> dict[Key, int]:
-    """By value the place of the first call that reads it."""
+    """By value that is read in all plans the place of the first call that may read it."""
     found: dict[Key, int] = {}
+    sure: set[Key] = set()
     for node, place in order.items():
         if "candidates" in node.meta:
-            for operand in operands(node):
+            for slot, operand in enumerate(operands(node)):
                 found.setdefault(value_of(operand), place)
-    return found
+                if surely_reads(node, slot):
+                    sure.add(value_of(operand))
+    return {key: place for key, place in found.items() if key in sure}
+
+
+def surely_reads(call: Node, slot: int) -> bool:
+    """Whether a call reads an operand also where it is taken apart; some need only its shape."""
+    phases = call.meta["candidates"].phases
+    return phases is None or any(slot in part.reads for part in phases.parts)
 
 
 def next_reads(gm: GraphModule, order: Mapping[Node, int], after: int) -> dict[Key, tuple[Node, int]]:

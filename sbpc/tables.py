@@ -94,10 +94,18 @@ class Table:
             found += itemsize * elements(codes, shape, self.mesh.sizes)
         phases = self.candidates.phases
         if place >= WORK and phases is not None:
-            which = np.array([phases.apart([s]) for s in self.candidates.signatures])[self.digits].any(1)
+            which = self.apart
             if which.any():
                 found[which] = apart_bytes(self.kept(np.flatnonzero(which)), tensors, place - WORK)
         return found
+
+    @property
+    def apart(self) -> np.ndarray:
+        """Which labels take the node apart."""
+        phases = self.candidates.phases
+        if phases is None:
+            return np.zeros(len(self), dtype=bool)
+        return np.array([phases.apart([s]) for s in self.candidates.signatures])[self.digits].any(1)
 
     def kept(self, labels: np.ndarray) -> Table:
         """Some of the labels."""

@@ -103,6 +103,47 @@ def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:
     assert alive(plan)["sum_1"] >= x + scores + sines + 4
 
 
+class Scaled(nn.Module):
+    """A layer norm with a bias that is computed: its backward, taken apart, reads of the bias the shape alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.log_bias = nn.Parameter(torch.randn(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[1:], self.weight, 1.5 * self.log_bias.exp()).sin().sum()
+
+
+def test_what_a_call_that_is_taken_apart_does_not_read_is_not_counted_until_then() -> None:
+    gm = annotate(store(sbpc.plan(Scaled(64), (torch.randn(1, 64),), Mesh(x=4)).graph))
+    call = next(node for node in gm.graph.nodes if node.name == "cos")
+    backward = next(node for node in gm.graph.nodes if "native_layer_norm_backward" in node.name)
+    read = {node.name for node in backward.all_input_nodes}
+    counted = {name for name, _ in at_call(gm, call, COPIES)}
+    assert {"mul_stored", "getitem_1_stored"} <= read and "getitem_1_stored" in counted and "mul_stored" not in counted
+
+
+def test_a_limit_under_which_many_plans_hold_too_much_is_kept_by_the_best() -> None:
+    model, mesh = (Scaled(4096), (torch.randn(1, 4096),)), Mesh(x=2, cluster="a100")
+    most = 0.65 * sbpc.plan(*model, mesh, optimizer="sgd").cost.memory["total"]
+    assert sbpc.plan(*model, mesh, optimizer="sgd", memory=most).cost.gap <= 1e-5
+
+
+def test_a_limit_below_what_the_caller_holds_is_refused() -> None:
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(24, 24)), nn.Parameter(torch.randn(24, 24))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            hidden = x @ self.up
+            return x, hidden, self.up, x.t(), hidden @ self.down
+
+    for limit in (5764.0, 1.0):
+        with pytest.raises(MemoryLimitError, match="the step needs at least 11,528 bytes a rank"):
+            sbpc.plan(Returned(), (torch.randn(24, 24),), Mesh(x=4, cluster="a100"), train=False, memory=limit)
+
+
 def test_a_gathered_parameter_that_is_kept_is_counted_beside_its_home() -> None:
     model, args = Linears(64), (torch.randn(4, 4, 64, requires_grad=True),)
     free = sbpc.baseline("fsdp", model, args, Mesh(p=4), inputs=["S(0)"])

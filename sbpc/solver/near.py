@@ -40,6 +40,11 @@ class Near:
         """Whether plans are looked for among all that matter."""
         return self.every is not None
 
+    @property
+    def size(self) -> int:
+        """How many labels there are that matter; 0 if that is not known."""
+        return sum(map(len, self.every.labels)) if self.every else 0
+
     def add(self, labels: Sequence[int], distances: Sequence[np.ndarray] = ()) -> None:
         """Note a plan, and by variable and label the distances from it, or from the bound of the problem that it solves."""
         self.plans.append(labels)
