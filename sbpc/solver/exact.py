@@ -23,7 +23,7 @@ from sbpc.solver.problem import Limit, Problem, Value, star_seconds, total
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
-TILT = 1e-9  # of the scale
+TILT = 1e-10  # of the scale
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says

@@ -17,7 +17,7 @@ from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of their program, at most
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
-TILT = 1e-7  # of the scale: what all of the first limit costs
+TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
 NODES = 1_000  # of the search tree of a program, at most
 LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
 
