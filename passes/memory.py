@@ -28,14 +28,14 @@ from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
-SOME, SURE = 8, 3  # plans that are tried on some labels; after so many also with guessed rows
+SOME, SURE = 8, 5  # plans that are tried on some labels; after so many also with guessed rows
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
 TIE = 1e-9  # relative: plans that differ by less are equally fast
-APART = 1e-3  # of the limit: by at least so much a row is tightened
+APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,14 +189,21 @@ class Search:
             long |= not new
 
     def find(self) -> None:
-        """A cheap plan on the labels that are near. Rows that all plans keep are added for the peaks of those that do not
-        fit; where there are none left to add, or after SURE plans, guessed ones: what would have been right for the last."""
-        guessed, again = dict[str, Limit](), True
+        """A cheap plan on the labels that are near, first with a little to spare. Rows that all plans keep are added for the
+        peaks of those that do not fit; where there are none left to add, or after SURE plans, guessed ones: what would have
+        been right for the last."""
+        guessed, again, spare = dict[str, Limit](), True, APART * self.limit
+        if self.best is not None:
+            self.near.mix(self.space.labels(self.best.plan.assignment))
         for turn in range(SOME):
-            answer = self.near.cheapest([*self.limits, *guessed.values()], self.step, CLOSE)
+            limits = [replace(row, most=row.most - spare) for row in self.limits]
+            answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
             if answer.labels is None and guessed:  # what would have been right for some plans is wrong for all
                 loose = {name: (row.most + self.limit) / 2 for name, row in guessed.items()}
                 guessed = {name: self.row(self.at(name, False), most) for name, most in loose.items()}
+                continue
+            if answer.labels is None and spare:
+                spare = 0.0
                 continue
             if answer.labels is None:
                 return

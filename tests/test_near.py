@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Limit, Near, Problem, Variable, total
+from sbpc.solver import Limit, Near, Problem, Value, Variable, total
 from sbpc.solver import near as near_module
 from sbpc.solver.dual import passed, sharpened
-from sbpc.solver.exact import duals
 from sbpc.solver.near import all_of, bounded_by
+from sbpc.solver.relax import duals
 from sbpc.solver.trws import Messages, ceiling
 from tests.test_fold import chain
 from tests.test_solver import brute_force, problems
@@ -45,7 +45,7 @@ def test_the_cheapest_plan_under_limits_equals_brute_force_and_their_worth_bound
     assume(np.prod([len(v.costs) for v in problem.variables]) <= 1_000)
     limits, plans = limited(placed(problem), seed)
     alike = range(len(problem.variables))
-    near = Near(problem, alike, alike)
+    near = Near(problem, alike)
     assert near.complete
     scale = max(abs(plans[0][0]), 1e-6) if plans else 1e-3
     answer = near.cheapest(limits, scale, 0.0)
@@ -70,7 +70,7 @@ def test_the_cheapest_plan_under_limits_equals_brute_force_and_their_worth_bound
 def test_a_limit_is_worth_what_the_last_of_it_saves_or_the_dearest_price_where_nothing_fits():
     digits = np.zeros((2, 1), dtype=np.int64)
     problem = Problem([Variable("v", np.array([0.0, 1.0]), digits)], [])
-    near = Near(problem, [0], [0])
+    near = Near(problem, [0])
     near.add([0], [np.zeros(2)])
     seconds, (price,) = near.worth([Limit({0: np.array([2.0, 0.5])}, 1.0)], 1.0, 100.0)
     assert (seconds, price) == pytest.approx((2 / 3, 2 / 3))
@@ -119,16 +119,39 @@ def test_a_sharpened_bound_is_no_lower_and_holds(seed):
     assert plain <= after.bound <= best * (1 + 1e-7) + 1e-12
 
 
-def test_blocks_that_go_together_have_one_label_and_no_others_are_near_than_were_added():
+def test_no_labels_are_near_but_those_that_were_added(monkeypatch):
+    monkeypatch.setattr(near_module, "FEW", 0)
     problem, classes, _ = chain(4, 3, 4, 1, False)
-    near = Near(problem, classes, classes)
+    near = Near(problem, classes)
     assert not near.complete
     first = [0] * len(problem.variables)
     near.add(first)
     everything = Limit({0: np.ones(len(problem.variables[0].costs))}, 1e9)
-    answer = near.cheapest([everything], 1.0, 0.0)
-    assert answer.labels == first
+    assert near.cheapest([everything], 1.0, 0.0).labels == first
     near.add(first, [np.zeros(len(v.costs)) for v in problem.variables])
     answer = near.cheapest([everything], 1.0, 0.0)
-    assert total(problem, answer.labels) <= total(problem, first)
-    assert all(answer.labels[at] == answer.labels[classes.index(number)] for at, number in enumerate(classes))
+    assert total(problem, answer.labels) < total(problem, first)
+
+
+def test_under_a_limit_some_of_the_equal_blocks_have_another_label_than_the_rest(monkeypatch):
+    """Six blocks are fast and large or slow and small, and there is room for three that are large; a change costs 0.1."""
+    digits, closure = np.arange(2)[:, None], np.array([[0.0, 0.1], [0.1, 0.0]])
+    costs, port = np.array([0.0, 1.0]), np.arange(2)
+    problem = Problem(
+        [Variable(f"block {at}", costs, digits) for at in range(6)],
+        [Value(at, port, [(at + 1, port)], closure, (9, 0)) for at in range(5)],
+    )
+    room = Limit({at: np.array([2.0, 1.0]) for at in range(6)}, 9.0)
+
+    def found() -> tuple[bool, list[int]]:
+        near = Near(problem, [0] * 6)
+        for label in (0, 1):
+            near.add([label] * 6)
+        return near.complete, near.cheapest([room], 1.0, 0.0).labels
+
+    for few, many in ((12_000, 20_000), (0, 20_000), (0, 0)):
+        monkeypatch.setattr(near_module, "FEW", few)
+        monkeypatch.setattr(near_module, "MANY", many)
+        complete, labels = found()
+        assert complete == (few > 0)
+        assert total(problem, labels) == pytest.approx(3.1 if many else 6.0)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.check import Proof
-from sbpc.solver.exact import duals
 from sbpc.solver.fold import Folded, Kind, Slot
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Problem, Value, Variable
+from sbpc.solver.relax import duals
 from sbpc.solver.trws import Messages
 
 ROUNDS = 16  # at most so many times SWEEPS sweeps
 SWEEPS = 3  # as many as there are from one balance of charges to the next
-MORE = 4, 2, 2, 2  # labels for a variable that are added at each turn of sharpening
+MORE = 4, 2, 2, 2, 2  # labels for a variable that are added at each turn of sharpening
 SETTLED = 12  # sweeps until the multipliers of a relaxation have spread
-WIDEST = 120_000  # columns of a relaxation, at most: it takes two seconds
+WIDEST = 120_000  # columns of a relaxation, at most: it takes seven seconds
 NEARLY = 5e-4  # relative: a bound so near to the relaxation is not sharpened
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
@@ -222,7 +222,7 @@ def passed(problem: Problem, cap: float, rounds: int = ROUNDS, rest: float = 0.0
 def sharpened(messages: Messages, rest: float = 0.0) -> Messages:
     """Messages with a better bound, from where they come to rest on, which need not be the best one.
 
-    The relaxation of the labels nearest to the bound takes tenths of a second. Its multipliers are passed on; labels that
+    The relaxation of the labels nearest to the bound takes seconds. Its multipliers are passed on; labels that
     are near now are added, until the bound is what the relaxation says, or this takes too long. rest: what else there is
     of the bound.
     """

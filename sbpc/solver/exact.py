@@ -19,15 +19,11 @@ import highspy
 import numpy as np
 
 from sbpc.solver.network import Space, slots
-from sbpc.solver.problem import Limit, Problem, Value, star_seconds, total
+from sbpc.solver.problem import Limit, Problem, Value, star_seconds
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
 TILT = 1e-10  # of the scale
-PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
-INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
-EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
-MUCH = 1e4  # how many times a limit can be had beyond it
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
 
@@ -104,17 +100,6 @@ class Detours:
     columns: np.ndarray
     made: np.ndarray
     alias: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Duals:
-    """What the relaxation says: a bound in seconds; by value and port (its producer's first) the layouts there and what is
-    paid in each; by value its aliases, and if it has more than two consumers, what each is charged [aliases, its layouts]."""
-
-    bound: float
-    aliases: list[np.ndarray | None]
-    ports: list[list[tuple[np.ndarray, np.ndarray]]]
-    charges: list[list[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -229,69 +214,6 @@ def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, l
     return program, x
 
 
-def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | None:
-    """The multipliers of the relaxation on `space`; None with more columns than `most`, or if it was not solved."""
-    program = Program(plain=True)
-    x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
-    taps, rows = list[list[Tap]](), list[Rows]()
-    for value, alias in zip(problem.values, space.aliases):
-        ports = [(value.producer, value.out), *slots(value)]
-        taps.append([tap(x[at], layouts[space.labels[at]]) for at, layouts in ports])
-        rows.append(pay(program, value, taps[-1][0], taps[-1][1:], alias))
-        if program.columns > most:
-            return None
-    unit = unit_of(scale)
-    model = at_once(program, unit)
-    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
-    paid = np.append(np.array(model.getSolution().row_dual) * unit, 0.0)  # what has no row is charged nothing
-    return Duals(
-        model.getInfo().objective_function_value * unit,
-        space.aliases,
-        [[(port.layouts, paid[at]) for port, at in zip(ports, found.ends)] for ports, found in zip(taps, rows)],
-        [[np.maximum(paid[charged], 0.0) for charged in found.charged] for found in rows],
-    )
-
-
-def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer | None:
-    """The cheapest labels on `space`, if the relaxation alone tells them; None if not, or with more columns than `most`.
-
-    It takes a fifth of the time of the whole program, and mostly nothing is left to do. scale: see `cheapest`.
-    """
-    program, x = build(problem, space)
-    if np.isinf(program.constant):
-        return Answer(None, np.inf, True)
-    if program.columns > most:
-        return None
-    unit = unit_of(scale)
-    model = at_once(program, unit)
-    status, point = model.getModelStatus(), np.array(model.getSolution().col_value)
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return Answer(None, np.inf, True)
-    if status != highspy.HighsModelStatus.kOptimal or any(point[columns].max() < 1 - INTEGRAL for columns in x):
-        return None
-    bound = model.getInfo().objective_function_value * unit + program.constant
-    labels = chosen(point, x, space)
-    return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
-
-
-def priced(problem: Problem, space: Space, scale: float, limits: Sequence[Limit], dearest: float) -> tuple[float, list[float]]:
-    """Seconds of the relaxation under limits on `space`, and what more of each limit would save: seconds for all of it.
-
-    dearest: seconds at which as much again as a limit can be had. Infinite seconds if there is no plan at all.
-    """
-    program, x = build(problem, space)
-    rows = limited(program, x, space, limits)
-    program.add(rows, program.add_columns(np.full(len(rows), MUCH * dearest)), -MUCH)
-    unit = unit_of(scale)
-    model = highs(program, 0, unit)
-    model.run()
-    if np.isinf(program.constant) or model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return np.inf, [0.0] * len(limits)
-    prices = -np.array(model.getSolution().row_dual)[rows] * unit
-    return model.getInfo().objective_function_value * unit + program.constant, np.maximum(prices, 0.0).tolist()
-
-
 def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:
     """Rows for limits; x: the columns of the labels of each variable."""
     rows = program.add_rows(len(limits), -np.inf, 1.0)
@@ -343,15 +265,6 @@ def cheapest(
         return Answer(None, bound, False)
     labels = chosen(np.array(model.getSolution().col_value), x, space)
     return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
-
-
-def at_once(program: Program, unit: float) -> highspy.Highs:
-    """HiGHS with the relaxation of a program, solved without presolve, which takes longer than it saves."""
-    model = highs(program, 0, unit)
-    model.setOptionValue("presolve", "off")
-    model.setOptionValue("simplex_iteration_limit", PIVOTS * program.rows)
-    model.run()
-    return model
 
 
 def unit_of(scale: float) -> float:

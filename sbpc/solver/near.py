@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from sbpc.solver.dual import passed
-from sbpc.solver.exact import Answer, build, cheapest, priced
+from sbpc.solver.exact import Answer, build, cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Limit, Problem
+from sbpc.solver.relax import priced
 from sbpc.solver.trws import ceiling
 
-LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of their program, at most
+LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a program of them, at most
+UNTIED = 1_200  # variables of a problem, at most, in which all labels of plans that are not too dear are looked for
+DEAR = 100.0  # of the scale: what as much again as a limit costs in the relaxation
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
 NODES = 1_000  # of the search tree of a program, at most
@@ -26,14 +30,15 @@ class Near:
     """A problem, and how far its labels are from good plans.
 
     alike: a number per variable; those with the same number have the same labels here, and one label where a limit is
-    priced. parts: the same, in more classes: those with the same number get the same label in a plan.
+    priced. In a plan they need not have one: where memory is short some of a run of equal blocks are laid out to save it.
     """
 
-    def __init__(self, problem: Problem, alike: Sequence[int], parts: Sequence[int]):
-        self.coarse, self.fine = fold(problem, alike), fold(problem, parts)
+    def __init__(self, problem: Problem, alike: Sequence[int]):
+        self.problem, self.coarse = problem, fold(problem, alike)
         self.far = [np.full(len(v.costs), np.inf) for v in self.coarse.problem.variables]
         self.plans: list[Sequence[int]] = []
-        self.every = all_of(self.fine.problem) if max(self.fine.sizes) == 1 else None
+        self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.far]  # by class the labels that its variables may have apart
+        self.every = all_of(problem)
 
     @property
     def complete(self) -> bool:
@@ -53,30 +58,44 @@ class Near:
         for at, label in zip(self.coarse.classes, labels):
             self.far[at][label] = -1.0
 
-    def space(self, folded: Folded, size: int) -> Space:
-        """About `size` labels of `coarse`, the nearest ones, and those of all plans, in a problem that is folded less or alike."""
-        every = np.concatenate(self.far)
-        most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
-        kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
+    def mix(self, labels: Sequence[int]) -> None:
+        """Note a plan, of which blocks may have the labels where others have other ones."""
+        self.plans.append(labels)
+        for at, label in set(zip(self.coarse.classes, labels)):
+            self.mixed[at] = np.union1d(self.mixed[at], [label])
+
+    def nearest(self) -> Space:
+        """As many labels of `coarse` as a program can have, the nearest ones, and those of all plans."""
+        every, size = np.concatenate(self.far), max(2 * len(self.far), LEAST)
+        while True:
+            most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
+            space = self.space(self.coarse, [np.flatnonzero(found <= max(most, 0.0)) for found in self.far])
+            if size <= len(self.far) // 4 or build(self.coarse.problem, space)[0].columns <= MANY:
+                return space
+            size //= 2
+
+    def space(self, folded: Folded, kept: Sequence[np.ndarray]) -> Space:
+        """These labels of `coarse` in a problem that is folded less or alike."""
         outer = dict(zip(folded.classes, self.coarse.classes))
         of_each = [kept[outer[at]] for at in range(len(folded.sizes))]
         plans = [folded.fold(labels) for labels in self.plans]
         return Space(of_each, [nearby(value, of_each, *plans) for value in folded.problem.values])
 
-    def nearest(self, folded: Folded) -> Space:
-        """As many labels as a program can have."""
-        size = max(2 * len(self.far), LEAST)
+    def untied(self) -> tuple[Folded, Space]:
+        """The mixed labels in a problem in which as few variables are tied as the size of a program allows."""
+        parts = max(self.coarse.sizes)
         while True:
-            space = self.space(folded, size)
-            if size <= len(self.far) // 4 or build(folded.problem, space)[0].columns <= MANY:
-                return space
-            size //= 2
+            folded = fold(self.problem, pieces(self.coarse, parts))
+            space = self.space(folded, self.mixed)
+            if parts == 1 or build(folded.problem, space)[0].columns <= MANY:
+                return folded, space
+            parts = (parts + 1) // 2
 
     def close(self, priced: Problem, most: float) -> bool:
         """Look from now on only among plans that cost at most `most` in a problem with other costs, if nothing is tied and
         these are few: whether they are. No other plan costs so little."""
-        if max(self.fine.sizes) > 1 or priced.variables[0].digits.shape[1] > 2:  # bounds are of single precision then
-            return False
+        if len(self.problem.variables) > UNTIED or priced.variables[0].digits.shape[1] > 2:
+            return False  # beyond two axes bounds are of single precision
         space = bounded_by(priced, most)
         if space is None or build(priced, space)[0].columns > BOUNDED:
             return False
@@ -84,22 +103,42 @@ class Near:
         return True
 
     def worth(self, limits: Sequence[Limit], scale: float, dearest: float) -> tuple[float, list[float]]:
-        """About what a plan costs under the limits, and what more of each would save: see `exact.priced`."""
-        return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)
+        """About what a plan costs under the limits, and what more of each would save: see `relax.priced`."""
+        return priced(self.coarse.problem, self.nearest(), scale, by_class(self.coarse, limits), dearest)[:2]
 
     def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False) -> Answer:
         """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
 
         Of equally cheap ones those that take less of the first limit. long: it may take long to tell that they are.
+        Where the labels that matter are not known, equal variables are untied, and have labels that the relaxation takes in
+        part: of a class that it has to three tenths in one layout, about as many variables have that layout in a good plan.
         """
-        space = self.nearest(self.fine) if self.every is None else self.every
-        limits, tilt = by_class(self.fine, limits), TILT * scale
-        variables = list(self.fine.problem.variables)
+        folded, space = (self.coarse, self.nearest()) if self.every is None else (self.whole, self.every)
+        if self.every is None and max(self.coarse.sizes) > 1:
+            used = priced(self.coarse.problem, space, scale, by_class(self.coarse, limits), DEAR * scale)[2]
+            self.mixed = list(map(np.union1d, self.mixed, used))
+            folded, space = self.untied()
+        limits, tilt = by_class(folded, limits), TILT * scale
+        variables = list(folded.problem.variables)
         for at, weights in limits[0].weights.items():
             variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
-        answer = cheapest(Problem(variables, self.fine.problem.values), space, scale, NODES, gap, limits, LONGER[long])
-        labels = None if answer.labels is None else self.fine.unfold(answer.labels)
+        answer = cheapest(Problem(variables, folded.problem.values), space, scale, NODES, gap, limits, LONGER[long])
+        labels = None if answer.labels is None else folded.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
+
+    @cached_property
+    def whole(self) -> Folded:
+        """The problem, nothing tied."""
+        return fold(self.problem, range(len(self.problem.variables)))
+
+
+def pieces(folded: Folded, parts: int) -> list[int]:
+    """By variable a number: each class is cut into so many pieces, in the order of its members, or into single members."""
+    seen, found = [0] * len(folded.sizes), []
+    for at in folded.classes:
+        found.append(at * parts + seen[at] * parts // folded.sizes[at] if folded.sizes[at] > parts else at * parts + seen[at])
+        seen[at] += 1
+    return found
 
 
 def bounded_by(problem: Problem, most: float) -> Space | None:

@@ -11,11 +11,12 @@ import numpy as np
 
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.dual import ROUNDS, Dual, between_ends, passed, prove
-from sbpc.solver.exact import Answer, cheapest, relaxed
+from sbpc.solver.exact import Answer, cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import Neighbours, nearest, one_axis, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
+from sbpc.solver.relax import relaxed
 from sbpc.solver.trws import Messages, ceiling
 
 steps = logging.getLogger("sbpc.progress")

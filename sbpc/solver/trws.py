@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.exact import Duals
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
+from sbpc.solver.relax import Duals
 from sbpc.solver.share import Star, star_of
 
 BALANCE = 3  # charges are balanced in every so many sweeps
