@@ -28,7 +28,8 @@ from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
-SOME, SURE = 8, 5  # plans that are tried on some labels; after so many also with guessed rows
+SOME, MANY = 8, 4_000  # plans that are tried on some labels; the same times the variables, if that is more
+SURE = 0.6  # of these are tried before rows are guessed
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
@@ -190,12 +191,13 @@ class Search:
 
     def find(self) -> None:
         """A cheap plan on the labels that are near, first with a little to spare. Rows that all plans keep are added for the
-        peaks of those that do not fit; where there are none left to add, or after SURE plans, guessed ones: what would have
+        peaks of those that do not fit; where there are none left to add, or after most tries, guessed ones: what would have
         been right for the last."""
         guessed, again, spare = dict[str, Limit](), True, APART * self.limit
         if self.best is not None:
             self.near.mix(self.space.labels(self.best.plan.assignment))
-        for turn in range(SOME):
+        tries = max(SOME, MANY // len(self.space.variables))
+        for turn in range(tries):
             limits = [replace(row, most=row.most - spare) for row in self.limits]
             answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
             if answer.labels is None and guessed:  # what would have been right for some plans is wrong for all
@@ -213,7 +215,7 @@ class Search:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
-            elif not self.hold(found) or turn >= SURE:
+            elif not self.hold(found) or turn >= SURE * tries:
                 for name in list(found.peaks)[:PEAKS]:
                     row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
                     guessed[name] = row if last is None else replace(row, most=min(row.most, last.most - APART * self.limit))

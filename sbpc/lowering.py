@@ -244,7 +244,7 @@ def pad(x: Local, site: Site) -> Local:
     full = cut.size // step
     zeros = x.then(aten.new_zeros.default, put(x.shape, dim, full, step), list(put(x.shape, dim, full, step)))
     chunk = x.view(put(x.shape, dim, 1, step))
-    filled = zeros.then(aten.index_copy_.default, zeros.shape, dim, site.position, chunk.x)
+    filled = zeros.then(aten.index_copy.default, zeros.shape, dim, site.position, chunk.x)
     return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
 
 

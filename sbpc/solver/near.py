@@ -18,7 +18,7 @@ from sbpc.solver.relax import priced
 from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a program of them, at most
-UNTIED = 1_200  # variables of a problem, at most, in which all labels of plans that are not too dear are looked for
+UNTIED = 1_200  # variables, at most, of a problem of which more labels are looked at than the relaxation takes
 DEAR = 100.0  # of the scale: what as much again as a limit costs in the relaxation
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
@@ -64,13 +64,14 @@ class Near:
         for at, label in set(zip(self.coarse.classes, labels)):
             self.mixed[at] = np.union1d(self.mixed[at], [label])
 
-    def nearest(self) -> Space:
-        """As many labels of `coarse` as a program can have, the nearest ones, and those of all plans."""
+    def nearest(self, folded: Folded) -> Space:
+        """As many labels of `coarse` as a program can have, the nearest ones, those of all plans and those that are mixed."""
         every, size = np.concatenate(self.far), max(2 * len(self.far), LEAST)
         while True:
             most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
-            space = self.space(self.coarse, [np.flatnonzero(found <= max(most, 0.0)) for found in self.far])
-            if size <= len(self.far) // 4 or build(self.coarse.problem, space)[0].columns <= MANY:
+            kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
+            space = self.space(folded, list(map(np.union1d, kept, self.mixed)))
+            if size <= len(self.far) // 4 or build(folded.problem, space)[0].columns <= MANY:
                 return space
             size //= 2
 
@@ -82,7 +83,10 @@ class Near:
         return Space(of_each, [nearby(value, of_each, *plans) for value in folded.problem.values])
 
     def untied(self) -> tuple[Folded, Space]:
-        """The mixed labels in a problem in which as few variables are tied as the size of a program allows."""
+        """The mixed labels in a problem in which as few variables are tied as the size of a program allows; with the nearest
+        ones where variables are few."""
+        if len(self.problem.variables) <= UNTIED:
+            return self.whole, self.nearest(self.whole)
         parts = max(self.coarse.sizes)
         while True:
             folded = fold(self.problem, pieces(self.coarse, parts))
@@ -104,7 +108,7 @@ class Near:
 
     def worth(self, limits: Sequence[Limit], scale: float, dearest: float) -> tuple[float, list[float]]:
         """About what a plan costs under the limits, and what more of each would save: see `relax.priced`."""
-        return priced(self.coarse.problem, self.nearest(), scale, by_class(self.coarse, limits), dearest)[:2]
+        return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)[:2]
 
     def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False) -> Answer:
         """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
@@ -113,11 +117,11 @@ class Near:
         Where the labels that matter are not known, equal variables are untied, and have labels that the relaxation takes in
         part: of a class that it has to three tenths in one layout, about as many variables have that layout in a good plan.
         """
-        folded, space = (self.coarse, self.nearest()) if self.every is None else (self.whole, self.every)
-        if self.every is None and max(self.coarse.sizes) > 1:
-            used = priced(self.coarse.problem, space, scale, by_class(self.coarse, limits), DEAR * scale)[2]
+        if self.every is None:
+            near = self.nearest(self.coarse)
+            used = priced(self.coarse.problem, near, scale, by_class(self.coarse, limits), DEAR * scale)[2]
             self.mixed = list(map(np.union1d, self.mixed, used))
-            folded, space = self.untied()
+        folded, space = self.untied() if self.every is None else (self.whole, self.every)
         limits, tilt = by_class(folded, limits), TILT * scale
         variables = list(folded.problem.variables)
         for at, weights in limits[0].weights.items():
