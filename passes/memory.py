@@ -28,7 +28,7 @@ from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
-SOME, MANY = 8, 4_000  # plans that are tried on some labels; the same times the variables, if that is more
+SOME, MANY = 6, 4_000  # plans that are tried on some labels; the same times the variables, if that is more
 SURE = 0.6  # of these are tried before rows are guessed
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -112,7 +112,7 @@ class Search:
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.proof = Relaxed(space, {}, 0.0, None)
         self.near = space.near()
-        self.always = POSITION * len(space.mesh.axes)  # bytes that every plan takes at every moment
+        self.always = min(POSITION * len(space.mesh.axes), limit / 2)  # bytes that every plan takes at every moment
         self.limits: list[Limit] = []
         self.limited: set[str] = set()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))

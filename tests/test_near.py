@@ -149,9 +149,9 @@ def test_under_a_limit_some_of_the_equal_blocks_have_another_label_than_the_rest
             near.add([label] * 6)
         return near.complete, near.cheapest([room], 1.0, 0.0).labels
 
-    for few, many in ((12_000, 20_000), (0, 20_000), (0, 0)):
-        monkeypatch.setattr(near_module, "FEW", few)
-        monkeypatch.setattr(near_module, "MANY", many)
+    for few, untied, many in ((12_000, 1_200, 20_000), (0, 1_200, 20_000), (0, 0, 20_000), (0, 0, 0)):
+        for name, setting in (("FEW", few), ("UNTIED", untied), ("MANY", many)):
+            monkeypatch.setattr(near_module, name, setting)
         complete, labels = found()
         assert complete == (few > 0)
         assert total(problem, labels) == pytest.approx(3.1 if many else 6.0)

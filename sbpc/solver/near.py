@@ -13,7 +13,7 @@ from sbpc.solver.exact import Answer, build, cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
-from sbpc.solver.problem import Limit, Problem
+from sbpc.solver.problem import Limit, Problem, total
 from sbpc.solver.relax import priced
 from sbpc.solver.trws import ceiling
 
@@ -24,6 +24,7 @@ FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; o
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
 NODES = 1_000  # of the search tree of a program, at most
 LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
+AGAIN, ROUGH = 8, 0.02  # times that work, where it ends with labels that are dearer than the bound by more than so much
 
 
 class Near:
@@ -126,7 +127,11 @@ class Near:
         variables = list(folded.problem.variables)
         for at, weights in limits[0].weights.items():
             variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
-        answer = cheapest(Problem(variables, folded.problem.values), space, scale, NODES, gap, limits, LONGER[long])
+        tilted = Problem(variables, folded.problem.values)
+        for longer in (LONGER[long], AGAIN * LONGER[long])[: 2 if gap else 1]:
+            answer = cheapest(tilted, space, scale, NODES, gap, limits, longer)
+            if np.isinf(answer.bound) or (answer.labels and total(tilted, answer.labels) <= (1 + ROUGH) * answer.bound):
+                break
         labels = None if answer.labels is None else folded.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
 
