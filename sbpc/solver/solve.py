@@ -83,6 +83,10 @@ def solve_folded(
             search.move()
     if gap() > most and wide:
         found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
+    if gap() > most and not wide and not quick:
+        dual, _ = between_ends(folded, search.cap, sharp=True)
+        search.approach(dual.extra, NEAR[0])
+        found = max(found, bounded(problem, dual, fold(problem, finer), search.cap, sharp=True), key=lambda pair: pair[0])
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
     labels = folded.unfold(search.labels)
