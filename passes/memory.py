@@ -28,8 +28,8 @@ from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
-SOME, MANY = 6, 4_000  # plans that are tried on some labels; the same times the variables, if that is more
-SURE = 0.6  # of these are tried before rows are guessed
+SOME, TRIED = 6, 4_000  # plans that are tried on some labels; plans times variables, if that allows more of them
+SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
@@ -196,16 +196,16 @@ class Search:
         guessed, again, spare = dict[str, Limit](), True, APART * self.limit
         if self.best is not None:
             self.near.mix(self.space.labels(self.best.plan.assignment))
-        tries = max(SOME, MANY // len(self.space.variables))
+        tries = max(SOME, TRIED // len(self.space.variables))
         for turn in range(tries):
             limits = [replace(row, most=row.most - spare) for row in self.limits]
             answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
+            if answer.labels is None and spare:
+                spare = 0.0
+                continue
             if answer.labels is None and guessed:  # what would have been right for some plans is wrong for all
                 loose = {name: (row.most + self.limit) / 2 for name, row in guessed.items()}
                 guessed = {name: self.row(self.at(name, False), most) for name, most in loose.items()}
-                continue
-            if answer.labels is None and spare:
-                spare = 0.0
                 continue
             if answer.labels is None:
                 return
@@ -218,7 +218,8 @@ class Search:
             elif not self.hold(found) or turn >= SURE * tries:
                 for name in list(found.peaks)[:PEAKS]:
                     row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
-                    guessed[name] = row if last is None else replace(row, most=min(row.most, last.most - APART * self.limit))
+                    most = row.most if last is None else min(row.most, last.most - APART * self.limit)
+                    guessed[name] = replace(row, most=max(most, APART * self.limit))
 
     def hold(self, found: Found) -> bool:
         """Add rows for the peaks of a plan: for what is sure then, and for what it holds beyond; whether there are any."""
@@ -337,7 +338,7 @@ def shortage(plan: Plan, limit: float) -> str:
     parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
     over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
     return (
-        f"the step needs at least {memory['total']:,} bytes a rank, {over}\n"
+        f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}\n"
         f"  of which {parts}; the largest tensors: {held}\n"
         "  Give more memory, more ranks or a smaller batch."
     )

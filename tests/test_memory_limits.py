@@ -140,7 +140,7 @@ def test_a_limit_below_what_the_caller_holds_is_refused() -> None:
             return x, hidden, self.up, x.t(), hidden @ self.down
 
     for limit in (5764.0, 1.0):
-        with pytest.raises(MemoryLimitError, match="the step needs at least 11,528 bytes a rank"):
+        with pytest.raises(MemoryLimitError, match="no plan was found that takes less than 11,528 bytes a rank"):
             sbpc.plan(Returned(), (torch.randn(24, 24),), Mesh(x=4, cluster="a100"), train=False, memory=limit)
 
 

@@ -22,6 +22,8 @@ import numpy as np
 
 from sbpc.solver.problem import Problem
 
+HUGE = 1e100
+
 
 @dataclass(frozen=True, eq=False)
 class Proof:
@@ -80,9 +82,9 @@ def name(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int
 
 
 def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray:
-    """The multipliers of a port by label; 0 where there are none, or numbers that are none."""
+    """The multipliers of a port by label; 0 where there are none, or numbers that are none or of which sums may be none."""
     found = proof.multipliers.get((number, place))
-    if found is None or found.shape != (labels,) or not np.isfinite(found).all():
+    if found is None or found.shape != (labels,) or not (np.abs(found) < HUGE).all():
         return np.zeros(labels)
     return found
 

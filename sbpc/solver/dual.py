@@ -222,9 +222,8 @@ def passed(problem: Problem, cap: float, rounds: int = ROUNDS, rest: float = 0.0
 def sharpened(messages: Messages, rest: float = 0.0) -> Messages:
     """Messages with a better bound, from where they come to rest on, which need not be the best one.
 
-    The relaxation of the labels nearest to the bound takes seconds. Its multipliers are passed on; labels that
-    are near now are added, until the bound is what the relaxation says, or this takes too long. rest: what else there is
-    of the bound.
+    The relaxation of the labels nearest to the bound takes seconds. Its multipliers are passed on; labels that are near now
+    are added, until the bound is what the relaxation says, or this takes too long. rest: what else there is of the bound.
     """
     best = now = messages
     none = np.zeros(0, dtype=np.intp)

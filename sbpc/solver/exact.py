@@ -23,6 +23,7 @@ from sbpc.solver.problem import Limit, Problem, Value, star_seconds
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
+AGAIN = 8  # times
 TILT = 1e-10  # of the scale
 SCALE = 1e5  # the program counts in 1/SCALE of the cost of the best known plan; HiGHS' tolerances are 1e-9 to 1e-6
 
@@ -232,12 +233,14 @@ def cheapest(
     gap: float = 0.0,
     limits: Sequence[Limit] = (),
     longer: float = 1.0,
+    rough: float = np.inf,
 ) -> Answer:
     """The cheapest labels on `space`, or some within the relative `gap`; `scale`: about what plans cost, in seconds.
 
     nodes: of the search tree, at most; as its root alone can take long, HiGHS is also stopped after a measure of work, of
-    `longer` times the usual one. Under limits, which know nothing of the copies that a boxing makes, of two plans that cost the
-    same the one with fewer boxings for nothing is taken.
+    `longer` times the usual one; only after AGAIN times that while the labels are dearer than the bound by more than the part
+    `rough`. Under limits, which know nothing of the copies that a boxing makes, of two plans that cost the same the one with
+    fewer boxings for nothing is taken.
     """
     program, x = build(problem, space, TILT * scale if limits else 0.0)
     if np.isinf(program.constant):
@@ -252,7 +255,7 @@ def cheapest(
     def limit(event: Any) -> None:
         nonlocal asked
         asked += 1
-        event.data_in.user_interrupt = asked > most
+        event.data_in.user_interrupt = asked > most and (asked > AGAIN * most or event.data_out.mip_gap <= rough)
 
     model.cbMipInterrupt.subscribe(limit)
     model.run()

@@ -13,18 +13,18 @@ from sbpc.solver.exact import Answer, build, cheapest
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
-from sbpc.solver.problem import Limit, Problem, total
+from sbpc.solver.problem import Limit, Problem
 from sbpc.solver.relax import priced
 from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a program of them, at most
-UNTIED = 1_200  # variables, at most, of a problem of which more labels are looked at than the relaxation takes
+UNTIED = 1_200  # variables, at most, of a problem in which the nearest labels are looked at untied, too
 DEAR = 100.0  # of the scale: what as much again as a limit costs in the relaxation
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
 NODES = 1_000  # of the search tree of a program, at most
 LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
-AGAIN, ROUGH = 8, 0.02  # times that work, where it ends with labels that are dearer than the bound by more than so much
+ROUGH = 0.02  # where labels are dearer than the bound by more than so much, as a part, it may take more
 
 
 class Near:
@@ -60,9 +60,9 @@ class Near:
             self.far[at][label] = -1.0
 
     def mix(self, labels: Sequence[int]) -> None:
-        """Note a plan, of which blocks may have the labels where others have other ones."""
+        """Note a plan; its labels may be had by any variable of the same class, one here and another there."""
         self.plans.append(labels)
-        for at, label in set(zip(self.coarse.classes, labels)):
+        for at, label in dict.fromkeys(zip(self.coarse.classes, labels)):
             self.mixed[at] = np.union1d(self.mixed[at], [label])
 
     def nearest(self, folded: Folded) -> Space:
@@ -96,13 +96,13 @@ class Near:
                 return folded, space
             parts = (parts + 1) // 2
 
-    def close(self, priced: Problem, most: float) -> bool:
-        """Look from now on only among plans that cost at most `most` in a problem with other costs, if nothing is tied and
-        these are few: whether they are. No other plan costs so little."""
-        if len(self.problem.variables) > UNTIED or priced.variables[0].digits.shape[1] > 2:
+    def close(self, costly: Problem, most: float) -> bool:
+        """Look from now on only among plans that cost at most `most` in a problem with other costs, if variables and such
+        labels are few: whether they are. No other plan costs so little."""
+        if len(self.problem.variables) > UNTIED or costly.variables[0].digits.shape[1] > 2:
             return False  # beyond two axes bounds are of single precision
-        space = bounded_by(priced, most)
-        if space is None or build(priced, space)[0].columns > BOUNDED:
+        space = bounded_by(costly, most)
+        if space is None or build(costly, space)[0].columns > BOUNDED:
             return False
         self.every = space
         return True
@@ -114,7 +114,8 @@ class Near:
     def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False) -> Answer:
         """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
 
-        Of equally cheap ones those that take less of the first limit. long: it may take long to tell that they are.
+        Of equally cheap ones those that take less of the first limit. long: it may take long to tell that they are. The bound
+        holds for all plans where `complete`, else for those on the labels that are looked at.
         Where the labels that matter are not known, equal variables are untied, and have labels that the relaxation takes in
         part: of a class that it has to three tenths in one layout, about as many variables have that layout in a good plan.
         """
@@ -128,10 +129,7 @@ class Near:
         for at, weights in limits[0].weights.items():
             variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
         tilted = Problem(variables, folded.problem.values)
-        for longer in (LONGER[long], AGAIN * LONGER[long])[: 2 if gap else 1]:
-            answer = cheapest(tilted, space, scale, NODES, gap, limits, longer)
-            if np.isinf(answer.bound) or (answer.labels and total(tilted, answer.labels) <= (1 + ROUGH) * answer.bound):
-                break
+        answer = cheapest(tilted, space, scale, NODES, gap, limits, LONGER[long], ROUGH if gap else np.inf)
         labels = None if answer.labels is None else folded.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
 
@@ -145,7 +143,7 @@ def pieces(folded: Folded, parts: int) -> list[int]:
     """By variable a number: each class is cut into so many pieces, in the order of its members, or into single members."""
     seen, found = [0] * len(folded.sizes), []
     for at in folded.classes:
-        found.append(at * parts + seen[at] * parts // folded.sizes[at] if folded.sizes[at] > parts else at * parts + seen[at])
+        found.append(at * parts + seen[at] * min(parts, folded.sizes[at]) // folded.sizes[at])
         seen[at] += 1
     return found
 

@@ -14,7 +14,7 @@ from sbpc.solver.problem import Limit, Problem, total
 
 AMID = 1e-7  # relative: so near to the best ones the multipliers of a relaxation are
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
-INTEGRAL = 1e-7  # what is nearer to 1 than that is taken for 1
+INTEGRAL = 1e-7  # what is nearer to 0 or 1 than that is taken for it
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
 MUCH = 1e4  # how many times a limit can be had beyond it
 
@@ -31,10 +31,10 @@ class Duals:
 
 
 def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | None:
-    """The multipliers of the relaxation on `space`; None with more columns than `most`, or if it was not solved.
+    """The multipliers of the relaxation on `space`; None with more columns than `most`, or without a plan.
 
-    They are found from within and left there: amid those that are as good, fewer labels that are not in the space are better
-    than at a corner, to which the simplex method leads.
+    The interior point method ends amid all best multipliers, the simplex method at a corner; from the middle they also suit
+    labels that are not in the space. Some that are not the best are multipliers too: who uses them computes the bound anew.
     """
     program = Program(plain=True)
     x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
@@ -51,7 +51,7 @@ def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | No
         model.setOptionValue(option, setting)
     model.run()
     found = np.array(model.getSolution().row_dual)
-    if len(found) != program.rows or not np.isfinite(found).all():
+    if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible or len(found) != program.rows or not np.isfinite(found).all():
         return None
     paid = np.append(found * unit, 0.0)  # what has no row is charged nothing
     return Duals(
@@ -94,7 +94,7 @@ def priced(
     """The relaxation under limits on `space`: seconds; what more of each limit would save, seconds for all of it; by variable
     the labels that it takes.
 
-    dearest: seconds at which as much again as a limit can be had. Infinite seconds if there is no plan at all.
+    dearest: seconds at which as much again as a limit can be had. Infinite seconds and all labels if there is no plan at all.
     """
     program, x = build(problem, space)
     rows = limited(program, x, space, limits)
