@@ -28,7 +28,7 @@ from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
-SOME, TRIED = 6, 4_000  # plans that are tried on some labels; plans times variables, if that allows more of them
+SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
 SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -196,7 +196,7 @@ class Search:
         guessed, again, spare = dict[str, Limit](), True, APART * self.limit
         if self.best is not None:
             self.near.mix(self.space.labels(self.best.plan.assignment))
-        tries = max(SOME, TRIED // len(self.space.variables))
+        tries = min(max(SOME[0], TRIED // len(self.space.variables)), SOME[1])
         for turn in range(tries):
             limits = [replace(row, most=row.most - spare) for row in self.limits]
             answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
