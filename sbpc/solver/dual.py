@@ -7,25 +7,20 @@ of its members meet), then the ends, with the multipliers of the blocks as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sbpc.solver.check import Proof
 from sbpc.solver.fold import Folded, Kind, Slot
-from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.relax import duals
+from sbpc.solver.smooth import smooth
 from sbpc.solver.trws import Messages
 
 ROUNDS = 16  # at most so many times SWEEPS sweeps
 SWEEPS = 3  # as many as there are from one balance of charges to the next
-MORE = 4, 2, 2, 2, 2  # labels for a variable that are added at each turn of sharpening
-SETTLED = 12  # sweeps until the multipliers of a relaxation have spread
-WIDEST = 120_000  # columns of a relaxation, at most: it takes seven seconds
-NEARLY = 5e-4  # relative: a bound so near to the relaxation is not sharpened
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
 
@@ -40,13 +35,15 @@ class Part:
 
 
 def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False) -> Proof:
-    """The proof of a bound of the whole problem; folded: the problem of `dual`, or the same folded less. sharp: see there."""
+    """The proof of a bound of the whole problem; folded: the problem of `dual`, or the same folded less. sharp: see
+    `between_ends`."""
     if max(dual.folded.sizes) == 1:
         return dual.proof()
     found = dual.carried(folded)
     rest = ends(folded, found)
     messages = passed(rest.problem, cap, rounds, dual.bound)
-    messages = sharpened(messages, dual.bound) if sharp else messages
+    if sharp:
+        smooth(messages, dual.bound)
     found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
@@ -56,10 +53,14 @@ def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS, sharp: b
 
 
 def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False) -> tuple[Dual, list[int]]:
-    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way. sharp: see there."""
+    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way.
+
+    sharp: better ones, which take some ten times as long.
+    """
     found, part = Dual(folded), blocks(folded)
     messages = passed(part.problem, cap, rounds)
-    messages = sharpened(messages) if sharp else messages
+    if sharp:
+        smooth(messages)
     found.take(part, messages, lambda slot: True)
     found.extra, found.bound = messages.extra(), messages.bound
     return found, messages.decode()
@@ -217,42 +218,3 @@ def passed(problem: Problem, cap: float, rounds: int = ROUNDS, rest: float = 0.0
         if messages.bound - before < IDLE[wide] * ROUNDS / rounds * max(abs(messages.bound), rest):
             break
     return messages
-
-
-def sharpened(messages: Messages, rest: float = 0.0) -> Messages:
-    """Messages with a better bound, from where they come to rest on, which need not be the best one.
-
-    The relaxation of the labels nearest to the bound takes seconds. Its multipliers are passed on; labels that are near now
-    are added, until the bound is what the relaxation says, or this takes too long. rest: what else there is of the bound.
-    """
-    best = now = messages
-    none = np.zeros(0, dtype=np.intp)
-    kept, plans = [none for _ in messages.problem.variables], list[list[int]]()
-    for many in MORE:
-        plans.append(now.decode())
-        kept = more(now.extra(), kept, plans[-1], many * len(kept))
-        space = Space(kept, [nearby(value, kept, *plans) for value in messages.problem.values])
-        found = duals(messages.problem, space, abs(messages.bound) or 1.0, WIDEST)
-        if found is None:
-            break
-        now = messages.restrict(messages.space)
-        now.bound = -np.inf
-        now.adopt(found)
-        for _ in range(SETTLED):
-            now.sweep()
-        best = max(best, now, key=lambda each: each.bound)
-        if found.bound - best.bound <= NEARLY * (abs(found.bound) + rest):
-            break
-    return best
-
-
-def more(extra: Sequence[np.ndarray], kept: Sequence[np.ndarray], plan: Sequence[int], size: int) -> list[np.ndarray]:
-    """The labels that are kept, those of a plan, and `size` others with the least `extra`, by variable and label."""
-    for found, held in zip(extra, kept):
-        found[held] = np.inf
-    every = np.concatenate(extra)
-    most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
-    return [
-        np.union1d(np.append(held, label), np.flatnonzero(found <= most))
-        for found, held, label in zip(extra, kept, plan)
-    ]

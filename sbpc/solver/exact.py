@@ -6,7 +6,8 @@ is at least the flow of each consumer. Of more than two consumers each may also 
 nothing: per (made layout, alias) some of what flows there then flows on to the consumer unpaid. By made layout alone
 the program is right too, but its relaxation far weaker: this one is nearly always integral. With x integral an optimal
 vertex has one alias, so only x need be integral. Ports with one layout left need no flow: what they pay falls on the
-labels, or on the aliases, at the other end.
+labels, or on the aliases, at the other end. A flow runs over the boxings that no others replace (arcs.py), or straight
+from layout to layout where these are fewer, or where it matters who shares a boxing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import highspy
 import numpy as np
 
+from sbpc.solver.arcs import Arcs, arcs
 from sbpc.solver.network import Space, slots
 from sbpc.solver.problem import Limit, Problem, Value, star_seconds
 
@@ -40,8 +42,8 @@ class Program:
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     dues: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # more costs of columns
     constant: float = 0.0
-    plain: bool = False  # no port without rows
     tilt: float = 0.0  # what a boxing costs that costs nothing
+    arcs: dict[tuple[int, bytes], Arcs] = field(default_factory=dict)  # by closure and layouts
 
     def add_columns(self, costs: np.ndarray) -> np.ndarray:
         """New columns of these costs; their numbers."""
@@ -78,23 +80,6 @@ class Tap:
 
 
 @dataclass(eq=False)
-class Rows:
-    """The rows of a value: one per layout at each port (none where there is one layout), then those of charges, -1 where a
-    boxing costs nothing [aliases, layouts]."""
-
-    ends: list[np.ndarray]
-    charged: list[np.ndarray] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Flow:
-    """Columns [tail, head] of a flow (-1: impossible, or none needed), and the rows at its tail and its head."""
-
-    columns: np.ndarray
-    ends: list[np.ndarray]
-
-
-@dataclass(eq=False)
 class Detours:
     """By column: a value is made in the layout `made` and boxed to another one, at place `alias` among its aliases."""
 
@@ -117,30 +102,32 @@ def tap(columns: np.ndarray, layouts: np.ndarray) -> Tap:
     return Tap(columns, *np.unique(layouts, return_inverse=True))
 
 
-def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.ndarray | None) -> Rows:
+def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.ndarray | None) -> None:
     """Add the columns and rows of one value."""
-    if alias is None and not heads:
-        return Rows([])
     if alias is None:
-        (head,) = heads
-        return Rows(flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head).ends)
+        for head in heads:
+            route(program, value.closure, out, head)
+        return
     middle = tap(program.choose(np.zeros(len(alias))), alias)
+    if len(heads) == 2 and all(len(head.layouts) > 1 for head in heads):
+        for tail, head in ((out, middle), *((middle, head) for head in heads)):
+            route(program, value.closure, tail, head)
+        return
     first = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
-    one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1 and not program.plain}
+    one = {int(head.layouts[0]) for head in heads if len(head.layouts) == 1}
     if len(heads) > 2:  # what is never taken as it was made
         one -= set(out.layouts.tolist())
     known = np.array(sorted(one), dtype=np.intp)
     program.dues.append((middle.columns, value.closure[np.ix_(alias, known)].sum(1)))
-    around = detours(first.columns, out, middle)
+    around = detours(first, out, middle)
     free = [head for head in heads if len(head.layouts) > 1 or int(head.layouts[0]) not in one]
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in free]
-    rows = Rows([first.ends[0]])
     for head, price in zip(free, prices):
         price[:, np.isin(head.layouts, known)] = 0.0  # paid already; an alias that cannot go there has infinite dues
     if len(free) < 2 or len(heads) == 2:  # two never share a boxing: where both want one layout, alias = that layout
         for head, price in zip(free, prices):
-            rows.ends.append(flow(program, price, middle, head, around if len(heads) > 2 else None).ends[1])
-        return rows
+            flow(program, price, middle, head, around if len(heads) > 2 else None)
+        return
     layouts = np.unique(np.concatenate([head.layouts for head in free]))
     share = np.full((len(alias), len(layouts)), -1)
     for head, price in zip(free, prices):
@@ -149,13 +136,9 @@ def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.nd
         which = np.searchsorted(layouts, head.layouts)[to]
         new = share[at, which] < 0
         share[at[new], which[new]] = program.add_columns(price[at[new], to[new]])
-        charged = np.full(price.shape, -1)
-        charged[at, to] = program.add_rows(len(at), 0.0, np.inf)
-        program.add(charged[at, to], share[at, which], 1.0)
-        program.add(charged[at, to], found.columns[at, to], -1.0)
-        rows.ends.append(found.ends[1])
-        rows.charged.append(charged)
-    return rows
+        charged = program.add_rows(len(at), 0.0, np.inf)
+        program.add(charged, share[at, which], 1.0)
+        program.add(charged, found[at, to], -1.0)
 
 
 def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
@@ -170,18 +153,36 @@ def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
     return Detours(middle.columns[kept], np.full(kept.sum(), out.layouts[0]), middle.at[kept])
 
 
-def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None) -> Flow:
-    """A flow of cost `seconds` [tail, head] between two ports.
+def route(program: Program, closure: np.ndarray, tail: Tap, head: Tap) -> None:
+    """A flow between two ports, over arcs where these are fewer than the pairs of layouts."""
+    seconds = closure[np.ix_(tail.layouts, head.layouts)]
+    layouts = np.union1d(tail.layouts, head.layouts)
+    if (key := (id(closure), layouts.tobytes())) not in program.arcs and 1 not in seconds.shape:
+        part = closure[np.ix_(layouts, layouts)]
+        program.arcs[key] = arcs(part + program.tilt * ((part == 0) & ~np.eye(len(part), dtype=bool)))
+    if 1 in seconds.shape or len(program.arcs[key].seconds) >= np.isfinite(seconds).sum():
+        flow(program, seconds, tail, head)
+        return
+    found, rows = program.arcs[key], program.add_rows(len(layouts), 0.0, 0.0)
+    columns = program.add_columns(found.seconds)
+    program.add(rows[found.tails], columns, 1.0)
+    program.add(rows[found.heads], columns, -1.0)
+    program.add(rows[np.searchsorted(layouts, tail.layouts)][tail.at], tail.columns, -1.0)
+    program.add(rows[np.searchsorted(layouts, head.layouts)][head.at], head.columns, 1.0)
+
+
+def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: Detours | None = None) -> np.ndarray:
+    """A flow of cost `seconds` [tail, head] between two ports; its columns (-1: impossible, or none needed).
 
     around: detours that the head can leave out, for nothing, where it has the layout in which the value is made.
     """
     columns = np.full(seconds.shape, -1)
     if program.tilt:
         seconds = seconds + program.tilt * ((seconds == 0) & (tail.layouts[:, None] != head.layouts))
-    if around is None and 1 in seconds.shape and not program.plain:
+    if around is None and 1 in seconds.shape:
         end = head if len(tail.layouts) == 1 else tail
         program.dues.append((end.columns, seconds.ravel()[end.at]))
-        return Flow(columns, [np.zeros(0, dtype=np.intp)] * 2)
+        return columns
     at, to = np.nonzero(np.isfinite(seconds))
     columns[at, to] = program.add_columns(seconds[at, to])
     ends = [program.add_rows(len(end.layouts), 0.0, 0.0) for end in (tail, head)]
@@ -197,7 +198,7 @@ def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: De
         limit = program.add_rows(pairs.shape[1], -np.inf, 0.0)
         program.add(limit, straight, 1.0)
         program.add(limit[which.reshape(-1)], around.columns[kept], -1.0)
-    return Flow(columns, ends)
+    return columns
 
 
 def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, list[np.ndarray]]:

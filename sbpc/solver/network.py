@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sbpc.solver.least import least_of_runs
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star
 
@@ -63,11 +64,12 @@ class Side:
     edges: list[Edge]
     sorted: np.ndarray  # labels by layout, port after port
     starts: np.ndarray  # where each layout begins in `sorted`
+    run: np.ndarray  # the number of the layout of each of `sorted`
     cuts: list[tuple[int, int]]  # by edge: its part of the layouts
 
-    def project(self, belief: np.ndarray) -> np.ndarray:
+    def project(self, belief: np.ndarray, heat: float) -> np.ndarray:
         """The least belief of the labels of each layout, edge after edge."""
-        return np.minimum.reduceat(belief[self.sorted], self.starts)
+        return least_of_runs(belief[self.sorted], self.starts, self.run, heat)
 
 
 @dataclass(eq=False)
@@ -103,7 +105,7 @@ def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floa
     """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
     if star:
         none = np.zeros(0, np.intp)
-        before, after = (Side(edges, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
+        before, after = (Side(edges, none, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
         return Node(np.zeros(0, real), before, after, np.zeros(0, real), none, 1 / max(len(earlier), len(later)))
     ports = [edge.last for edge in earlier] + [edge.first for edge in later]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
@@ -124,10 +126,12 @@ def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floa
 def side(edges: list[Edge], ports: list[Port]) -> Side:
     """The edges of one side of a node, which meet it in `ports`."""
     if not edges:
-        return Side([], np.zeros(0, np.intp), np.zeros(0, np.intp), [])
+        none = np.zeros(0, np.intp)
+        return Side([], none, none, none, [])
     labels = len(ports[0].at)
     runs = [np.argsort(p.at, kind="stable") for p in ports]
     starts = [np.searchsorted(p.at[run], np.arange(len(p.layouts))) for p, run in zip(ports, runs)]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
     offset = [start + labels * number for number, start in enumerate(starts)]
-    return Side(edges, np.concatenate(runs), np.concatenate(offset), list(itertools.pairwise(ends)))
+    layouts = [start + p.at[run] for p, run, start in zip(ports, runs, ends)]
+    return Side(edges, np.concatenate(runs), np.concatenate(offset), np.concatenate(layouts), list(itertools.pairwise(ends)))

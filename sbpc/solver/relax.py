@@ -1,65 +1,22 @@
-"""Relaxations of the layout problem: what multipliers, prices of limits and labels the program has without integers."""
+"""Relaxations of the layout problem: what prices of limits and labels the program has without integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
-from sbpc.solver.exact import Answer, Program, Rows, Tap, build, chosen, highs, limited, pay, tap, unit_of
-from sbpc.solver.network import Space, slots
+from sbpc.solver.exact import Answer, build, chosen, highs, limited, unit_of
+from sbpc.solver.network import Space
 from sbpc.solver.problem import Limit, Problem, total
 
-AMID = 1e-7  # relative: so near to the best ones the multipliers of a relaxation are
+AMID = 1e-6  # relative: so near to the best ones the solution of an interior point method is
+PART = 1e-5  # what it takes less of is not taken
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 than that is taken for it
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
 MUCH = 1e4  # how many times a limit can be had beyond it
-
-
-@dataclass(frozen=True, eq=False)
-class Duals:
-    """What the relaxation says: a bound in seconds; by value and port (its producer's first) the layouts there and what is
-    paid in each; by value its aliases, and if it has more than two consumers, what each is charged [aliases, its layouts]."""
-
-    bound: float
-    aliases: list[np.ndarray | None]
-    ports: list[list[tuple[np.ndarray, np.ndarray]]]
-    charges: list[list[np.ndarray]]
-
-
-def duals(problem: Problem, space: Space, scale: float, most: int) -> Duals | None:
-    """The multipliers of the relaxation on `space`; None with more columns than `most`, or without a plan.
-
-    The interior point method ends amid all best multipliers, the simplex method at a corner; from the middle they also suit
-    labels that are not in the space. Some that are not the best are multipliers too: who uses them computes the bound anew.
-    """
-    program = Program(plain=True)
-    x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
-    taps, rows = list[list[Tap]](), list[Rows]()
-    for value, alias in zip(problem.values, space.aliases):
-        ports = [(value.producer, value.out), *slots(value)]
-        taps.append([tap(x[at], layouts[space.labels[at]]) for at, layouts in ports])
-        rows.append(pay(program, value, taps[-1][0], taps[-1][1:], alias))
-        if program.columns > most:
-            return None
-    unit = unit_of(scale)
-    model = highs(program, 0, unit)
-    for option, setting in (("solver", "ipm"), ("run_crossover", "off"), ("ipm_optimality_tolerance", AMID)):
-        model.setOptionValue(option, setting)
-    model.run()
-    found = np.array(model.getSolution().row_dual)
-    if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible or len(found) != program.rows or not np.isfinite(found).all():
-        return None
-    paid = np.append(found * unit, 0.0)  # what has no row is charged nothing
-    return Duals(
-        model.getInfo().objective_function_value * unit,
-        space.aliases,
-        [[(port.layouts, paid[at]) for port, at in zip(ports, found.ends)] for ports, found in zip(taps, rows)],
-        [[np.maximum(paid[charged], 0.0) for charged in found.charged] for found in rows],
-    )
 
 
 def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer | None:
@@ -86,6 +43,22 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     bound = model.getInfo().objective_function_value * unit + program.constant
     labels = chosen(point, x, space)
     return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
+
+
+def supported(problem: Problem, space: Space, scale: float) -> list[np.ndarray]:
+    """By variable the labels that the relaxation on `space` takes, and those that it may as well take; all if there are none.
+
+    The interior point method tells: it ends amid all solutions. scale: see `cheapest`.
+    """
+    program, x = build(problem, space)
+    model = highs(program, 0, unit_of(scale))
+    for option, setting in (("solver", "ipm"), ("run_crossover", "off"), ("ipm_optimality_tolerance", AMID)):
+        model.setOptionValue(option, setting)
+    model.run()
+    point = np.array(model.getSolution().col_value)
+    if len(point) != program.columns or not np.isfinite(point).all():
+        return list(space.labels)
+    return [labels[point[columns] > PART] for labels, columns in zip(space.labels, x)]
 
 
 def priced(

@@ -13,9 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from sbpc.solver.least import least, lesser
+
+STEP = 10.0  # charges change by about so many times the heat at a time
+RARE = 1e-3  # boxings that are less probable change theirs less
+FAINT = 1e-6  # the least that is charged, as a part of the price
 
 
 @dataclass(eq=False)
@@ -62,6 +68,30 @@ class Share:
                 np.add(needs[at][:, self.columns[at]], spare[:, self.columns[at]], out=self.charges[at])
         return messages
 
+    def shift(self, odds: Sequence[np.ndarray], heat: float) -> None:
+        """Raise the charges of consumers that take a boxing with larger odds than others, lower the others'."""
+        most = np.full(self.price.shape, np.finfo(self.price.dtype).tiny, self.price.dtype)
+        for columns, found in zip(self.columns, odds):
+            most[:, columns] = np.maximum(most[:, columns], found)
+        rate = np.minimum(STEP * heat / np.maximum(self.price, heat), 1) * np.minimum(most / RARE, 1)
+        for columns, charges, found in zip(self.columns, self.charges, odds):
+            charges *= np.exp(rate[:, columns] * (found / most[:, columns] - 1))
+        self.fill(FAINT)
+
+    def fill(self, part: float) -> None:
+        """Scale charges to as much as there may be; none is below this part of the price."""
+        every = np.zeros((len(self.columns), *self.price.shape), self.price.dtype)
+        held = np.zeros((len(self.columns), self.price.shape[1]), dtype=bool)
+        for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
+            every[at][:, columns] = np.maximum(charges, part * self.price[:, columns])
+            held[at, columns] = True
+        common = held.all(0)  # there the least charge is free, up to the second least
+        every[:, :, common] = np.maximum(every[:, :, common], np.partition(every[:, :, common], 1, axis=0)[1])
+        total = every.sum(0) - np.where(common, every.min(0), 0)
+        every *= np.divide(self.price, total, out=np.zeros_like(total), where=total > 0)
+        for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
+            charges[:] = every[at][:, columns]
+
 
 @dataclass(eq=False)
 class Star:
@@ -81,13 +111,14 @@ class Star:
     over: list[np.ndarray]
     direct: list[np.ndarray]
     sent: list[np.ndarray | None]
+    heard: dict[int, np.ndarray] = field(default_factory=dict)  # what each branch sent last
 
-    def belief(self, buffer: np.ndarray) -> np.ndarray:
+    def belief(self, buffer: np.ndarray, heat: float) -> np.ndarray:
         """Seconds and messages [sources, aliases], in the first half of the buffer."""
         found, rest = self.halves(buffer)
         np.add(self.seconds, self.made[:, None], out=found)
         for over, direct in zip(self.over, self.direct):
-            found += np.minimum(over, direct[:, None], out=rest)
+            found += lesser(over, direct[:, None], heat, rest)
         return found
 
     def halves(self, buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -95,31 +126,55 @@ class Star:
         size, shape = self.seconds.size, self.seconds.shape
         return buffer[:size].reshape(shape), buffer[size : 2 * size].reshape(shape)
 
-    def tell(self, branch: int, belief: np.ndarray, buffer: np.ndarray) -> np.ndarray:
+    def tell(self, branch: int, belief: np.ndarray, buffer: np.ndarray, heat: float) -> np.ndarray:
         """The message to the producer (0) or a consumer: by layout the least belief without what came from there."""
         if branch == 0:
-            return belief.min(1) - self.made
+            return least(belief, 1, heat) - self.made
         _, rest = self.halves(buffer)
-        np.minimum(self.over[branch - 1], self.direct[branch - 1][:, None], out=rest)
+        lesser(self.over[branch - 1], self.direct[branch - 1][:, None], heat, rest)
         np.subtract(belief, rest, out=rest)
-        message = (self.share.charges[branch - 1] + rest.min(0)[:, None]).min(0)
+        message = least(self.share.charges[branch - 1] + least(rest, 0, heat)[:, None], 0, heat)
         at, to = self.straight[branch - 1]
-        message[to] = np.minimum(message[to], rest.min(1)[at])
+        message[to] = lesser(message[to], least(rest, 1, heat)[at], heat)
         return message
 
-    def hear(self, branch: int, sent: np.ndarray, over: np.ndarray | None = None) -> float:
+    def hear(self, branch: int, sent: np.ndarray, over: np.ndarray | None = None, heat: float = 0.0) -> float:
         """Take what the producer or a consumer sends by layout (`over` the aliases, if that is known); what is taken off."""
         if branch == 0:
-            least = float(sent.min())
-            self.made[:] = sent - least
-            return least
+            floor = float(sent.min())
+            self.made[:] = sent - floor
+            return floor
+        self.heard[branch] = sent
         if over is None:
-            over = (self.share.charges[branch - 1] + sent).min(1)
+            over = least(self.share.charges[branch - 1] + sent, 1, heat)
         at, to = self.straight[branch - 1]
-        least = min(float(over.min()), float(sent[to].min(initial=np.inf)))
-        self.over[branch - 1][:] = over - least
-        self.direct[branch - 1][at] = sent[to] - least
-        return least
+        floor = min(float(over.min()), float(sent[to].min(initial=np.inf)))
+        self.over[branch - 1][:] = over - floor
+        self.direct[branch - 1][at] = sent[to] - floor
+        return floor
+
+    def shift(self, weight: float, buffer: np.ndarray, heat: float) -> float:
+        """Hear the later consumers; charge those more who take a boxing with a larger probability than others, at a heat.
+
+        The probability is the slope of the smooth bound along the charge. Returns what `hear` does, all summed up.
+        """
+        bound = sum(self.hear(1 + at, sent, heat=heat) for at, sent in enumerate(self.sent) if sent is not None)
+        belief = self.belief(buffer, heat)
+        belief -= belief.min()
+        belief *= -weight / heat
+        np.exp(belief, out=belief)
+        belief /= belief.sum()
+        odds = []
+        for at, (charges, over, direct) in enumerate(zip(self.share.charges, self.over, self.direct)):
+            with np.errstate(over="ignore"):
+                boxed = (belief / (1 + np.exp((over - direct[:, None]) / heat))).sum(0)
+            taken = charges + self.heard.get(1 + at, 0.0)
+            taken = np.exp((taken.min(1, keepdims=True) - taken) / heat)
+            odds.append(boxed[:, None] * taken / taken.sum(1, keepdims=True))
+        self.share.shift(odds, heat)
+        for at, sent in self.heard.items():
+            bound += self.hear(at, sent, heat=heat)
+        return bound
 
     def choose(self, known: Mapping[int, int]) -> int:
         """The best pair where these branches have these layouts, the producer among them; see `due`."""
@@ -139,21 +194,6 @@ class Star:
         at, to = self.straight[branch - 1]
         found[to[at == source]] = 0
         return found
-
-    def adopt(self, aliases: np.ndarray, layouts: Sequence[np.ndarray], charges: Sequence[np.ndarray]) -> None:
-        """Take what the consumers are charged at these aliases and layouts, lowered where all is too much."""
-        share, rows = self.share, np.searchsorted(self.aliases, aliases)
-        count = np.zeros(share.price.shape[1])
-        everything, least = np.zeros_like(share.price), np.full_like(share.price, np.inf)
-        for columns, charged, places, known, found in zip(share.columns, share.charges, share.places, layouts, charges):
-            charged[np.ix_(rows, np.searchsorted(places, known))] = found
-            everything[:, columns] += charged
-            least[:, columns] = np.minimum(least[:, columns], charged)
-            count[columns] += 1
-        everything -= np.where(count == len(charges), least, 0.0)
-        scale = np.divide(share.price, everything, out=np.ones_like(everything), where=everything > share.price)
-        for columns, charged in zip(share.columns, share.charges):
-            charged *= scale[:, columns]
 
     def inherit(self, other: Star) -> None:
         """Take the messages and charges of a star with more layouts."""

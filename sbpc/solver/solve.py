@@ -13,10 +13,10 @@ from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.dual import ROUNDS, Dual, between_ends, passed, prove
 from sbpc.solver.exact import Answer, cheapest
 from sbpc.solver.fold import Folded, fold
-from sbpc.solver.moves import Neighbours, nearest, one_axis, union
+from sbpc.solver.moves import Neighbours, nearby, nearest, one_axis, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
-from sbpc.solver.relax import relaxed
+from sbpc.solver.relax import relaxed, supported
 from sbpc.solver.trws import Messages, ceiling
 
 steps = logging.getLogger("sbpc.progress")
@@ -26,6 +26,7 @@ NODES = 300_000  # most nodes of its search tree, times its size
 CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
+WIDE = 4, 6  # times as many labels as variables, of which the relaxation says which to search
 CLOSE = 3e-4  # the gap with which that search ends
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
@@ -75,18 +76,23 @@ def solve_folded(
             return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
-    for size in NEAR[: 1 if quick else None]:
-        if gap() <= (ENOUGH if size == NEAR[0] else most):
-            break
-        search.approach(dual.extra, size)
-        if gap() > enough and not quick:
-            search.move()
-    if gap() > most and wide:
-        found = max(found, bounded(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
-    if gap() > most and not wide and not quick:
-        dual, _ = between_ends(folded, search.cap, sharp=True)
+    if gap() > ENOUGH:
         search.approach(dual.extra, NEAR[0])
-        found = max(found, bounded(problem, dual, fold(problem, finer), search.cap, sharp=True), key=lambda pair: pair[0])
+    if gap() > enough and not quick:
+        search.move() if wide else search.widen(dual.extra, WIDE[0])
+    for size in NEAR[1:] if wide and not quick else ():
+        if gap() > most:
+            search.approach(dual.extra, size)
+            search.move()
+    if gap() > most and (wide or not quick):
+        dual = dual if wide else between_ends(folded, search.cap, sharp=True)[0]
+        finest = bounded(problem, dual, fold(problem, finer), search.cap, sharp=not wide)
+        found = max(found, finest, key=lambda pair: pair[0])
+    for times in WIDE if not wide and not quick else ():
+        if gap() > most:
+            search.widen(dual.extra, times)
+        if gap() > most:
+            search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
     labels = folded.unfold(search.labels)
@@ -294,6 +300,13 @@ class Search:
             tilted.sweep()
             if sweep % 3 == 2:
                 self.offer(tilted.decode())
+
+    def widen(self, extra: Sequence[np.ndarray], times: int) -> None:
+        """Look among the labels that the relaxation takes of `times` as many as there are variables; extra: see `approach`."""
+        space = nearest(self.problem, extra, self.labels, times * len(self.labels))
+        taken = supported(self.problem, space, self.scale)
+        kept = [np.union1d(found, [label]) for found, label in zip(taken, self.labels)]
+        self.finish(Space(kept, [nearby(value, kept, self.labels) for value in self.problem.values]), gap=CLOSE)
 
     def move(self) -> None:
         """Free one axis at all variables, the others as they are, and finish that; over all axes until none helps."""

@@ -4,6 +4,9 @@ Kolmogorov, "Convergent tree-reweighted message passing for energy minimization"
 and, for every value with several consumers, an alias whose labels are layouts. An edge lies between two ports (a port
 maps labels to layouts) and costs a boxing, so a message goes labels -> layouts (min) -> closure (min-plus) -> layouts.
 Where a value has more than two consumers, its alias is a `Star`: labels are pairs of a source and an alias layout.
+
+Messages come to rest where no single one betters the bound, which need not be the best bound. At a heat above 0 minima are
+soft (least.py), and they come to rest at the best of a bound that is smooth (smooth.py).
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sbpc.solver.least import least
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
-from sbpc.solver.relax import Duals
 from sbpc.solver.share import Star, star_of
 
 BALANCE = 3  # charges are balanced in every so many sweeps
@@ -109,34 +112,35 @@ class Messages:
         seconds = self.matrices[key]
         return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
 
-    def forward(self) -> None:
+    def forward(self, heat: float = 0.0) -> None:
         """Send messages from every node to the later ones, first node first."""
         for number, at in enumerate(self.nodes):
             if not at.later.edges:
                 continue
             if number in self.stars:
-                belief = self.stars[number].belief(self.buffer)
+                belief = self.stars[number].belief(self.buffer, heat)
                 belief *= at.weight
                 for edge in at.later.edges:
-                    message = self.stars[number].tell(edge.branch, belief, self.buffer)
+                    message = self.stars[number].tell(edge.branch, belief, self.buffer, heat)
                     edge.last.inbox[:] = message - message.min()
                 continue
             belief = at.belief(at.inbox)
             belief -= np.minimum.reduce(belief)  # what is added to all messages over an edge changes no bound
-            sent = at.later.project(belief) * at.weight
+            belief *= at.weight
+            sent = at.later.project(belief, heat)
             sent -= at.inbox[len(at.inbox) - len(sent) :]
             for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
                 if edge.star is not None:
-                    edge.star.hear(edge.branch, sent[start:stop])
+                    edge.star.hear(edge.branch, sent[start:stop], heat=heat)
                     continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop, None], out=sums)
-                np.minimum.reduce(sums, axis=0, out=edge.last.inbox)
+                least(sums, 0, heat, edge.last.inbox)
 
-    def backward(self, beliefs: list[np.ndarray] | None = None) -> float:
+    def backward(self, heat: float = 0.0, beliefs: list[np.ndarray] | None = None) -> float:
         """Send messages to the earlier nodes, last node first; returns the bound, and appends to `beliefs` if given.
 
-        Why it is a bound: with D(x) the belief of a node less its minimum, w its weight and e its earlier edges, the
+        Why it is a bound at heat 0: with D(x) the belief of a node less its minimum, w its weight and e its earlier edges, the
         cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - |e| w) D(x) with |e| w <= 1, plus
         over the edges (seconds - message to last + w D - message to first), of which the second message is the minimum.
         """
@@ -145,24 +149,24 @@ class Messages:
         for number in range(len(self.nodes) - 1, -1, -1):
             at, star = self.nodes[number], self.stars.get(number)
             if star is not None:
-                bound += self.balance(star)
-            belief = at.belief(at.inbox) if star is None else star.belief(self.buffer)
-            least = float(belief.min())
-            bound += least
-            belief -= least
+                bound += self.balance(star) if not heat else star.shift(at.weight, self.buffer, heat)
+            belief = at.belief(at.inbox) if star is None else star.belief(self.buffer, heat)
+            floor = float(belief.min())
+            bound += floor
+            belief -= floor
             if beliefs is not None:
                 beliefs.append(belief if star is None else belief.min(0))
             if not at.earlier.edges:
                 continue
+            belief *= at.weight
             if star is not None:
-                belief *= at.weight
                 for edge in at.earlier.edges:
-                    message = star.tell(edge.branch, belief, self.buffer)
-                    least = float(message.min())
-                    edge.first.inbox[:] = message - least
-                    bound += least
+                    message = star.tell(edge.branch, belief, self.buffer, heat)
+                    floor = float(message.min())
+                    edge.first.inbox[:] = message - floor
+                    bound += floor
                 continue
-            sent = at.earlier.project(belief) * at.weight
+            sent = at.earlier.project(belief, heat)
             sent -= at.inbox[: len(sent)]
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
                 if edge.star is not None:
@@ -170,10 +174,10 @@ class Messages:
                     continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop], out=sums)
-                np.minimum.reduce(sums, axis=1, out=edge.first.inbox)
-                least = np.minimum.reduce(edge.first.inbox)
-                edge.first.inbox -= least
-                bound += float(least)
+                least(sums, 1, heat, edge.first.inbox)
+                floor = float(np.minimum.reduce(edge.first.inbox))
+                edge.first.inbox -= floor
+                bound += floor
         return bound
 
     def balance(self, star: Star) -> float:
@@ -204,7 +208,7 @@ class Messages:
             self.sweep()
         before, found = self.bound, list[np.ndarray]()
         self.forward()
-        self.bound = max(self.backward(found), before)
+        self.bound = max(self.backward(beliefs=found), before)
         return [before + belief for belief in reversed(found)]
 
     def extra(self) -> list[np.ndarray]:
@@ -246,7 +250,7 @@ class Messages:
         message: dict[int, np.ndarray] = {}
         for at in (at for number, at in enumerate(self.nodes) if at.earlier.edges and number not in self.stars):
             belief = at.belief(at.inbox)
-            left = at.earlier.project(belief - belief.min()) * at.weight
+            left = at.earlier.project((belief - belief.min()) * at.weight, 0.0)
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
                 message[id(edge.last)] = edge.last.inbox - left[start:stop]
         for edge in self.edges:
@@ -264,33 +268,6 @@ class Messages:
         """By value with more than two consumers, what each of `slots` is charged, [layouts of the alias, its layouts]."""
         values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
         return {values[middle]: star.share.charges for middle, star in self.stars.items()}
-
-    def adopt(self, duals: Duals) -> None:
-        """Take multipliers that are known for some layouts; those of the others keep their distance to these, on average.
-
-        A bound from such messages is one like any other, at first mostly a bad one.
-        """
-        edges = {id(end): edge for edge in self.edges for end in (edge.first, edge.last)}
-        for number, (ports, known) in enumerate(zip(self.ports, duals.ports)):
-            for end, (layouts, paid) in zip(ports, known):
-                at = np.searchsorted(end.layouts, layouts)
-                end.inbox += np.mean(paid - end.inbox[at])
-                end.inbox[at] = paid
-            alias = duals.aliases[number]
-            if alias is None:
-                continue
-            middle = self.place[1, number]
-            star = self.stars.get(middle)
-            if star is not None:
-                star.adopt(alias, [layouts for layouts, _ in known[1:]], duals.charges[number])
-                for branch, end in enumerate(ports):
-                    star.hear(branch, -end.inbox)
-                    if branch and end.node > middle:
-                        star.sent[branch - 1] = -end.inbox
-                continue
-            for edge, end in ((edges[id(end)], end) for end in ports):
-                other, seconds = (edge.last, edge.seconds) if edge.first is end else (edge.first, edge.seconds.T)
-                other.inbox[:] = (seconds - end.inbox[:, None]).min(0)
 
     def restrict(self, space: Space) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""

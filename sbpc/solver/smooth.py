@@ -1,0 +1,113 @@
+"""Messages beyond where they come to rest: steps on a smooth bound, ever less smooth, then on the true one.
+
+Savchynskyy, Schmidt, Kappes and Schnoerr, "Efficient MRF energy minimization via adaptive diminishing smoothing", UAI 2012,
+for the messages; what consumers are charged for shared boxings goes up the same bound, each charge by a factor. A sweep is
+then a smooth map, of which the fixed point is found in a fraction of the sweeps by mixing the last few ones (Anderson,
+"Iterative procedures for nonlinear integral equations", J. ACM 1965).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sbpc.solver.trws import Messages
+
+HEATS = 0.4, 0.15, 0.05, 0.015, 0.005  # in what a node costs of the bound, on average
+SWEEPS = 40  # at each heat
+PLAIN = 2  # of those, the first that are not mixed
+MIXED = 8  # most sweeps that are mixed
+SHARP = 6  # sweeps on the true bound after each heat
+GAIN = 3e-4  # relative: what each heat after the first must add to the bound
+BEGIN = 1e-2  # the least part of its price that a boxing is charged at first
+RIDGE = 1e-10
+
+
+def smooth(messages: Messages, rest: float = 0.0) -> None:
+    """Better the bound of messages over all layouts; rest: what else there is of the bound."""
+    best, kept = messages.bound, state(messages)
+    for star in messages.stars.values():
+        star.share.fill(BEGIN)
+    for part in HEATS if best > 0 and messages.edges else ():
+        mix(messages, part * best / len(messages.nodes))
+        soft, before, messages.bound = state(messages), best, -np.inf
+        for _ in range(SHARP):
+            messages.sweep()
+        if messages.bound > best:
+            best, kept = messages.bound, state(messages)
+        if part < HEATS[0] and best - before < GAIN * (best + rest):
+            break
+        put(messages, soft)
+    put(messages, kept)
+    messages.bound = best
+    messages.sweep()
+
+
+def mix(messages: Messages, heat: float) -> None:
+    """Sweeps at a heat."""
+    steps, ends = list[np.ndarray](), list[np.ndarray]()
+    for turn in range(SWEEPS):
+        before = vector(messages, heat)
+        messages.forward(heat)
+        messages.backward(heat)
+        ends.append(vector(messages, heat))
+        steps.append(ends[-1] - before)
+        if PLAIN <= turn < SWEEPS - 1:
+            put_vector(messages, mixture(steps, ends), heat)
+        del steps[:-MIXED], ends[:-MIXED]
+
+
+def mixture(steps: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> np.ndarray:
+    """Of where sweeps ended, a mixture for which the same mixture of their steps is least."""
+    turns, moves = np.diff(np.stack(steps), axis=0), np.diff(np.stack(ends), axis=0)
+    square = (turns @ turns.T).astype(np.float64)
+    square += RIDGE * np.trace(square) * np.eye(len(square)) + np.finfo(float).tiny * np.eye(len(square))
+    return ends[-1] - np.linalg.solve(square, turns @ steps[-1]).astype(moves.dtype) @ moves
+
+
+def state(messages: Messages) -> list[np.ndarray]:
+    """Copies of all that a sweep begins with: messages to earlier nodes, what stars hear from later ones, charges."""
+    stars = messages.stars.values()
+    return [
+        *(edge.first.inbox.copy() for edge in messages.edges),
+        *(sent for star in stars for sent in star.sent if sent is not None),
+        *(charges.copy() for star in stars for charges in star.share.charges),
+    ]
+
+
+def put(messages: Messages, found: Sequence[np.ndarray]) -> None:
+    """Set messages to a state."""
+    parts = iter(found)
+    for edge in messages.edges:
+        edge.first.inbox[:] = next(parts)
+    stars = messages.stars.values()
+    for star in stars:
+        star.sent = [None if sent is None else next(parts) for sent in star.sent]
+    for star in stars:
+        for charges in star.share.charges:
+            charges[:] = next(parts)
+        for at, sent in enumerate(star.sent):
+            if sent is not None:
+                star.hear(1 + at, sent)
+
+
+def vector(messages: Messages, heat: float) -> np.ndarray:
+    """The state as one vector, in which charges are `heat` times their logarithms."""
+    found = state(messages)
+    count = sum(len(star.share.charges) for star in messages.stars.values())
+    least = np.finfo(messages.real).tiny
+    logs = [heat * np.log(np.maximum(charges, least)) for charges in found[len(found) - count :]]
+    return np.concatenate([part.ravel() for part in found[: len(found) - count] + logs])
+
+
+def put_vector(messages: Messages, found: np.ndarray, heat: float) -> None:
+    """Set messages to the state of a vector."""
+    shapes = state(messages)
+    parts = np.split(found, np.cumsum([part.size for part in shapes])[:-1])
+    count = sum(len(star.share.charges) for star in messages.stars.values())
+    whole = [part.reshape(shape.shape) for part, shape in zip(parts, shapes)]
+    whole[len(whole) - count :] = [np.exp(np.clip(part / heat, -80, 80)) for part in whole[len(whole) - count :]]
+    put(messages, whole)
+    for star in messages.stars.values():
+        star.share.fill(0.0)

@@ -1,0 +1,174 @@
+"""Soft minima and steps on a smooth bound: the bound they end at holds and lies next to the best one that messages have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sbpc.solver import near as near_module
+from sbpc.solver import smooth as smooth_module
+from sbpc.solver.arcs import arcs
+from sbpc.solver.dual import passed
+from sbpc.solver.exact import build, highs, unit_of
+from sbpc.solver.least import least, least_of_runs, lesser
+from sbpc.solver.near import all_of
+from sbpc.solver.network import Space
+from sbpc.solver.relax import supported
+from sbpc.solver.smooth import mix, mixture, put, smooth, state
+from sbpc.solver.trws import ceiling
+from tests.test_fold import chain
+from tests.test_solver import brute_force, problems
+
+
+def soft(found: np.ndarray, heat: float) -> float:
+    """The definition."""
+    return float(-heat * np.log(np.sum(np.exp(-(found.astype(np.float64)) / heat))))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-3, 0.1, 10.0]))
+def test_soft_minima_are_what_is_said(seed, heat):
+    rng = np.random.default_rng(seed)
+    found = rng.random((4, 5))
+    for axis in (0, 1):
+        expected = [soft(row, heat) for row in (found.T if axis == 0 else found)]
+        assert np.allclose(least(found, axis, heat), expected, rtol=1e-12) if heat > 0.01 else True
+        assert (least(found, axis, heat) <= found.min(axis) + 1e-15).all()
+        assert (least(found, axis, heat) >= found.min(axis) - heat * np.log(5) - 1e-15).all()
+        assert (least(found, axis, 0.0) == found.min(axis)).all()
+    starts, run = np.array([0, 1, 4]), np.array([0, 1, 1, 1, 2])
+    for row in found:
+        parts = [row[:1], row[1:4], row[4:]]
+        assert np.allclose(least_of_runs(row, starts, run, heat), [least(part, 0, heat) for part in parts], rtol=1e-12)
+        assert (least_of_runs(row, starts, run, 0.0) == [part.min() for part in parts]).all()
+    both = np.stack([found[0], found[1]])
+    assert np.allclose(lesser(found[0], found[1], heat), least(both, 0, heat), rtol=1e-12)
+    assert (lesser(found[0], np.full(5, np.inf), heat) == found[0]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=8, labels=6, axes=1))
+def test_no_smoothed_bound_is_above_brute_force(problem):
+    best = brute_force(problem)
+    assume(np.isfinite(best))
+    messages = passed(problem, ceiling(problem, best))
+    before = messages.bound
+    smooth(messages)
+    assert before - 1e-9 * abs(before) - 1e-12 <= messages.bound <= best * (1 + 1e-8) + 1e-12
+
+
+@pytest.mark.parametrize("seed", [5, 9])
+def test_messages_that_rest_too_low_come_to_the_best_bound(seed):
+    """That of the program without integers, where consumers that share boxings do not make it the better one."""
+    problem, _, _ = chain(8, 12, 8, seed, True)
+    messages = passed(problem, ceiling(problem))
+    before = messages.bound
+    everything = Space([np.arange(len(v.costs)) for v in problem.variables], messages.space.aliases)
+    program, _ = build(problem, everything)
+    model = highs(program, 0, unit_of(before))
+    model.run()
+    best = model.getInfo().objective_function_value * unit_of(before) + program.constant
+    smooth(messages)
+    assert before < 0.99 * best and 0.999 * best <= messages.bound <= best * (1 + 1e-9)
+
+
+def test_a_smoothed_bound_is_that_of_its_multipliers():
+    """What the messages say of the bound is what one more sweep from the state that is kept gives."""
+    problem, _, _ = chain(6, 5, 5, 1, True)
+    messages = passed(problem, ceiling(problem))
+    smooth(messages)
+    said, messages.bound = messages.bound, -np.inf
+    messages.sweep()
+    assert messages.bound == pytest.approx(said, rel=1e-9)
+
+
+def test_a_state_that_is_put_back_gives_the_same_sweeps():
+    problem, _, _ = chain(5, 4, 4, 3, True)
+    messages = passed(problem, ceiling(problem))
+    assert messages.stars  # charges are part of the state
+    kept, sweeps = state(messages), messages.sweeps
+    first = [messages.sweep() for _ in range(4)]
+    mix(messages, 0.1)
+    put(messages, kept)
+    messages.bound, messages.sweeps = -np.inf, sweeps
+    assert [messages.sweep() for _ in range(4)] == pytest.approx(first, rel=1e-12)
+
+
+def test_sweeps_are_mixed_to_their_fixed_point():
+    """Of an affine map of few dimensions as many turns as there are dimensions, and two, find the fixed point."""
+    rng = np.random.default_rng(0)
+    matrix, offset = 0.9 * np.linalg.qr(rng.normal(size=(4, 4)))[0], rng.normal(size=4)
+    fixed, at = np.linalg.solve(np.eye(4) - matrix, offset), np.zeros(4)
+    steps, ends = [], []
+    for _ in range(6):
+        ends.append(matrix @ at + offset)
+        steps.append(ends[-1] - at)
+        at = mixture(steps, ends) if len(ends) > 1 else ends[-1]
+    assert np.allclose(at, fixed, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=5, labels=5, axes=1))
+def test_charges_are_never_more_than_the_price(problem):
+    messages = passed(problem, ceiling(problem))
+    assume(messages.edges)
+    for _ in range(3):
+        mix(messages, 0.1 * abs(messages.bound) / len(messages.nodes) + 1e-6)
+        for star in messages.stars.values():
+            share = star.share
+            every = np.zeros((len(share.charges), *share.price.shape))
+            for at, (columns, charges) in enumerate(zip(share.columns, share.charges)):
+                assert (charges >= 0).all()
+                every[at][:, columns] = charges
+            wanted = np.stack([np.isin(np.arange(share.price.shape[1]), np.arange(share.price.shape[1])[c]) for c in share.columns])
+            paid = every.sum(0) - np.where(wanted.all(0), every.min(0), 0.0)
+            assert (paid <= share.price * (1 + 1e-9) + 1e-15).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 9), st.booleans())
+def test_arcs_lead_everywhere_for_what_the_closure_says(seed, count, free):
+    """Boxings for nothing, circles of them and impossible ones included."""
+    rng = np.random.default_rng(seed)
+    closure = rng.integers(0 if free else 1, 6, (count, count)).astype(float)
+    closure[rng.random((count, count)) < 0.3] = np.inf
+    np.fill_diagonal(closure, 0.0)
+    for over in range(count):
+        closure = np.minimum(closure, closure[:, over, None] + closure[over])
+    found = arcs(closure)
+    again = np.full((count, count), np.inf)
+    np.fill_diagonal(again, 0.0)
+    again[found.tails, found.heads] = found.seconds
+    for over in range(count):
+        again = np.minimum(again, again[:, over, None] + again[over])
+    assert (again == closure).all()
+    for tail, head in zip(found.tails, found.heads):
+        others = [over for over in range(count) if over not in (tail, head)]
+        detours = [closure[tail, over] + closure[over, head] for over in others]
+        assert closure[tail, head] == 0 or min(detours, default=np.inf) >= closure[tail, head]
+
+
+def test_arcs_are_far_fewer_than_pairs():
+    """Two axes, three layouts each, a boxing of both at once costing what one after the other does."""
+    one = np.array([[0.0, 2.0, 3.0], [1.0, 0.0, 2.0], [0.5, 1.5, 0.0]])
+    both = (one[:, None, :, None] + 1.1 * one[None, :, None, :]).reshape(9, 9)
+    assert len(arcs(both).seconds) == 36  # the pairs that differ on one axis; there are 72
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(variables=5, labels=5, axes=1))
+def test_the_best_plan_of_an_integral_relaxation_is_supported(problem):
+    """Its labels are among those that the interior solution takes, where the program without integers has the same best."""
+    space, best = all_of(problem), brute_force(problem)
+    assume(space is not None and np.isfinite(best))
+    taken = supported(problem, space, max(best, 1e-6))
+    assert all(len(found) for found in taken)
+    space.labels = taken
+    answer = near_module.cheapest(problem, space, max(best, 1e-6))
+    assert answer.labels is not None and answer.bound >= best * (1 - 1e-7) - 1e-12
+
+
+def test_heats_fall(monkeypatch):
+    assert list(smooth_module.HEATS) == sorted(smooth_module.HEATS, reverse=True)
