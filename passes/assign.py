@@ -127,9 +127,16 @@ class Space:
         """What an assignment of this space costs, and the bound that the multipliers give."""
         return self.seconds(assignment), self.bound(proof)
 
-    def certify(self, seconds: float, limit: float, prices: Prices | None = None) -> float:
-        """A bound for all plans, tighter the longer it may take; `seconds`: of a plan, and what it pays for bytes;
-        `limit`: CPU seconds."""
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A bound for all plans, tighter the longer it may take, of which the multipliers are kept if they give a better one
+        than those before; `limit`: CPU seconds."""
+        bound, proof = self.certified(self.seconds(assignment), limit)
+        if bound > self.bound(self.proof):
+            self.multipliers = proof
+        return bound
+
+    def certified(self, seconds: float, limit: float, prices: Prices | None = None) -> tuple[float, Proof]:
+        """A bound and its proof; seconds: of a plan, and what it pays for bytes."""
         partitions = [self.classes(prices, apart) for apart in (0, 1, 2, 4)]
         return certify(self.priced(prices), partitions, seconds, limit)
 

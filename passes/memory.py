@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch.fx import GraphModule
 
@@ -39,7 +38,7 @@ TIE = 1e-9  # relative: plans that differ by less are equally fast
 APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Relaxed:
     """The problem of a plan under a limit, the limit as prices of bytes: a plan that keeps it pays at most `allowed`.
 
@@ -51,10 +50,23 @@ class Relaxed:
     allowed: float  # seconds
     known: Proof | None  # None: made when asked for
 
-    @cached_property
+    @property
     def proof(self) -> Proof:
         """Multipliers of the priced problem."""
-        return self.space.untied_proof(self.counted) if self.known is None else self.known
+        if self.known is None:
+            self.known = self.space.untied_proof(self.counted)
+        return self.known
+
+    def paid_by(self, assignment: Assignment) -> float:
+        """Seconds of an assignment, and what it pays for bytes."""
+        return self.space.seconds(assignment) + self.space.bytes_in(assignment, self.counted)
+
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A tighter bound at the same prices; see `Space.certify`."""
+        bound, proof = self.space.certified(self.paid_by(assignment), limit, self.counted)
+        if bound > self.space.bound(self.proof, self.counted):
+            self.known = proof
+        return bound - self.allowed
 
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """What an assignment costs, and the bound that the multipliers and the prices give."""
@@ -89,7 +101,7 @@ def within(
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
     plan.lower_bound = min(search.bound, search.best.seconds)  # which may differ by rounding
-    plan.certifier, plan.prover = search.certifier(plan.assignment), search.proof
+    plan.prover = search.proof
     return plan
 
 
@@ -286,13 +298,9 @@ class Search:
     def sharpen(self, best: Found) -> None:
         """A sharper bound at the prices of the best one."""
         counted, allowed = self.proof.counted, self.proof.allowed
-        bound, proof = self.space.sharp(self.paid_by(best.plan.assignment, counted), counted)
+        bound, proof = self.space.sharp(self.proof.paid_by(best.plan.assignment), counted)
         if bound - allowed > self.bound:
             self.bound, self.proof = bound - allowed, Relaxed(self.space, counted, allowed, proof)
-
-    def paid_by(self, assignment: Assignment, counted: Moment) -> float:
-        """What an assignment costs where what is counted has prices."""
-        return self.space.seconds(assignment) + self.space.bytes_in(assignment, counted)
 
     def solve(self, counted: Moment, price: float = 1.0) -> Found:
         """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""
@@ -319,12 +327,6 @@ class Search:
         if (name, sure) not in self.known:
             self.known[name, sure] = at_call(self.gm, self.calls[name], self.copies, sure)
         return self.known[name, sure]
-
-    def certifier(self, assignment: Assignment) -> Callable[[float, float], float]:
-        """The function of a plan's seconds and of CPU seconds that gives a tighter bound, at the prices of the best one."""
-        counted, allowed = self.proof.counted, self.proof.allowed
-        paid = self.paid_by(assignment, counted)
-        return lambda _, seconds: self.space.certify(paid, seconds, counted) - allowed
 
 
 def shortage(plan: Plan, limit: float) -> str:

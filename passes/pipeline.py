@@ -114,7 +114,7 @@ def finish(
                 assignment, again = space.solve(starts=[assignment, *better])
                 bound = max(bound, again)
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
-    plan.certifier, plan.prover = space.certify, space
+    plan.prover = space
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
             stored = annotate(store(gm))

@@ -59,6 +59,9 @@ class Prover(Protocol):
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """What an assignment costs, and the bound that the multipliers give."""
 
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A bound found in about `limit` CPU seconds, the plan's assignment given; `proof` is what gave it, if it is better."""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -95,7 +98,6 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
-    certifier: Callable[[float, float], float] | None = field(default=None, repr=False)
     prover: Prover | None = field(default=None, repr=False)
 
     @property
@@ -210,9 +212,7 @@ class Plan:
 
         Raises PlanError for a plan that was read from a file.
         """
-        if self.certifier is None:
-            raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew.")
-        self.lower_bound = max(self.lower_bound, self.certifier(self.cost.paid, seconds))
+        self.lower_bound = max(self.lower_bound, self.problem.certify(self.assignment, seconds))
         self.__dict__.pop("cost", None)
         return self.cost.gap
 

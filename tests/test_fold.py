@@ -174,6 +174,7 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
     before, layouts = plan.cost.lower_bound, dict(plan.layouts)
     gap = plan.certify(seconds=5)
     assert before <= plan.cost.lower_bound <= plan.cost.seconds and gap == plan.cost.gap
+    assert plan.check_bound().bound == pytest.approx(plan.cost.lower_bound, rel=1e-9)  # from the multipliers that are kept
     assert plan.layouts == layouts
 
 

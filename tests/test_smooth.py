@@ -55,7 +55,7 @@ def test_no_smoothed_bound_is_above_brute_force(problem):
     assume(np.isfinite(best))
     messages = passed(problem, ceiling(problem, best))
     before = messages.bound
-    smooth(messages)
+    smooth(messages, np.inf, 40, np.inf)
     assert before - 1e-9 * abs(before) - 1e-12 <= messages.bound <= best * (1 + 1e-8) + 1e-12
 
 
@@ -70,7 +70,7 @@ def test_messages_that_rest_too_low_come_to_the_best_bound(seed):
     model = highs(program, 0, unit_of(before))
     model.run()
     best = model.getInfo().objective_function_value * unit_of(before) + program.constant
-    smooth(messages)
+    smooth(messages, np.inf, 40, np.inf)
     assert before < 0.99 * best and 0.999 * best <= messages.bound <= best * (1 + 1e-9)
 
 
@@ -78,7 +78,7 @@ def test_a_smoothed_bound_is_that_of_its_multipliers():
     """What the messages say of the bound is what one more sweep from the state that is kept gives."""
     problem, _, _ = chain(6, 5, 5, 1, True)
     messages = passed(problem, ceiling(problem))
-    smooth(messages)
+    smooth(messages, np.inf, 40, np.inf)
     said, messages.bound = messages.bound, -np.inf
     messages.sweep()
     assert messages.bound == pytest.approx(said, rel=1e-9)
@@ -90,7 +90,7 @@ def test_a_state_that_is_put_back_gives_the_same_sweeps():
     assert messages.stars  # charges are part of the state
     kept, sweeps = state(messages), messages.sweeps
     first = [messages.sweep() for _ in range(4)]
-    mix(messages, 0.1)
+    mix(messages, 0.1, 20)
     put(messages, kept)
     messages.bound, messages.sweeps = -np.inf, sweeps
     assert [messages.sweep() for _ in range(4)] == pytest.approx(first, rel=1e-12)
@@ -115,7 +115,7 @@ def test_charges_are_never_more_than_the_price(problem):
     messages = passed(problem, ceiling(problem))
     assume(messages.edges)
     for _ in range(3):
-        mix(messages, 0.1 * abs(messages.bound) / len(messages.nodes) + 1e-6)
+        mix(messages, 0.1 * abs(messages.bound) / len(messages.nodes) + 1e-6, 20)
         for star in messages.stars.values():
             share = star.share
             every = np.zeros((len(share.charges), *share.price.shape))

@@ -7,12 +7,13 @@ of its members meet), then the ends, with the multipliers of the blocks as they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbpc.solver.check import Proof
+from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.fold import Folded, Kind, Slot
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Problem, Value, Variable
@@ -22,6 +23,18 @@ from sbpc.solver.trws import Messages
 ROUNDS = 16  # at most so many times SWEEPS sweeps
 SWEEPS = 3  # as many as there are from one balance of charges to the next
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is done to better a bound beyond where messages rest: until it is `aim` seconds, see `smooth` for the others."""
+
+    aim: float
+    sweeps: int = 12
+    until: float = math.inf
+
+
+NONE = Effort(0.0)
 
 
 @dataclass(eq=False)
@@ -34,33 +47,41 @@ class Part:
     units: list[float] = field(default_factory=list)
 
 
-def prove(dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False) -> Proof:
-    """The proof of a bound of the whole problem; folded: the problem of `dual`, or the same folded less. sharp: see
-    `between_ends`."""
+def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effort = NONE) -> tuple[float, Proof]:
+    """A bound of the whole problem, and its proof; folded: the problem of `dual`, or the same folded less."""
     if max(dual.folded.sizes) == 1:
-        return dual.proof()
+        return checked(problem, dual)
     found = dual.carried(folded)
     rest = ends(folded, found)
-    messages = passed(rest.problem, cap, rounds, dual.bound)
-    if sharp:
-        smooth(messages, dual.bound)
-    found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
+    messages = passed(rest.problem, cap, dual.bound)
+
+    def known() -> tuple[float, Proof]:
+        found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
+        return checked(problem, found)
+
+    best = known()
+    if best[0] < effort.aim:
+        smooth(messages, messages.bound + effort.aim - best[0], effort.sweeps, effort.until)
+        best = max(best, known(), key=lambda pair: pair[0])
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
         if dual.folded.sizes[at] == 1:
             dual.extra[at] = extra
-    return found.proof()
+    return best
 
 
-def between_ends(folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False) -> tuple[Dual, list[int]]:
-    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way.
+def checked(problem: Problem, dual: Dual) -> tuple[float, Proof]:
+    """The bound that multipliers give, and the proof of it."""
+    proof = dual.proof()
+    return checked_bound(problem, proof), proof
 
-    sharp: better ones, which take some ten times as long.
-    """
+
+def between_ends(folded: Folded, cap: float, effort: Effort = NONE) -> tuple[Dual, list[int]]:
+    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way."""
     found, part = Dual(folded), blocks(folded)
-    messages = passed(part.problem, cap, rounds)
-    if sharp:
-        smooth(messages)
+    messages = passed(part.problem, cap)
+    if messages.bound < effort.aim:
+        smooth(messages, effort.aim, effort.sweeps, effort.until)
     found.take(part, messages, lambda slot: True)
     found.extra, found.bound = messages.extra(), messages.bound
     return found, messages.decode()
@@ -205,16 +226,16 @@ def ends(folded: Folded, dual: Dual) -> Part:
     return part
 
 
-def passed(problem: Problem, cap: float, rounds: int = ROUNDS, rest: float = 0.0) -> Messages:
+def passed(problem: Problem, cap: float, rest: float = 0.0) -> Messages:
     """Messages over all layouts, until they raise the bound no more; rest: what else there is of it."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
     messages = Messages(problem, everything, cap, np.float32 if wide else np.float64)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * ROUNDS / rounds * max(abs(messages.bound), rest):
+        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest):
             break
     return messages

@@ -154,16 +154,19 @@ def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
 
 
 def route(program: Program, closure: np.ndarray, tail: Tap, head: Tap) -> None:
-    """A flow between two ports, over arcs where these are fewer than the pairs of layouts."""
+    """A flow between two ports, over arcs where these are fewer than the pairs of layouts and no boxing is tilted."""
     seconds = closure[np.ix_(tail.layouts, head.layouts)]
-    layouts = np.union1d(tail.layouts, head.layouts)
-    if (key := (id(closure), layouts.tobytes())) not in program.arcs and 1 not in seconds.shape:
-        part = closure[np.ix_(layouts, layouts)]
-        program.arcs[key] = arcs(part + program.tilt * ((part == 0) & ~np.eye(len(part), dtype=bool)))
-    if 1 in seconds.shape or len(program.arcs[key].seconds) >= np.isfinite(seconds).sum():
+    if program.tilt or 1 in seconds.shape:
         flow(program, seconds, tail, head)
         return
-    found, rows = program.arcs[key], program.add_rows(len(layouts), 0.0, 0.0)
+    layouts = np.union1d(tail.layouts, head.layouts)
+    if (key := (id(closure), layouts.tobytes())) not in program.arcs:
+        program.arcs[key] = arcs(closure[np.ix_(layouts, layouts)])
+    found = program.arcs[key]
+    if len(found.seconds) >= np.isfinite(seconds).sum():
+        flow(program, seconds, tail, head)
+        return
+    rows = program.add_rows(len(layouts), 0.0, 0.0)
     columns = program.add_columns(found.seconds)
     program.add(rows[found.tails], columns, 1.0)
     program.add(rows[found.heads], columns, -1.0)

@@ -33,5 +33,11 @@ def lesser(one: np.ndarray, other: np.ndarray, heat: float, out: np.ndarray | No
     """The lesser of two, of which the second may be infinite."""
     if not heat:
         return np.minimum(one, other, out=out)
-    apart = np.exp(-np.abs(one - other) / heat)
-    return np.subtract(np.minimum(one, other), heat * np.log1p(apart), out=out)
+    apart = one - other
+    np.abs(apart, out=apart)
+    apart /= -heat
+    np.exp(apart, out=apart)
+    apart += 1
+    np.log(apart, out=apart)
+    apart *= heat
+    return np.subtract(np.minimum(one, other), apart, out=out)

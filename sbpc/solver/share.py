@@ -86,8 +86,12 @@ class Share:
             every[at][:, columns] = np.maximum(charges, part * self.price[:, columns])
             held[at, columns] = True
         common = held.all(0)  # there the least charge is free, up to the second least
-        every[:, :, common] = np.maximum(every[:, :, common], np.partition(every[:, :, common], 1, axis=0)[1])
-        total = every.sum(0) - np.where(common, every.min(0), 0)
+        first, second = np.full((2, *self.price.shape), np.inf, self.price.dtype)
+        for charges in every:
+            second = np.minimum(second, np.maximum(first, charges))
+            first = np.minimum(first, charges)
+        every = np.maximum(every, np.where(common, second, 0))
+        total = every.sum(0) - np.where(common, second, 0)
         every *= np.divide(self.price, total, out=np.zeros_like(total), where=total > 0)
         for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
             charges[:] = every[at][:, columns]

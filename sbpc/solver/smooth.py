@@ -8,6 +8,7 @@ then a smooth map, of which the fixed point is found in a fraction of the sweeps
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,45 +16,48 @@ import numpy as np
 from sbpc.solver.trws import Messages
 
 HEATS = 0.4, 0.15, 0.05, 0.015, 0.005  # in what a node costs of the bound, on average
-SWEEPS = 40  # at each heat
 PLAIN = 2  # of those, the first that are not mixed
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
-GAIN = 3e-4  # relative: what each heat after the first must add to the bound
 BEGIN = 1e-2  # the least part of its price that a boxing is charged at first
 RIDGE = 1e-10
 
 
-def smooth(messages: Messages, rest: float = 0.0) -> None:
-    """Better the bound of messages over all layouts; rest: what else there is of the bound."""
+def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
+    """Better the bound of messages over all layouts with so many sweeps at each heat.
+
+    aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
+    """
     best, kept = messages.bound, state(messages)
+    if best <= 0 or not messages.edges:
+        return
     for star in messages.stars.values():
         star.share.fill(BEGIN)
-    for part in HEATS if best > 0 and messages.edges else ():
-        mix(messages, part * best / len(messages.nodes))
-        soft, before, messages.bound = state(messages), best, -np.inf
+    for part in HEATS:
+        if best >= aim or time.process_time() > until:
+            break
+        mix(messages, part * best / len(messages.nodes), sweeps)
+        soft, messages.bound = state(messages), -np.inf
         for _ in range(SHARP):
             messages.sweep()
         if messages.bound > best:
             best, kept = messages.bound, state(messages)
-        if part < HEATS[0] and best - before < GAIN * (best + rest):
-            break
         put(messages, soft)
     put(messages, kept)
     messages.bound = best
     messages.sweep()
 
 
-def mix(messages: Messages, heat: float) -> None:
+def mix(messages: Messages, heat: float, sweeps: int) -> None:
     """Sweeps at a heat."""
     steps, ends = list[np.ndarray](), list[np.ndarray]()
-    for turn in range(SWEEPS):
+    for turn in range(sweeps):
         before = vector(messages, heat)
         messages.forward(heat)
         messages.backward(heat)
         ends.append(vector(messages, heat))
         steps.append(ends[-1] - before)
-        if PLAIN <= turn < SWEEPS - 1:
+        if PLAIN <= turn < sweeps - 1:
             put_vector(messages, mixture(steps, ends), heat)
         del steps[:-MIXED], ends[:-MIXED]
 

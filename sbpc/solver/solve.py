@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.check import Proof, checked_bound
-from sbpc.solver.dual import ROUNDS, Dual, between_ends, passed, prove
+from sbpc.solver.check import Proof
+from sbpc.solver.dual import Effort, between_ends, passed, prove
 from sbpc.solver.exact import Answer, cheapest
-from sbpc.solver.fold import Folded, fold
+from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours, nearby, nearest, one_axis, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
@@ -26,8 +26,10 @@ NODES = 300_000  # most nodes of its search tree, times its size
 CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
+SWEEPS = 12, 40  # at each heat, where bounds are bettered; more only where that was not enough
 WIDE = 4, 6  # times as many labels as variables, of which the relaxation says which to search
 CLOSE = 3e-4  # the gap with which that search ends
+NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
 # moves are tried, beyond the second all else
@@ -69,7 +71,7 @@ def solve_folded(
     enough, most = TIED[wide]
     dual, labels = between_ends(folded, search.cap)
     search.offer(labels)
-    found = bounded(problem, dual, folded if wide else fold(problem, finer), search.cap)
+    found = prove(problem, dual, folded if wide else fold(problem, finer), search.cap)
 
     def gap() -> float:
         if not math.isfinite(search.seconds):
@@ -84,13 +86,18 @@ def solve_folded(
         if gap() > most:
             search.approach(dual.extra, size)
             search.move()
-    if gap() > most and (wide or not quick):
-        dual = dual if wide else between_ends(folded, search.cap, sharp=True)[0]
-        finest = bounded(problem, dual, fold(problem, finer), search.cap, sharp=not wide)
-        found = max(found, finest, key=lambda pair: pair[0])
-    for times in WIDE if not wide and not quick else ():
-        if gap() > most:
-            search.widen(dual.extra, times)
+    if gap() > most and wide:
+        found = max(found, prove(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
+    for sweeps in () if wide or quick else SWEEPS:
+        if gap() <= most:
+            break
+        aim = search.seconds * (1 - NEARLY * most)
+        dual, labels = between_ends(folded, search.cap, Effort(aim + dual.bound - found[0], sweeps))
+        found = max(found, prove(problem, dual, fold(problem, finer), search.cap, Effort(aim, sweeps)), key=lambda pair: pair[0])
+        search.offer(labels)
+        for times in WIDE:
+            if gap() > most:
+                search.widen(dual.extra, times)
         if gap() > most:
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
@@ -100,28 +107,30 @@ def solve_folded(
     return Solution(labels, seconds, min(found[0], seconds), False, found[1], folded.unfold(dual.extra))
 
 
-def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> float:
-    """The best bound found within about `limit` CPU seconds; partitions: classes of variables, coarse ones first.
-
-    seconds: what a plan takes. More sweeps for the equal blocks, then for ends of more and more blocks.
-    """
-    start, best = time.process_time(), 0.0
+def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> tuple[float, Proof]:
+    """The best bound found within about `limit` CPU seconds, and its proof; partitions: classes of variables, coarse ones
+    first. seconds: what a plan takes. Half the time is for equal blocks, the rest for ends of more and more blocks."""
+    start = time.process_time()
     coarse = fold(problem, partitions[0])
     cap = ceiling(coarse.problem, seconds)
-    for rounds in (ROUNDS, 4 * ROUNDS, 16 * ROUNDS):
-        dual, _ = between_ends(coarse, cap, rounds, True)
-        for partition in partitions:
-            if seconds - best <= SLACK * seconds or (best and time.process_time() - start > limit):
-                return min(best, seconds)
-            best = max(best, bounded(problem, dual, fold(problem, partition), cap, rounds, True)[0])
-    return min(best, seconds)
+    found = 0.0, Proof([])
+    for sweeps in SWEEPS:
+        dual, _ = between_ends(coarse, cap, Effort(math.inf, sweeps, start + limit / 2))
+        for at, partition in enumerate(partitions):
+            left = start + limit - time.process_time()
+            if found[0] >= seconds * (1 - SLACK) or (found[0] and left < 0):
+                return min(found[0], seconds), found[1]
+            effort = Effort(seconds, sweeps, time.process_time() + left / (len(partitions) - at))
+            found = max(found, prove(problem, dual, fold(problem, partition), cap, effort), key=lambda pair: pair[0])
+    return min(found[0], seconds), found[1]
 
 
 def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float) -> tuple[float, Proof]:
-    """A bound as that of `solve`, sharpened by relaxations; seconds: of a plan."""
+    """A bound as that of `solve` for larger gaps, and its proof; seconds: of a plan."""
     folded = fold(problem, alike)
     cap = ceiling(folded.problem, seconds)
-    return bounded(problem, between_ends(folded, cap, sharp=True)[0], fold(problem, finer), cap, sharp=True)
+    dual, _ = between_ends(folded, cap, Effort(math.inf, SWEEPS[0]))
+    return prove(problem, dual, fold(problem, finer), cap, Effort(seconds, SWEEPS[0]))
 
 
 def untied_proof(problem: Problem) -> Proof:
@@ -133,14 +142,6 @@ def untied_proof(problem: Problem) -> Proof:
 def untied_distances(problem: Problem) -> list[np.ndarray]:
     """By variable and label, about how far plans with the label are from a bound, from messages alone; nothing is tied."""
     return passed(problem, ceiling(problem)).extra()
-
-
-def bounded(
-    problem: Problem, dual: Dual, folded: Folded, cap: float, rounds: int = ROUNDS, sharp: bool = False
-) -> tuple[float, Proof]:
-    """The bound that the multipliers of a proof give, and the proof."""
-    proof = prove(dual, folded, cap, rounds, sharp)
-    return checked_bound(problem, proof), proof
 
 
 class Search:
