@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import near as near_module
-from sbpc.solver import smooth as smooth_module
 from sbpc.solver.arcs import arcs
 from sbpc.solver.dual import passed
 from sbpc.solver.exact import build, highs, unit_of
@@ -168,7 +167,3 @@ def test_the_best_plan_of_an_integral_relaxation_is_supported(problem):
     space.labels = taken
     answer = near_module.cheapest(problem, space, max(best, 1e-6))
     assert answer.labels is not None and answer.bound >= best * (1 - 1e-7) - 1e-12
-
-
-def test_heats_fall(monkeypatch):
-    assert list(smooth_module.HEATS) == sorted(smooth_module.HEATS, reverse=True)

@@ -15,7 +15,8 @@ import numpy as np
 
 from sbpc.solver.trws import Messages
 
-HEATS = 0.4, 0.15, 0.05, 0.015, 0.005  # in what a node costs of the bound, on average
+HEATS = (0.4, 0.15, 0.05, 0.015, 0.005), (0.1, 0.03, 0.01)  # in what a node costs of the bound, on average; on at most
+# two axes, and on more, where a sweep takes a second
 PLAIN = 2  # of those, the first that are not mixed
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
@@ -33,7 +34,7 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
         return
     for star in messages.stars.values():
         star.share.fill(BEGIN)
-    for part in HEATS:
+    for part in HEATS[messages.problem.variables[0].digits.shape[1] > 2]:
         if best >= aim or time.process_time() > until:
             break
         mix(messages, part * best / len(messages.nodes), sweeps)

@@ -31,8 +31,8 @@ WIDE = 4, 6  # times as many labels as variables, of which the relaxation says w
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
-TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: beyond the first axis
-# moves are tried, beyond the second all else
+TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
+# search goes on, above the second all is tried
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
@@ -63,7 +63,9 @@ def solve_folded(
 ) -> Solution:
     """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small.
 
-    The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first.
+    The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
+    at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
+    is bettered, which also says better which labels are near. On more axes, where there are too many, one is freed at a time.
     """
     folded = fold(problem, alike)
     search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
