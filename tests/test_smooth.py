@@ -7,10 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import near as near_module
+from sbpc.solver import Problem, Value, Variable
 from sbpc.solver.arcs import arcs
-from sbpc.solver.dual import passed
-from sbpc.solver.exact import build, highs, unit_of
+from sbpc.solver.check import checked_bound
+from sbpc.solver.dual import Effort, between_ends, passed, prove
+from sbpc.solver.exact import build, cheapest, highs, unit_of
+from sbpc.solver.fold import fold
 from sbpc.solver.least import least, least_of_runs, lesser
 from sbpc.solver.near import all_of
 from sbpc.solver.network import Space
@@ -89,7 +91,7 @@ def test_a_state_that_is_put_back_gives_the_same_sweeps():
     assert messages.stars  # charges are part of the state
     kept, sweeps = state(messages), messages.sweeps
     first = [messages.sweep() for _ in range(4)]
-    mix(messages, 0.1, 20)
+    mix(messages, 0.1, 20, np.inf)
     put(messages, kept)
     messages.bound, messages.sweeps = -np.inf, sweeps
     assert [messages.sweep() for _ in range(4)] == pytest.approx(first, rel=1e-12)
@@ -114,7 +116,7 @@ def test_charges_are_never_more_than_the_price(problem):
     messages = passed(problem, ceiling(problem))
     assume(messages.edges)
     for _ in range(3):
-        mix(messages, 0.1 * abs(messages.bound) / len(messages.nodes) + 1e-6, 20)
+        mix(messages, 0.1 * abs(messages.bound) / len(messages.nodes) + 1e-6, 20, np.inf)
         for star in messages.stars.values():
             share = star.share
             every = np.zeros((len(share.charges), *share.price.shape))
@@ -162,8 +164,28 @@ def test_the_best_plan_of_an_integral_relaxation_is_supported(problem):
     """Its labels are among those that the interior solution takes, where the program without integers has the same best."""
     space, best = all_of(problem), brute_force(problem)
     assume(space is not None and np.isfinite(best))
-    taken = supported(problem, space, max(best, 1e-6))
-    assert all(len(found) for found in taken)
+    taken = supported(problem, space, max(best, 1e-6), 10**6)
+    assert taken is not None and all(len(found) for found in taken)
     space.labels = taken
-    answer = near_module.cheapest(problem, space, max(best, 1e-6))
+    answer = cheapest(problem, space, max(best, 1e-6))
     assert answer.labels is not None and answer.bound >= best * (1 - 1e-7) - 1e-12
+
+
+def test_where_there_is_no_plan_nothing_is_supported():
+    closure = np.full((4, 4), np.inf)
+    np.fill_diagonal(closure, 0.0)
+    variables = [Variable(name, np.ones(2), np.arange(2)[:, None]) for name in "ab"]
+    problem = Problem(variables, [Value(0, np.array([0, 1]), [(1, np.array([2, 3]))], closure, (0, 0))])
+    assert supported(problem, all_of(problem), 1.0, 100) is None
+    assert supported(problem, all_of(problem), 1.0, 1) is None
+
+
+@pytest.mark.parametrize("seed", range(30, 50))
+def test_a_bound_that_was_bettered_is_that_of_its_proof(seed):
+    """The multipliers of the better one are kept, not a mixture of what was found before and after."""
+    rng = np.random.default_rng(seed)
+    problem, classes, finer = chain(int(rng.integers(5, 9)), int(rng.integers(2, 7)), int(rng.integers(2, 7)), seed, True)
+    folded = fold(problem, classes)
+    dual, _ = between_ends(folded, ceiling(folded.problem))
+    bound, proof = prove(problem, dual, fold(problem, finer), ceiling(folded.problem), Effort(np.inf, 12))
+    assert checked_bound(problem, proof) == bound

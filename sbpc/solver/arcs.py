@@ -24,8 +24,8 @@ class Arcs:
 def arcs(closure: np.ndarray) -> Arcs:
     """Arcs over which the cheapest way between any two layouts costs what `closure` [layouts, layouts] says.
 
-    A boxing is left out where others that are still there lead to the same over a third layout for as much. As these are
-    never left out in the same turn, boxings for nothing that lead round in a circle do not replace each other.
+    A boxing is left out where others that are still there lead to the same over a third layout for as much. In the turn of
+    that layout no boxing to or from it is left out, so boxings for nothing that lead in a circle do not replace each other.
     """
     there = np.isfinite(closure) & ~np.eye(len(closure), dtype=bool)
     for over in range(len(closure)):

@@ -30,11 +30,11 @@ class Effort:
     """What is done to better a bound beyond where messages rest: until it is `aim` seconds, see `smooth` for the others."""
 
     aim: float
-    sweeps: int = 12
+    sweeps: int
     until: float = math.inf
 
 
-NONE = Effort(0.0)
+NONE = Effort(0.0, 0)
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Dual:
         """What `check` reads."""
         kinds = self.folded.kinds
         names = {at: name(kinds[at]) for at in self.charges}
-        return Proof(self.folded.classes, self.multipliers, {names[at]: found for at, found in self.charges.items()})
+        return Proof(self.folded.classes, dict(self.multipliers), {names[at]: found for at, found in self.charges.items()})
 
     def take(self, part: Part, messages: Messages, wanted: Callable[[Slot], bool]) -> None:
         """Take the multipliers of the slots that are `wanted`, and all charges, from the messages of a part."""

@@ -6,8 +6,8 @@ is at least the flow of each consumer. Of more than two consumers each may also 
 nothing: per (made layout, alias) some of what flows there then flows on to the consumer unpaid. By made layout alone
 the program is right too, but its relaxation far weaker: this one is nearly always integral. With x integral an optimal
 vertex has one alias, so only x need be integral. Ports with one layout left need no flow: what they pay falls on the
-labels, or on the aliases, at the other end. A flow runs over the boxings that no others replace (arcs.py), or straight
-from layout to layout where these are fewer, or where it matters who shares a boxing.
+labels, or on the aliases, at the other end. A flow that shares no boxing runs over those that no others replace (arcs.py),
+or straight from layout to layout where these are fewer, and under limits, where a boxing for nothing costs a little.
 """
 
 from __future__ import annotations
@@ -217,6 +217,11 @@ def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, l
         else:
             pay(program, value, taps[0], taps[1:], alias)
     return program, x
+
+
+def columns_of(problem: Problem, space: Space) -> int:
+    """How many columns the program on `space` has under limits."""
+    return build(problem, space, 1.0)[0].columns
 
 
 def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from sbpc.solver.dual import passed
-from sbpc.solver.exact import Answer, build, cheapest
+from sbpc.solver.exact import Answer, cheapest, columns_of
 from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import nearby
 from sbpc.solver.network import Space, aliased
@@ -72,7 +72,7 @@ class Near:
             most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
             kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
             space = self.space(folded, list(map(np.union1d, kept, self.mixed)))
-            if size <= len(self.far) // 4 or build(folded.problem, space)[0].columns <= MANY:
+            if size <= len(self.far) // 4 or columns_of(folded.problem, space) <= MANY:
                 return space
             size //= 2
 
@@ -92,7 +92,7 @@ class Near:
         while True:
             folded = fold(self.problem, pieces(self.coarse, parts))
             space = self.space(folded, self.mixed)
-            if parts == 1 or build(folded.problem, space)[0].columns <= MANY:
+            if parts == 1 or columns_of(folded.problem, space) <= MANY:
                 return folded, space
             parts = (parts + 1) // 2
 
@@ -102,7 +102,7 @@ class Near:
         if len(self.problem.variables) > UNTIED or costly.variables[0].digits.shape[1] > 2:
             return False  # beyond two axes bounds are of single precision
         space = bounded_by(costly, most)
-        if space is None or build(costly, space)[0].columns > BOUNDED:
+        if space is None or columns_of(costly, space) > BOUNDED:
             return False
         self.every = space
         return True
@@ -170,7 +170,7 @@ def all_of(problem: Problem) -> Space | None:
         return None
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     space = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
-    return space if build(problem, space)[0].columns <= FEW else None
+    return space if columns_of(problem, space) <= FEW else None
 
 
 def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:

@@ -45,19 +45,22 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
 
 
-def supported(problem: Problem, space: Space, scale: float) -> list[np.ndarray]:
-    """By variable the labels that the relaxation on `space` takes, and those that it may as well take; all if there are none.
+def supported(problem: Problem, space: Space, scale: float, most: int) -> list[np.ndarray] | None:
+    """By variable the labels that the relaxation on `space` takes, and those that it may as well take; None if there is no
+    plan, or with more columns than `most`.
 
     The interior point method tells: it ends amid all solutions. scale: see `cheapest`.
     """
     program, x = build(problem, space)
+    if np.isinf(program.constant) or program.columns > most:
+        return None
     model = highs(program, 0, unit_of(scale))
     for option, setting in (("solver", "ipm"), ("run_crossover", "off"), ("ipm_optimality_tolerance", AMID)):
         model.setOptionValue(option, setting)
     model.run()
     point = np.array(model.getSolution().col_value)
-    if len(point) != program.columns or not np.isfinite(point).all():
-        return list(space.labels)
+    if len(point) != program.columns or any(not point[columns].max() > PART for columns in x):
+        return None
     return [labels[point[columns] > PART] for labels, columns in zip(space.labels, x)]
 
 

@@ -21,6 +21,7 @@ from sbpc.solver.least import least, lesser
 
 STEP = 10.0  # charges change by about so many times the heat at a time
 RARE = 1e-3  # boxings that are less probable change theirs less
+LEAST = 1e-30  # the part of its price of which less is no charge
 FAINT = 1e-6  # the least that is charged, as a part of the price
 
 
@@ -68,7 +69,7 @@ class Share:
                 np.add(needs[at][:, self.columns[at]], spare[:, self.columns[at]], out=self.charges[at])
         return messages
 
-    def shift(self, odds: Sequence[np.ndarray], heat: float) -> None:
+    def adapt(self, odds: Sequence[np.ndarray], heat: float) -> None:
         """Raise the charges of consumers that take a boxing with larger odds than others, lower the others'."""
         most = np.full(self.price.shape, np.finfo(self.price.dtype).tiny, self.price.dtype)
         for columns, found in zip(self.columns, odds):
@@ -79,7 +80,7 @@ class Share:
         self.fill(FAINT)
 
     def fill(self, part: float) -> None:
-        """Scale charges to as much as there may be; none is below this part of the price."""
+        """Scale charges to as much as there may be; before that none is below this part of the price."""
         every = np.zeros((len(self.columns), *self.price.shape), self.price.dtype)
         held = np.zeros((len(self.columns), self.price.shape[1]), dtype=bool)
         for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
@@ -92,7 +93,7 @@ class Share:
             first = np.minimum(first, charges)
         every = np.maximum(every, np.where(common, second, 0))
         total = every.sum(0) - np.where(common, second, 0)
-        every *= np.divide(self.price, total, out=np.zeros_like(total), where=total > 0)
+        every *= np.divide(self.price, total, out=np.zeros_like(total), where=total > LEAST * self.price)
         for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
             charges[:] = every[at][:, columns]
 
@@ -157,12 +158,14 @@ class Star:
         self.direct[branch - 1][at] = sent[to] - floor
         return floor
 
-    def shift(self, weight: float, buffer: np.ndarray, heat: float) -> float:
+    def shift(self, weight: float, buffer: np.ndarray, heat: float) -> None:
         """Hear the later consumers; charge those more who take a boxing with a larger probability than others, at a heat.
 
-        The probability is the slope of the smooth bound along the charge. Returns what `hear` does, all summed up.
+        The probability is the slope of the smooth bound along the charge.
         """
-        bound = sum(self.hear(1 + at, sent, heat=heat) for at, sent in enumerate(self.sent) if sent is not None)
+        for at, sent in enumerate(self.sent):
+            if sent is not None:
+                self.hear(1 + at, sent, heat=heat)
         belief = self.belief(buffer, heat)
         belief -= belief.min()
         belief *= -weight / heat
@@ -175,10 +178,9 @@ class Star:
             taken = charges + self.heard.get(1 + at, 0.0)
             taken = np.exp((taken.min(1, keepdims=True) - taken) / heat)
             odds.append(boxed[:, None] * taken / taken.sum(1, keepdims=True))
-        self.share.shift(odds, heat)
-        for at, sent in self.heard.items():
-            bound += self.hear(at, sent, heat=heat)
-        return bound
+        self.share.adapt(odds, heat)
+        for branch, sent in self.heard.items():
+            self.hear(branch, sent, heat=heat)
 
     def choose(self, known: Mapping[int, int]) -> int:
         """The best pair where these branches have these layouts, the producer among them; see `due`."""

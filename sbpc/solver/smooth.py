@@ -17,11 +17,11 @@ from sbpc.solver.trws import Messages
 
 HEATS = (0.4, 0.15, 0.05, 0.015, 0.005), (0.1, 0.03, 0.01)  # in what a node costs of the bound, on average; on at most
 # two axes, and on more, where a sweep takes a second
-PLAIN = 2  # of those, the first that are not mixed
+PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
 BEGIN = 1e-2  # the least part of its price that a boxing is charged at first
-RIDGE = 1e-10
+RIDGE = 1e-10  # relative: what keeps mixtures of nearly equal steps small
 
 
 def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
@@ -30,15 +30,18 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
     aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
     """
     best, kept = messages.bound, state(messages)
-    if best <= 0 or not messages.edges:
+    if best <= np.finfo(messages.real).eps * messages.cap or not messages.edges:
         return
     for star in messages.stars.values():
         star.share.fill(BEGIN)
     for part in HEATS[messages.problem.variables[0].digits.shape[1] > 2]:
         if best >= aim or time.process_time() > until:
             break
-        mix(messages, part * best / len(messages.nodes), sweeps)
+        mix(messages, part * best / len(messages.nodes), sweeps, until)
         soft, messages.bound = state(messages), -np.inf
+        if not all(np.isfinite(part).all() for part in soft):
+            soft = kept
+            put(messages, kept)
         for _ in range(SHARP):
             messages.sweep()
         if messages.bound > best:
@@ -49,8 +52,8 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
     messages.sweep()
 
 
-def mix(messages: Messages, heat: float, sweeps: int) -> None:
-    """Sweeps at a heat."""
+def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:
+    """Sweeps at a heat, each from a mixture of where the last ones ended."""
     steps, ends = list[np.ndarray](), list[np.ndarray]()
     for turn in range(sweeps):
         before = vector(messages, heat)
@@ -61,6 +64,8 @@ def mix(messages: Messages, heat: float, sweeps: int) -> None:
         if PLAIN <= turn < sweeps - 1:
             put_vector(messages, mixture(steps, ends), heat)
         del steps[:-MIXED], ends[:-MIXED]
+        if time.process_time() > until:
+            break
 
 
 def mixture(steps: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> np.ndarray:
@@ -72,7 +77,8 @@ def mixture(steps: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> np.ndarr
 
 
 def state(messages: Messages) -> list[np.ndarray]:
-    """Copies of all that a sweep begins with: messages to earlier nodes, what stars hear from later ones, charges."""
+    """All that a sweep begins with: messages to earlier nodes, what stars hear from later ones, charges; no later sweep
+    changes it."""
     stars = messages.stars.values()
     return [
         *(edge.first.inbox.copy() for edge in messages.edges),

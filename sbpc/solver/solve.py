@@ -27,7 +27,8 @@ CROSSED = 20_000  # most columns of a program that crosses known plans, or is tr
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
 SWEEPS = 12, 40  # at each heat, where bounds are bettered; more only where that was not enough
-WIDE = 4, 6  # times as many labels as variables, of which the relaxation says which to search
+TIMES = 4, 6  # times as many labels as variables, of which the relaxation says which to search
+WIDEST = 120_000  # most columns of that relaxation: it takes ten seconds
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
@@ -83,7 +84,7 @@ def solve_folded(
     if gap() > ENOUGH:
         search.approach(dual.extra, NEAR[0])
     if gap() > enough and not quick:
-        search.move() if wide else search.widen(dual.extra, WIDE[0])
+        search.move() if wide else search.widen(dual.extra, TIMES[0])
     for size in NEAR[1:] if wide and not quick else ():
         if gap() > most:
             search.approach(dual.extra, size)
@@ -97,7 +98,7 @@ def solve_folded(
         dual, labels = between_ends(folded, search.cap, Effort(aim + dual.bound - found[0], sweeps))
         found = max(found, prove(problem, dual, fold(problem, finer), search.cap, Effort(aim, sweeps)), key=lambda pair: pair[0])
         search.offer(labels)
-        for times in WIDE:
+        for times in TIMES:
             if gap() > most:
                 search.widen(dual.extra, times)
         if gap() > most:
@@ -128,7 +129,7 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
 
 
 def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float) -> tuple[float, Proof]:
-    """A bound as that of `solve` for larger gaps, and its proof; seconds: of a plan."""
+    """A bound that is bettered beyond that of `solve`, and its proof; seconds: of a plan."""
     folded = fold(problem, alike)
     cap = ceiling(folded.problem, seconds)
     dual, _ = between_ends(folded, cap, Effort(math.inf, SWEEPS[0]))
@@ -307,7 +308,9 @@ class Search:
     def widen(self, extra: Sequence[np.ndarray], times: int) -> None:
         """Look among the labels that the relaxation takes of `times` as many as there are variables; extra: see `approach`."""
         space = nearest(self.problem, extra, self.labels, times * len(self.labels))
-        taken = supported(self.problem, space, self.scale)
+        taken = supported(self.problem, space, self.scale, WIDEST)
+        if taken is None:
+            return
         kept = [np.union1d(found, [label]) for found, label in zip(taken, self.labels)]
         self.finish(Space(kept, [nearby(value, kept, self.labels) for value in self.problem.values]), gap=CLOSE)
 

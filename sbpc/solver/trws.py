@@ -138,7 +138,7 @@ class Messages:
                 least(sums, 0, heat, edge.last.inbox)
 
     def backward(self, heat: float = 0.0, beliefs: list[np.ndarray] | None = None) -> float:
-        """Send messages to the earlier nodes, last node first; returns the bound, and appends to `beliefs` if given.
+        """Send messages to the earlier nodes, last node first; returns the bound at heat 0, and appends to `beliefs` if given.
 
         Why it is a bound at heat 0: with D(x) the belief of a node less its minimum, w its weight and e its earlier edges, the
         cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - |e| w) D(x) with |e| w <= 1, plus
@@ -149,7 +149,10 @@ class Messages:
         for number in range(len(self.nodes) - 1, -1, -1):
             at, star = self.nodes[number], self.stars.get(number)
             if star is not None:
-                bound += self.balance(star) if not heat else star.shift(at.weight, self.buffer, heat)
+                if heat:
+                    star.shift(at.weight, self.buffer, heat)
+                else:
+                    bound += self.balance(star)
             belief = at.belief(at.inbox) if star is None else star.belief(self.buffer, heat)
             floor = float(belief.min())
             bound += floor
