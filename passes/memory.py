@@ -28,6 +28,7 @@ from sbpc.solver import Limit, Proof
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
+FAR = 0.1  # the gap that is left as it is after these tries, not after twice as many
 SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -209,7 +210,9 @@ class Search:
         if self.best is not None:
             self.near.mix(self.space.labels(self.best.plan.assignment))
         tries = min(max(SOME[0], TRIED // len(self.space.variables)), SOME[1])
-        for turn in range(tries):
+        for turn in range(2 * tries):
+            if turn >= tries and self.gap <= FAR:
+                return
             limits = [replace(row, most=row.most - spare) for row in self.limits]
             answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
             if answer.labels is None and spare:
