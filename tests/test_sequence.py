@@ -92,8 +92,8 @@ def test_the_solver_finds_sequence_parallelism_where_it_is_cheapest() -> None:
 
 MEGATRON = """\
 forward  all_reduce     [P] -> [B]  add
-forward  all_reduce     [P] -> [B]  add_1
-forward  all_reduce     [P] -> [B]  add_2
+forward  all_reduce     [P] -> [B]  einsum_5
+forward  all_reduce     [P] -> [B]  einsum_9
 forward  reduce_scatter [P] -> [S(1)]  einsum_11
 backward all_gather     [S(1)] -> [B]  getitem_19
 backward all_reduce     [P] -> [B]  einsum_15

@@ -6,8 +6,8 @@ is at least the flow of each consumer. Of more than two consumers each may also 
 nothing: per (made layout, alias) some of what flows there then flows on to the consumer unpaid. By made layout alone
 the program is right too, but its relaxation far weaker: this one is nearly always integral. With x integral an optimal
 vertex has one alias, so only x need be integral. Ports with one layout left need no flow: what they pay falls on the
-labels, or on the aliases, at the other end. A flow that shares no boxing runs over those that no others replace (arcs.py),
-or straight from layout to layout where these are fewer, and under limits, where a boxing for nothing costs a little.
+labels, or on the aliases, at the other end. A flow runs straight from layout to layout, or in large relaxations over the boxings
+that no others replace (arcs.py).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Program:
     dues: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # more costs of columns
     constant: float = 0.0
     tilt: float = 0.0  # what a boxing costs that costs nothing
+    sparse: bool = False  # flows run over arcs
     arcs: dict[tuple[int, bytes], Arcs] = field(default_factory=dict)  # by closure and layouts
 
     def add_columns(self, costs: np.ndarray) -> np.ndarray:
@@ -154,9 +155,9 @@ def detours(columns: np.ndarray, out: Tap, middle: Tap) -> Detours:
 
 
 def route(program: Program, closure: np.ndarray, tail: Tap, head: Tap) -> None:
-    """A flow between two ports, over arcs where these are fewer than the pairs of layouts and no boxing is tilted."""
+    """A flow between two ports, in a sparse program over arcs where these are fewer than the pairs of layouts."""
     seconds = closure[np.ix_(tail.layouts, head.layouts)]
-    if program.tilt or 1 in seconds.shape:
+    if not program.sparse or 1 in seconds.shape:
         flow(program, seconds, tail, head)
         return
     layouts = np.union1d(tail.layouts, head.layouts)
@@ -204,9 +205,10 @@ def flow(program: Program, seconds: np.ndarray, tail: Tap, head: Tap, around: De
     return columns
 
 
-def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, list[np.ndarray]]:
-    """The program of the problem on `space`, and the columns of the labels of each variable."""
-    program = Program(tilt=tilt)
+def build(problem: Problem, space: Space, tilt: float = 0.0, sparse: bool = False) -> tuple[Program, list[np.ndarray]]:
+    """The program of the problem on `space`, and the columns of the labels of each variable. sparse: it may have fewer
+    columns, not tilted; of labels that cost the same it finds others."""
+    program = Program(tilt=tilt, sparse=sparse)
     x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, space.labels)]
     first = [int(labels[0]) for labels in space.labels]
     for value, alias in zip(problem.values, space.aliases):
@@ -220,8 +222,8 @@ def build(problem: Problem, space: Space, tilt: float = 0.0) -> tuple[Program, l
 
 
 def columns_of(problem: Problem, space: Space) -> int:
-    """How many columns the program on `space` has under limits."""
-    return build(problem, space, 1.0)[0].columns
+    """How many columns the program on `space` has."""
+    return build(problem, space)[0].columns
 
 
 def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:

@@ -51,7 +51,7 @@ def supported(problem: Problem, space: Space, scale: float, most: int) -> list[n
 
     The interior point method tells: it ends amid all solutions. scale: see `cheapest`.
     """
-    program, x = build(problem, space)
+    program, x = build(problem, space, sparse=True)
     if np.isinf(program.constant) or program.columns > most:
         return None
     model = highs(program, 0, unit_of(scale))
