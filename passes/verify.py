@@ -9,13 +9,13 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from sbpc._compat import FakeTensorMode
-from sbpc.boxing import steps
 from sbpc.choices import nodes_in, operands
 from sbpc.errors import VerifyError, at_node
 from sbpc.measure import layout_at
 from sbpc.mesh import Mesh
 from sbpc.plan import Assignment, Plan, results
 from sbpc.ports import GRADIENT, HOMES, Port, placeholders
+from sbpc.steps import steps
 
 REPORT = "This is a bug in sbpc: report it with the model and the mesh."
 
@@ -121,7 +121,8 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             read = step.before if step is not None else node.meta["choice"].input(slot, mesh.axes)
             require(held == read, f"operand {slot} is {held}, and is read as {read}", node)
             if step is not None:
-                require(step in steps(step.before, node.meta["val"].dim()), f"{step} is no boxing step", node)
+                legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)
+                require(legal, f"{step} is no boxing step", node)
             edges += 1
     return edges
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sbpc.boxing import WIRE
 from sbpc.cluster import Cluster, Rate
 from sbpc.errors import MeshError
 from sbpc.runtime import groups
+from sbpc.steps import WIRE
 
 c10d = torch.ops._c10d_functional  # what programs call
 # Bytes that a rank sends, by the textbook; most are the sizes of a step's messages, for which the line is to be right.

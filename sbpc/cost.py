@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.boxing import Step, wire
 from sbpc.mesh import Mesh
+from sbpc.steps import Step, wire
 
 CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
 

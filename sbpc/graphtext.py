@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing import wire
 from sbpc.choices import value_of
 from sbpc.errors import dtype_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
+from sbpc.steps import wire
 
 
 def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:

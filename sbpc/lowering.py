@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from sbpc.boxing import Step
 from sbpc.layout import Layout
 from sbpc.states import Partial, Split, chunk_sizes
+from sbpc.steps import Step
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -45,6 +45,9 @@ def lower(
     local = Local(call, x, before)
     if math.prod(sizes[axis] for axis in step.axes) == 1:
         return x
+    if step.collective == "crop":
+        uncut = step.layouts[1].local_shape(shape, sizes, coordinates)
+        return crop(local, step, uncut, after, sizes, position).x
     if 0 in together:
         return x if before == after else local.view(after).x
     left, cut = (Cut.of(layout, step.axes, together, sizes) for layout in (step.before, step.after))
@@ -242,9 +245,13 @@ def pad(x: Local, site: Site) -> Local:
     if held < step:
         return x.pad(dim, cut.size, front=cut.size - held)
     full = cut.size // step
-    zeros = x.then(aten.new_zeros.default, put(x.shape, dim, full, step), list(put(x.shape, dim, full, step)))
-    chunk = x.view(put(x.shape, dim, 1, step))
-    filled = zeros.then(aten.index_copy.default, zeros.shape, dim, site.position, chunk.x)
+    others = Local(x.call, site.position, (1,)).then(aten.new_ones.default, (full,), [full]).then(
+        aten.index_fill.int_Scalar, (full,), 0, site.position, 0
+    )
+    away = others.then(aten.ne.Scalar, (full,), 0).view(put([1] * (len(x.shape) + 1), dim, full))
+    wide = put(x.shape, dim, full, step)
+    chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, list(wide), solid=False)
+    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # one copy; zeros to copy into would be two
     return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
 
 
@@ -258,6 +265,29 @@ def cut_out(x: Local, site: Site) -> Local:
     chunks = x.slice(dim, 0, full * step).view(put(x.shape, dim, full, step))
     chunk = chunks.then(aten.index_select.default, put(x.shape, dim, 1, step), dim, site.position)
     return chunk.view(site.after)
+
+
+def crop(
+    x: Local, step: Step, uncut: Sequence[int], after: Sequence[int], sizes: Sequence[int], positions: Sequence[Any]
+) -> Local:
+    """Of the chunk that one axis cut what lies in the chunk that the other one cuts, zeros in the rest of that one.
+
+    uncut: the shape without either cut. A chunk begins at its number times the size of the first, unless it is empty.
+    """
+    (old,), (new,) = (part.axes for part in step.parts)
+    state = step.before.states[old]
+    assert isinstance(state, Split)
+    dim, size = state.dim, uncut[state.dim]
+    held, wanted = x.shape[dim], after[dim]
+    if 0 in (held, wanted):
+        return x.then(aten.new_zeros.default, after, list(after))
+    starts = [Local(x.call, positions[axis], (1,)).then(aten.mul.Scalar, (1,), -(-size // sizes[axis])) for axis in (new, old)]
+    counted = starts[0].then(aten.new_ones.default, (wanted,), [wanted]).then(aten.cumsum.default, (wanted,), 0)
+    at = counted.then(aten.add.Tensor, (wanted,), starts[0].then(aten.sub.Tensor, (1,), starts[1].x).x)  # from 1 on
+    inside = at.then(aten.clamp.default, (wanted,), 1, held)
+    away = inside.then(aten.ne.Tensor, (wanted,), at.x).view(put([1] * len(x.shape), dim, wanted))
+    taken = x.then(aten.index_select.default, after, dim, inside.then(aten.sub.Scalar, (wanted,), 1).x)
+    return taken.then(aten.masked_fill.Scalar, after, away.x, 0)
 
 
 def divide(x: Local, cut: Cut) -> Local:

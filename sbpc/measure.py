@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing import wire
 from sbpc.choices import operands, value_of
 from sbpc.cost import Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work
 from sbpc.layout import Layout
 from sbpc.memory import memory_totals
 from sbpc.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
+from sbpc.steps import wire
 
 
 def measure(

@@ -18,13 +18,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc._compat import storage_of
-from sbpc.boxing import Step
 from sbpc.choices import nodes_in, operands
 from sbpc.cost import OPTIMIZER_STATE, numel
 from sbpc.layout import Layout
 from sbpc.lowering import lower
 from sbpc.mesh import Mesh
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.steps import Step
 
 POSITION = 8  # bytes of a rank's position on one axis
 

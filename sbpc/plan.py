@@ -259,10 +259,14 @@ class Plan:
 
 
 def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
-    """Every layout in which a tensor of a boxed graph is held, with its global shape; each pair once."""
+    """Every layout in which a tensor of a boxed graph is held, with its global shape; each pair once. And every other one
+    whose local shapes tell programs apart, see `Step.layouts`."""
     found: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for node in boxed.graph.nodes:
         sbp, value = node.meta.get("sbp"), node.meta.get("val")
+        if "step" in node.meta:
+            found |= {(layout, tuple(value.shape)): None for layout in node.meta["step"].layouts}
+            continue
         for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
             if isinstance(layout, Layout) and hasattr(tensor, "shape"):
                 found[layout, tuple(tensor.shape)] = None

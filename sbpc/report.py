@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from sbpc.boxing import wire
 from sbpc.cost import Cost
+from sbpc.steps import wire
 
 if TYPE_CHECKING:
     from sbpc.plan import Plan

@@ -10,12 +10,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
-from sbpc.boxing import wire
 from sbpc.graphtext import call_text, layout_text, note, port_names, type_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
+from sbpc.steps import wire
 
-FREE = ("slice", "keep", "pad")  # boxing steps that send nothing
+FREE = ("slice", "keep", "pad", "crop")  # boxing steps that send nothing
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.nn import Module
 
-from sbpc.boxing import Step, layouts
 from sbpc.layout import Layout
 from sbpc.lowering import lower
 from sbpc.mesh import Mesh
 from sbpc.runtime.lockstep import Run, lockstep
 from sbpc.states import Partial
+from sbpc.steps import Step, layouts
 
 NAMES = ("a", "b", "c", "d")
 

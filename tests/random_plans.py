@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from torch.fx import GraphModule, Node
 
 from sbpc.api import output_wishes, placeholder_wishes
-from sbpc.boxing import layouts
 from sbpc.choices import Choice, operands, value_of
 from sbpc.layout import broadcast
 from sbpc.mesh import Mesh
@@ -18,6 +17,7 @@ from sbpc.pins import Wish
 from sbpc.plan import Assignment, Plan, results
 from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, placeholders
 from sbpc.states import B
+from sbpc.steps import layouts
 
 
 def random_plan(plan: Plan, seed: int) -> Plan:

@@ -14,13 +14,14 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpc.boxing import Step, _graph, closure, layouts, path, seconds, steps, wire
+from sbpc.boxing import _graph, closure, path, seconds
 from sbpc.cluster import Cluster, Rate
 from sbpc.codes import decode, encode
 from sbpc.errors import LayoutError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.states import B, S
+from sbpc.steps import Step, layouts, steps, wire
 from tests.boxings import boxed_layouts, meshes, shapes
 
 GRID = Mesh(a=2, b=4)
@@ -136,8 +137,7 @@ def test_the_block_that_interleaves_goes_round_by_the_other_dim() -> None:
 def test_with_one_dim_a_sum_with_zeros_is_cheaper_than_to_gather_all() -> None:
     assert show(path(layout("[S(0), S(0)]"), layout("[B, S(0)]"), (64,), 4, GRID)) == (
         "[S(0), S(0)] -> [S(0), B]: all_gather over b\n"
-        "[S(0), B] -> [P, B]: pad over a\n"
-        "[P, B] -> [P, S(0)]: slice over b\n"
+        "[S(0), B] -> [P, S(0)]: crop over a+b\n"
         "[P, S(0)] -> [B, S(0)]: all_reduce over a"
     )
     assert whole_tensors("[S(0), S(0)]", "[B, S(0)]", (64,)) == 3 + 2
@@ -186,7 +186,7 @@ def price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Frac
     other = step.after.local_shape(shape, mesh.sizes, (0,) * len(mesh.axes))
     ranks = math.prod(mesh.sizes[at] for at in step.axes)
     block = itemsize * math.prod(map(min, local, other))
-    if step.collective in ("slice", "keep", "pad"):
+    if step.collective in ("slice", "keep", "pad", "crop"):
         return Fraction(0)
     latency, bandwidth, least = map(Fraction, mesh.link(step.axes, step.collective))
     if step.collective == "all_reduce":
@@ -206,7 +206,7 @@ def test_paths_are_the_cheapest_and_of_those_the_shortest(
         taken = path(start, goal, shape, itemsize, mesh)
         assert float(sum(price(step, shape, itemsize, mesh) for step in taken)) == pytest.approx(float(cost), rel=1e-11)
         assert seconds(start, goal, shape, itemsize, mesh) == pytest.approx(float(cost), rel=1e-11)
-        assert len(taken) == hops
+        assert sum(2 if step.collective == "crop" else 1 for step in taken) == hops
         assert [start, *(step.after for step in taken)] == [*(step.before for step in taken), goal]
 
 
@@ -297,7 +297,7 @@ def test_formulas_keep_a_ceiling_where_a_cut_is_uneven() -> None:
 def test_a_local_step_costs_nothing() -> None:
     for each in layouts(2, GRID.axes):
         for step in steps(each, 2):
-            if step.collective in ("slice", "keep", "pad"):
+            if step.collective in ("slice", "keep", "pad", "crop"):
                 assert wire(step, (5, 7), 4, GRID.sizes) == (0, 0)
 
 

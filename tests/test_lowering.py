@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbpc.boxing import Step, layouts, path, steps, wire
+from sbpc.boxing import path
 from sbpc.layout import Layout
+from sbpc.memory import emitted
 from sbpc.mesh import Mesh
+from sbpc.steps import Step, layouts, steps, wire
 from tests.boxings import boxed_layouts, meshes, numbers, positions, program, run_boxing, shapes
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)
@@ -108,7 +110,7 @@ def test_ranks_with_equal_shapes_share_one_program(mesh: Mesh, shape: tuple[int,
     taken = path(before, after, shape, 4, mesh)
     texts: dict[tuple[tuple[int, ...], ...], str] = {}
     for rank in range(mesh.ranks):
-        held = [before, *(step.after for step in taken)]
+        held = [before, *(layout for step in taken for layout in step.layouts)]
         local = tuple(layout.local_shape(shape, mesh.sizes, mesh.coordinates(rank)) for layout in held)
         code = program(taken, shape, mesh, rank).code
         assert texts.setdefault(local, code) == code
@@ -172,6 +174,35 @@ def test_a_full_chunk_is_picked_by_position_and_a_short_one_is_the_last() -> Non
     assert lines("[B]", "[S(0)]", (7, 2), mesh, 2) == (
         "slice_copy_tensor = aten.slice_copy.Tensor(x, 0, 6, 7)"
     )
+
+
+def test_a_pad_and_a_slice_of_the_same_dim_are_one_step_that_makes_no_whole_tensor() -> None:
+    mesh = Mesh(a=4, b=2)
+    (first, _) = path(Layout.parse("[B, S(0)]", mesh.axes), Layout.parse("[S(0), S(0)]", mesh.axes), (64, 9), 4, mesh)
+    assert str(first) == "[B, S(0)] -> [S(0), P]: crop over a+b"
+    made = [size for call in emitted(first, (64, 9), torch.float32, mesh) for size in call.makes]
+    assert max(made) == 16 * 9 * 4  # the whole takes 64 * 9 * 4 bytes
+    assert lines("[B, S(0)]", "[S(0), P]", (8, 9), mesh, 0).splitlines() == [
+        "mul_scalar = aten.mul.Scalar(position_a, 2)",
+        "mul_scalar_1 = aten.mul.Scalar(position_b, 4)",
+        "new_ones = aten.new_ones(mul_scalar, [2])",
+        "cumsum = aten.cumsum(new_ones, 0)",
+        "sub_tensor = aten.sub.Tensor(mul_scalar, mul_scalar_1)",
+        "add_tensor = aten.add.Tensor(cumsum, sub_tensor)",
+        "clamp = aten.clamp(add_tensor, 1, 4)",
+        "ne_tensor = aten.ne.Tensor(clamp, add_tensor)",
+        "view = aten.view(ne_tensor, [2, 1])",
+        "sub_scalar = aten.sub.Scalar(clamp, 1)",
+        "index_select = aten.index_select(x, 0, sub_scalar)",
+        "masked_fill_scalar = aten.masked_fill.Scalar(index_select, view, 0)",
+    ]
+
+
+def test_a_pad_writes_one_copy() -> None:
+    mesh = Mesh(a=4)
+    (pad,) = path(Layout.parse("[S(0)]", mesh.axes), Layout.parse("[P]", mesh.axes), (64, 9), 4, mesh)
+    whole = 64 * 9 * 4
+    assert sum(size for call in emitted(pad, (64, 9), torch.float32, mesh) for size in call.makes) < 1.1 * whole
 
 
 def test_a_group_without_elements_runs_no_collective() -> None:

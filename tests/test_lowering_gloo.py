@@ -12,9 +12,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from sbpc._compat import register_process_group, unregister_process_group
-from sbpc.boxing import Step, path
+from sbpc.boxing import path
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
+from sbpc.steps import Step
 from tests.boxings import numbers, positions, program, runs
 
 GRID, LINE = Mesh(a=2, b=2), Mesh(c=4)
