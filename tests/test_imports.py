@@ -12,7 +12,7 @@ LEVELS = (
     ("states", "ports", "random", "cluster", "frames", "writer"),
     ("layout", "structure"),
     ("mesh", "codes"),
-    ("stepgraph",),
+    ("steps", "stepgraph"),
     ("boxing", "lowering", "rules", "solver", "pins"),
     ("choices", "cost", "program", "writer"),
     ("memory",),
