@@ -39,18 +39,16 @@ def lower(
     x: what the rank holds of a tensor of `shape` on a mesh of `sizes`. position: by axis an int64 tensor of shape [1],
     the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it is x itself.
     """
-    before = step.before.local_shape(shape, sizes, coordinates)
-    after = step.after.local_shape(shape, sizes, coordinates)
-    together = tuple(map(max, before, after))  # the tensor of which the ranks of a group hold parts
+    shapes = [layout.local_shape(shape, sizes, coordinates) for layout in step.layouts]
+    before, after = shapes[0], shapes[-1]
+    together = tuple(map(max, *shapes))  # the tensor of which the ranks of a group hold parts
     local = Local(call, x, before)
     if math.prod(sizes[axis] for axis in step.axes) == 1:
         return x
-    if step.collective == "crop":
-        uncut = step.layouts[1].local_shape(shape, sizes, coordinates)
-        return crop(local, step, uncut, after, sizes, position).x
     if 0 in together:
         return x if before == after else local.view(after).x
-    left, cut = (Cut.of(layout, step.axes, together, sizes) for layout in (step.before, step.after))
+    first, last = step.parts[0], step.parts[-1]
+    left, cut = Cut.of(first.before, first.axes, together, sizes), Cut.of(last.after, last.axes, together, sizes)
     return LOWER[step.collective](local, Site(step, after, left, cut, position, group)).contiguous().x
 
 
@@ -245,13 +243,12 @@ def pad(x: Local, site: Site) -> Local:
     if held < step:
         return x.pad(dim, cut.size, front=cut.size - held)
     full = cut.size // step
-    others = Local(x.call, site.position, (1,)).then(aten.new_ones.default, (full,), [full]).then(
-        aten.index_fill.int_Scalar, (full,), 0, site.position, 0
-    )
+    ones = Local(x.call, site.position, (1,)).then(aten.new_ones.default, (full,), [full])
+    others = ones.then(aten.index_fill.int_Scalar, (full,), 0, site.position, 0)
     away = others.then(aten.ne.Scalar, (full,), 0).view(put([1] * (len(x.shape) + 1), dim, full))
     wide = put(x.shape, dim, full, step)
     chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, list(wide), solid=False)
-    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # one copy; zeros to copy into would be two
+    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # one copy; zeros to copy into would be another
     return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
 
 
@@ -267,27 +264,21 @@ def cut_out(x: Local, site: Site) -> Local:
     return chunk.view(site.after)
 
 
-def crop(
-    x: Local, step: Step, uncut: Sequence[int], after: Sequence[int], sizes: Sequence[int], positions: Sequence[Any]
-) -> Local:
-    """Of the chunk that one axis cut what lies in the chunk that the other one cuts, zeros in the rest of that one.
-
-    uncut: the shape without either cut. A chunk begins at its number times the size of the first, unless it is empty.
-    """
-    (old,), (new,) = (part.axes for part in step.parts)
-    state = step.before.states[old]
-    assert isinstance(state, Split)
-    dim, size = state.dim, uncut[state.dim]
-    held, wanted = x.shape[dim], after[dim]
+def crop(x: Local, site: Site) -> Local:
+    """Of the chunk that one axis cut what lies in the one that the other axis cuts; zeros in the rest of that one. A chunk
+    begins at its number times the size of the first, unless it is empty."""
+    left, cut = known(site.left), known(site.cut)
+    dim, held, wanted = cut.dim, x.shape[cut.dim], site.after[cut.dim]
     if 0 in (held, wanted):
-        return x.then(aten.new_zeros.default, after, list(after))
-    starts = [Local(x.call, positions[axis], (1,)).then(aten.mul.Scalar, (1,), -(-size // sizes[axis])) for axis in (new, old)]
-    counted = starts[0].then(aten.new_ones.default, (wanted,), [wanted]).then(aten.cumsum.default, (wanted,), 0)
-    at = counted.then(aten.add.Tensor, (wanted,), starts[0].then(aten.sub.Tensor, (1,), starts[1].x).x)  # from 1 on
-    inside = at.then(aten.clamp.default, (wanted,), 1, held)
-    away = inside.then(aten.ne.Tensor, (wanted,), at.x).view(put([1] * len(x.shape), dim, wanted))
-    taken = x.then(aten.index_select.default, after, dim, inside.then(aten.sub.Scalar, (wanted,), 1).x)
-    return taken.then(aten.masked_fill.Scalar, after, away.x, 0)
+        return x.then(aten.new_zeros.default, site.after, list(site.after))
+    there, here = (Local(x.call, site.positions[at.axes[0]], (1,)).then(aten.mul.Scalar, (1,), at.chunks[0]) for at in (left, cut))
+    ahead = here.then(aten.sub.Tensor, (1,), there.x)
+    count = here.then(aten.new_ones.default, (wanted,), [wanted]).then(aten.cumsum.default, (wanted,), 0)
+    place = count.then(aten.add.Tensor, (wanted,), ahead.x)  # in what the rank holds, which has the places 1 to `held`
+    nearest = place.then(aten.clamp.default, (wanted,), 1, held)
+    away = nearest.then(aten.ne.Tensor, (wanted,), place.x).view(put([1] * len(x.shape), dim, wanted))
+    taken = x.then(aten.index_select.default, site.after, dim, nearest.then(aten.sub.Scalar, (wanted,), 1).x)
+    return taken.then(aten.masked_fill.Scalar, site.after, away.x, 0)
 
 
 def divide(x: Local, cut: Cut) -> Local:
@@ -330,6 +321,7 @@ LOWER = {
     "all_gather": all_gather,
     "all_reduce": all_reduce,
     "all_to_all": all_to_all,
+    "crop": crop,
     "keep": keep,
     "pad": pad,
     "reduce_scatter": reduce_scatter,

@@ -183,11 +183,11 @@ def test_a_pad_and_a_slice_of_the_same_dim_are_one_step_that_makes_no_whole_tens
     made = [size for call in emitted(first, (64, 9), torch.float32, mesh) for size in call.makes]
     assert max(made) == 16 * 9 * 4  # the whole takes 64 * 9 * 4 bytes
     assert lines("[B, S(0)]", "[S(0), P]", (8, 9), mesh, 0).splitlines() == [
-        "mul_scalar = aten.mul.Scalar(position_a, 2)",
-        "mul_scalar_1 = aten.mul.Scalar(position_b, 4)",
-        "new_ones = aten.new_ones(mul_scalar, [2])",
+        "mul_scalar = aten.mul.Scalar(position_b, 4)",
+        "mul_scalar_1 = aten.mul.Scalar(position_a, 2)",
+        "sub_tensor = aten.sub.Tensor(mul_scalar_1, mul_scalar)",
+        "new_ones = aten.new_ones(mul_scalar_1, [2])",
         "cumsum = aten.cumsum(new_ones, 0)",
-        "sub_tensor = aten.sub.Tensor(mul_scalar, mul_scalar_1)",
         "add_tensor = aten.add.Tensor(cumsum, sub_tensor)",
         "clamp = aten.clamp(add_tensor, 1, 4)",
         "ne_tensor = aten.ne.Tensor(clamp, add_tensor)",
