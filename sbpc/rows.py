@@ -13,9 +13,7 @@ from sbpc._compat import OpOverload
 from sbpc.graphtext import call_text, layout_text, note, port_names, type_text
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
-from sbpc.steps import wire
-
-FREE = ("slice", "keep", "pad", "crop")  # boxing steps that send nothing
+from sbpc.steps import WIRE, wire
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def kind(node: Node) -> str:
     if node.op in ("placeholder", "output"):
         return "stored" if node.op == "placeholder" else "output"
     if "step" in node.meta:
-        return "free" if node.meta["step"].collective in FREE else "boxing"
+        return "boxing" if node.meta["step"].collective in WIRE else "free"
     if not isinstance(node.target, OpOverload):
         return "view"
     if node.target.namespace == "_c10d_functional":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.cluster import CLUSTERS
+from sbpc.steps import WIRE
 from tests import models
 from tests.test_experts import Block
 
@@ -63,7 +64,7 @@ def layouts(plan: sbpc.Plan, homes: bool = True, moves: bool = True) -> str:
         if node.meta.get("phase") == "forward" and node.target in PRODUCTS:
             lines.append(f"{node.name:20}{node.meta['sbp']}")
         step = node.meta.get("step")
-        if step is not None and step.collective not in ("slice", "keep", "pad"):
+        if step is not None and step.collective in WIRE:
             over = "+".join(plan.mesh.axes[axis] for axis in step.axes)
             counts[node.meta["phase"], step.collective, over] += 1
     counts = counts if moves else Counter()

@@ -319,3 +319,19 @@ def test_nothing_is_allocated_for_a_model_on_the_meta_device() -> None:
     plan = sbpc.plan(model, args, H100)
     assert plan.cost.flops == pytest.approx(plan.cost.flops_one_device / 16, rel=0.05)
     refused(PlanError, lambda: sbpc.simulate(plan, model, args))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_ranks_with_the_same_local_shapes_whose_chunks_begin_elsewhere_run_programs_of_their_own() -> None:
+    mesh, x = Mesh(z=2, y=2, x=3), torch.arange(51.0).view(17, 3)
+    ends = {"inputs": ["[S(0), S(0), B]"], "outputs": ["[S(0), B, S(0)]"]}
+    plan = sbpc.plan(Doubled(), (x,), mesh, train=False, **ends)
+    assert "crop" in {node.meta["step"].collective for node in plan.boxed.graph.nodes if "step" in node.meta}
+    one, other = (next(rank for rank in range(12) if mesh.coordinates(rank) == at) for at in ((0, 1, 0), (1, 1, 0)))
+    shapes = [[node.meta.get("local_shape") for node in plan.local_at(rank).graph.nodes] for rank in (one, other)]
+    assert shapes[0] == shapes[1] and plan.local_at(one).code != plan.local_at(other).code
+    assert torch.equal(sbpc.simulate(plan, Doubled(), (x,)).outputs, 2 * x)

@@ -13,6 +13,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cluster import CLUSTERS, Rate
 from sbpc.states import B, Split
+from sbpc.steps import WIRE
 from tests.compare import largest_error
 
 
@@ -55,7 +56,7 @@ def activations(plan: sbpc.Plan) -> str:
     lines = []
     for node in plan.boxed.graph.nodes:
         step = node.meta.get("step")
-        if step is not None and node.meta["val"].dim() == 3 and step.collective not in ("slice", "keep", "pad"):
+        if step is not None and node.meta["val"].dim() == 3 and step.collective in WIRE:
             lines.append(f"{node.meta['phase']:8} {step.collective:14} {step.before} -> {step.after}  {node.args[0]}")
     return "\n".join(lines) + "\n"
 
