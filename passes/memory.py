@@ -32,7 +32,7 @@ FAR = 0.1  # the gap that is left as it is after these tries, not after twice as
 SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
-NONE = 1e-5  # the same: what is left by rounding, where all labels that matter are looked at
+CLOSED = 1e-5  # relative gap of a plan that is the best of all that matter, but for rounding
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
@@ -199,7 +199,7 @@ class Search:
                 return
             found = self.keep(self.space.assignment(answer.labels))
             new = self.hold(found)
-            if self.gap <= NONE or (not new and (long or answer.proved)):
+            if self.gap <= CLOSED or (not new and (long or answer.proved)):
                 return
             long |= not new
 

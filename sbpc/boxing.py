@@ -27,8 +27,8 @@ CLOSE = 1e-12  # two sums of the same costs in another order differ by less than
 
 
 def path(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
-    """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first. Of these a
-    pad and a slice that can be are one: a crop.
+    """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
+    A pad and the slice of the same dim that follows it are then one step, a crop.
 
     >>> rows, columns = Layout(("x",), (Split(0),)), Layout(("x",), (Split(1),))
     >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective

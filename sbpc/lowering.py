@@ -243,12 +243,11 @@ def pad(x: Local, site: Site) -> Local:
     if held < step:
         return x.pad(dim, cut.size, front=cut.size - held)
     full = cut.size // step
-    ones = Local(x.call, site.position, (1,)).then(aten.new_ones.default, (full,), [full])
-    others = ones.then(aten.index_fill.int_Scalar, (full,), 0, site.position, 0)
-    away = others.then(aten.ne.Scalar, (full,), 0).view(put([1] * (len(x.shape) + 1), dim, full))
+    number = Local(x.call, site.position, (1,)).then(aten.add.Scalar, (1,), 1)
+    away = numbers(number, full).then(aten.ne.Tensor, (full,), number.x).view(put([1] * (len(x.shape) + 1), dim, full))
     wide = put(x.shape, dim, full, step)
     chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, list(wide), solid=False)
-    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # one copy; zeros to copy into would be another
+    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # zeros to copy into would be a second copy
     return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
 
 
@@ -265,20 +264,32 @@ def cut_out(x: Local, site: Site) -> Local:
 
 
 def crop(x: Local, site: Site) -> Local:
-    """Of the chunk that one axis cut what lies in the one that the other axis cuts; zeros in the rest of that one. A chunk
-    begins at its number times the size of the first, unless it is empty."""
+    """Of the chunk that one axis cut what lies in the one that the other axis cuts; zeros in the rest of that one.
+
+    A chunk begins at its number times the size of the first, unless it is empty. What is found and copied is blocks, of
+    which all chunks begin and end at multiples.
+    """
     left, cut = known(site.left), known(site.cut)
     dim, held, wanted = cut.dim, x.shape[cut.dim], site.after[cut.dim]
     if 0 in (held, wanted):
         return x.then(aten.new_zeros.default, site.after, list(site.after))
-    there, here = (Local(x.call, site.positions[at.axes[0]], (1,)).then(aten.mul.Scalar, (1,), at.chunks[0]) for at in (left, cut))
+    block = math.gcd(left.chunks[0], cut.chunks[0], held, wanted)
+    there, here = (
+        Local(x.call, site.positions[at.axes[0]], (1,)).then(aten.mul.Scalar, (1,), at.chunks[0] // block) for at in (left, cut)
+    )
     ahead = here.then(aten.sub.Tensor, (1,), there.x)
-    count = here.then(aten.new_ones.default, (wanted,), [wanted]).then(aten.cumsum.default, (wanted,), 0)
-    place = count.then(aten.add.Tensor, (wanted,), ahead.x)  # in what the rank holds, which has the places 1 to `held`
-    nearest = place.then(aten.clamp.default, (wanted,), 1, held)
-    away = nearest.then(aten.ne.Tensor, (wanted,), place.x).view(put([1] * len(x.shape), dim, wanted))
-    taken = x.then(aten.index_select.default, site.after, dim, nearest.then(aten.sub.Scalar, (wanted,), 1).x)
-    return taken.then(aten.masked_fill.Scalar, site.after, away.x, 0)
+    count = (wanted // block,)
+    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in what is held, which has the places from 1 on
+    nearest = place.then(aten.clamp.default, count, 1, held // block)
+    away = nearest.then(aten.ne.Tensor, count, place.x).view(put([1] * (len(x.shape) + 1), dim, *count))
+    blocks, taken = put(x.shape, dim, held // block, block), put(x.shape, dim, *count, block)
+    found = x.view(blocks).then(aten.index_select.default, taken, dim, nearest.then(aten.sub.Scalar, count, 1).x)
+    return found.then(aten.masked_fill.Scalar, taken, away.x, 0).view(site.after)
+
+
+def numbers(like: Local, count: int) -> Local:
+    """The numbers from 1 to `count`; like: a tensor of integers."""
+    return like.then(aten.new_ones.default, (count,), [count]).then(aten.cumsum.default, (count,), 0)
 
 
 def divide(x: Local, cut: Cut) -> Local:

@@ -184,7 +184,7 @@ class Plan:
 
     @functools.cached_property
     def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
-        """Every layout in which a tensor of the boxed graph is held, with its global shape."""
+        """The layouts whose local shapes tell programs apart, see the function of this name."""
         return cut_shapes(self.boxed)
 
     def forget(self) -> None:
@@ -259,8 +259,8 @@ class Plan:
 
 
 def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
-    """Every layout in which a tensor of a boxed graph is held, with its global shape; each pair once. And every other one
-    whose local shapes tell programs apart, see `Step.layouts`."""
+    """Every layout on whose local shapes programs of a boxed graph depend, with its global shape, each pair once: those in
+    which tensors are held, and what else `Step.layouts` has."""
     found: dict[tuple[Layout, tuple[int, ...]], None] = {}
     for node in boxed.graph.nodes:
         sbp, value = node.meta.get("sbp"), node.meta.get("val")

@@ -43,7 +43,7 @@ class Step:
     """One collective over the mesh axes `axes` (numbers, neighbours, ascending), or one local step, between layouts.
 
     A local step may also be a "crop", which is two others at once: a pad over one axis and a slice of the same dim over
-    another one, without a whole tensor in between.
+    another one, without a whole tensor in between. Its axes need not be neighbours, as it has no group.
     """
 
     collective: str
@@ -71,6 +71,7 @@ class Step:
 
     def then(self, other: Step) -> tuple[Step, ...]:
         """This step and the next one, as one where they are a crop."""
+        assert self.after == other.before, f"{other} does not follow {self}"
         left, cut = self.before.states[self.axes[0]], other.after.states[other.axes[0]]
         if (self.collective, other.collective) == ("pad", "slice") and left == cut:
             return (Step("crop", tuple(sorted((*self.axes, *other.axes))), self.before, other.after),)

@@ -17,9 +17,10 @@ from sbpc.lowering import lower
 from sbpc.mesh import Mesh
 from sbpc.runtime.lockstep import Run, lockstep
 from sbpc.states import Partial
-from sbpc.steps import Step, layouts
+from sbpc.steps import Step, layouts, steps
 
 NAMES = ("a", "b", "c", "d")
+LOCAL = ("slice", "keep", "pad", "crop")  # steps that send nothing
 
 
 @st.composite
@@ -46,6 +47,13 @@ def boxed_layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, extremes: b
         Partial(draw(st.sampled_from(["max", "min", "sum"]))) if isinstance(s, Partial) else s for s in layout.states
     ]
     return Layout(mesh.axes, tuple(states), layout.order)
+
+
+def crops(layout: Layout, rank: int) -> list[Step]:
+    """Every crop out of a layout of a tensor with `rank` dims."""
+    pads = [step for step in steps(layout, rank) if step.collective == "pad"]
+    pairs = [pad.then(cut) for pad in pads for cut in steps(pad.after, rank) if cut.collective == "slice"]
+    return [pair[0] for pair in pairs if len(pair) == 1]
 
 
 def numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -21,8 +21,8 @@ from sbpc.errors import LayoutError
 from sbpc.layout import Layout, broadcast
 from sbpc.mesh import Mesh
 from sbpc.states import B, S
-from sbpc.steps import WIRE, Step, layouts, steps, wire
-from tests.boxings import boxed_layouts, meshes, shapes
+from sbpc.steps import Step, layouts, steps, wire
+from tests.boxings import LOCAL, boxed_layouts, crops, meshes, shapes
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(
@@ -186,7 +186,7 @@ def price(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Frac
     other = step.after.local_shape(shape, mesh.sizes, (0,) * len(mesh.axes))
     ranks = math.prod(mesh.sizes[at] for at in step.axes)
     block = itemsize * math.prod(map(min, local, other))
-    if step.collective not in WIRE:
+    if step.collective in LOCAL:
         return Fraction(0)
     latency, bandwidth, least = map(Fraction, mesh.link(step.axes, step.collective))
     if step.collective == "all_reduce":
@@ -296,8 +296,8 @@ def test_formulas_keep_a_ceiling_where_a_cut_is_uneven() -> None:
 
 def test_a_local_step_costs_nothing() -> None:
     for each in layouts(2, GRID.axes):
-        for step in steps(each, 2):
-            if step.collective not in WIRE:
+        for step in [*steps(each, 2), *crops(each, 2)]:
+            if step.collective in LOCAL:
                 assert wire(step, (5, 7), 4, GRID.sizes) == (0, 0)
 
 

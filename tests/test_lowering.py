@@ -18,7 +18,7 @@ from sbpc.layout import Layout
 from sbpc.memory import emitted
 from sbpc.mesh import Mesh
 from sbpc.steps import Step, layouts, steps, wire
-from tests.boxings import boxed_layouts, meshes, numbers, positions, program, run_boxing, shapes
+from tests.boxings import boxed_layouts, crops, meshes, numbers, positions, program, run_boxing, shapes
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)
 
@@ -64,7 +64,21 @@ def test_every_step_gives_the_same_tensor_and_sends_the_bytes_stated(
     mesh: Mesh, shape: tuple[int, ...], transpose: bool, data: st.DataObject
 ) -> None:
     start = data.draw(boxed_layouts(shape, mesh, extremes=True))
-    check([data.draw(st.sampled_from(list(steps(start, len(shape)))))], numbers(shape, torch.int64), mesh, transpose)
+    every = [*steps(start, len(shape)), *crops(start, len(shape))]
+    check([data.draw(st.sampled_from(every))], numbers(shape, torch.int64), mesh, transpose)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(mesh=meshes(), shape=shapes(least=1), dtype=st.sampled_from(DTYPES), transpose=st.booleans(), data=st.data())
+def test_every_crop_gives_what_its_parts_give(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, transpose: bool, data: st.DataObject
+) -> None:
+    start = data.draw(boxed_layouts(shape, mesh, extremes=True))
+    found = crops(start, len(shape))
+    if found:
+        crop = data.draw(st.sampled_from(found))
+        assert crop.parts[0].then(crop.parts[1]) == (crop,)
+        check([crop], numbers(shape, dtype), mesh, transpose)
 
 
 @pytest.mark.prove
@@ -74,7 +88,7 @@ def test_every_step_gives_the_same_tensor_and_sends_the_bytes_stated(
 def test_all_steps_of_a_mesh(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     mesh = Mesh(**dict(zip("abc", sizes)))
     for start in layouts(len(shape), mesh.axes):
-        for step in steps(start, len(shape)):
+        for step in [*steps(start, len(shape)), *crops(start, len(shape))]:
             check([step], numbers(shape, torch.int64), mesh)
 
 
@@ -96,7 +110,7 @@ def test_booleans_are_boxed_too() -> None:
 def test_a_boxed_value_is_contiguous() -> None:
     mesh, shape = Mesh(a=2, b=2), (6, 4, 5)
     for start in layouts(3, mesh.axes)[::3]:
-        for step in steps(start, 3):
+        for step in [*steps(start, 3), *crops(start, 3)]:
             parts = start.shards(numbers(shape, torch.float32), mesh.sizes)
             if step.collective != "keep":
                 assert all(out[0].is_contiguous() for out in run_boxing([step], shape, mesh, parts).outputs), step
@@ -182,19 +196,23 @@ def test_a_pad_and_a_slice_of_the_same_dim_are_one_step_that_makes_no_whole_tens
     assert str(first) == "[B, S(0)] -> [S(0), P]: crop over a+b"
     made = [size for call in emitted(first, (64, 9), torch.float32, mesh) for size in call.makes]
     assert max(made) == 16 * 9 * 4  # the whole takes 64 * 9 * 4 bytes
+    row = path(Layout.parse("[B, S(0)]", mesh.axes), Layout.parse("[S(0), P]", mesh.axes), (4096,), 4, mesh)[0]
+    assert sum(size for call in emitted(row, (4096,), torch.float32, mesh) for size in call.makes) < 2.1 * 1024 * 4
     assert lines("[B, S(0)]", "[S(0), P]", (8, 9), mesh, 0).splitlines() == [
-        "mul_scalar = aten.mul.Scalar(position_b, 4)",
-        "mul_scalar_1 = aten.mul.Scalar(position_a, 2)",
+        "mul_scalar = aten.mul.Scalar(position_b, 2)",
+        "mul_scalar_1 = aten.mul.Scalar(position_a, 1)",
         "sub_tensor = aten.sub.Tensor(mul_scalar_1, mul_scalar)",
-        "new_ones = aten.new_ones(mul_scalar_1, [2])",
+        "new_ones = aten.new_ones(sub_tensor, [1])",
         "cumsum = aten.cumsum(new_ones, 0)",
         "add_tensor = aten.add.Tensor(cumsum, sub_tensor)",
-        "clamp = aten.clamp(add_tensor, 1, 4)",
+        "clamp = aten.clamp(add_tensor, 1, 2)",
         "ne_tensor = aten.ne.Tensor(clamp, add_tensor)",
-        "view = aten.view(ne_tensor, [2, 1])",
+        "view = aten.view(ne_tensor, [1, 1, 1])",
+        "view_1 = aten.view(x, [2, 2, 9])",
         "sub_scalar = aten.sub.Scalar(clamp, 1)",
-        "index_select = aten.index_select(x, 0, sub_scalar)",
+        "index_select = aten.index_select(view_1, 0, sub_scalar)",
         "masked_fill_scalar = aten.masked_fill.Scalar(index_select, view, 0)",
+        "view_2 = aten.view(masked_fill_scalar, [2, 9])",
     ]
 
 
