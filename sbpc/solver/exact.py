@@ -314,7 +314,7 @@ def highs(program: Program, integral: int, unit: float) -> highspy.Highs:
     for option, setting in (
         ("output_flag", False), ("threads", 1), ("parallel", "off"), ("random_seed", 0),
         ("mip_abs_gap", 1e-6), ("mip_feasibility_tolerance", 1e-9),
-        ("mip_heuristic_run_rins", False), ("mip_heuristic_run_rens", False),  # they find no better labels
+        ("mip_heuristic_run_rins", False), ("mip_heuristic_run_rens", False),  # a third of the time, mostly for nothing
     ):  # fmt: skip
         model.setOptionValue(option, setting)
     model.passModel(lp)
