@@ -103,18 +103,22 @@ def taken(use: Use, at: int, labels: Sequence[int]) -> np.ndarray:
     return seconds[which.reshape(-1)]
 
 
-def one_axis(problem: Problem, labels: Sequence[int], axis: int) -> Space:
-    """The labels that differ from `labels` on one axis only, and aliases among the layouts of those."""
+def freed(problem: Problem, labels: Sequence[int], axes: Sequence[int]) -> Space:
+    """The labels that differ from `labels` on these axes only, and aliases among the layouts of those."""
     kept = []
     for variable, label in zip(problem.variables, labels):
         same = variable.digits == variable.digits[label]
-        same[:, axis] = True
+        same[:, list(axes)] = True
         kept.append(np.flatnonzero(same.all(1)))
     return Space(kept, [nearby(value, kept, labels) for value in problem.values])
 
 
-def nearest(problem: Problem, extra: Sequence[np.ndarray], labels: Sequence[int], size: int) -> Space:
-    """About `size` labels with the least `extra`, by variable and label, and those of a plan."""
+def nearest(
+    problem: Problem, extra: Sequence[np.ndarray], labels: Sequence[int], size: int, space: Space | None = None
+) -> Space:
+    """About `size` labels with the least `extra`, by variable and label, those of `space` if one is given, and of a plan."""
+    if space is not None:
+        extra = [np.where(np.isin(np.arange(len(found)), kept), found, np.inf) for found, kept in zip(extra, space.labels)]
     every = np.concatenate(extra)
     most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
     kept = [np.union1d(np.flatnonzero(found <= most), [label]) for found, label in zip(extra, labels)]

@@ -101,20 +101,20 @@ def port(node: int, layouts: np.ndarray) -> Port:
     return Port(node, found, at)
 
 
-def node(labels: int, earlier: list[Edge], later: list[Edge], real: type[np.floating], star: bool = False) -> Node:
+def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool = False) -> Node:
     """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
     if star:
         none = np.zeros(0, np.intp)
         before, after = (Side(edges, none, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
-        return Node(np.zeros(0, real), before, after, np.zeros(0, real), none, 1 / max(len(earlier), len(later)))
+        return Node(costs, before, after, np.zeros(0, costs.dtype), none, 1 / max(len(earlier), len(later)))
     ports = [edge.last for edge in earlier] + [edge.first for edge in later]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
-    inbox = np.zeros(ends[-1], real)
+    inbox = np.zeros(ends[-1], costs.dtype)
     for found, start, stop in zip(ports, ends, ends[1:]):
         found.inbox = inbox[start:stop]
-    gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), labels)
+    gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), len(costs))
     return Node(
-        np.zeros(labels, real),
+        costs,
         side(earlier, ports[: len(earlier)]),
         side(later, ports[len(earlier) :]),
         inbox,

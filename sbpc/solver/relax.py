@@ -11,8 +11,6 @@ from sbpc.solver.exact import Answer, build, chosen, highs, limited, unit_of
 from sbpc.solver.network import Space
 from sbpc.solver.problem import Limit, Problem, total
 
-AMID = 1e-6  # relative: so near to the best ones the solution of an interior point method is
-PART = 1e-5  # what it takes less of is not taken
 PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 than that is taken for it
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
@@ -46,22 +44,19 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
 
 
 def supported(problem: Problem, space: Space, scale: float, most: int) -> list[np.ndarray] | None:
-    """By variable the labels that the relaxation on `space` takes, and those that it may as well take; None if there is no
-    plan, or with more columns than `most`.
-
-    The interior point method tells: it ends amid all solutions. scale: see `cheapest`.
-    """
+    """By variable the labels that the relaxation on `space` takes, mostly one; None if there is no plan, or with more
+    columns than `most`. scale: see `cheapest`."""
     program, x = build(problem, space, sparse=True)
     if np.isinf(program.constant) or program.columns > most:
         return None
     model = highs(program, 0, unit_of(scale))
-    for option, setting in (("solver", "ipm"), ("run_crossover", "off"), ("ipm_optimality_tolerance", AMID)):
+    for option, setting in (("presolve", "off"), ("simplex_iteration_limit", PIVOTS * program.rows)):
         model.setOptionValue(option, setting)
     model.run()
-    point = np.array(model.getSolution().col_value)
-    if len(point) != program.columns or any(not point[columns].max() > PART for columns in x):
+    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
-    return [labels[point[columns] > PART] for labels, columns in zip(space.labels, x)]
+    point = np.array(model.getSolution().col_value)
+    return [labels[point[columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
 
 
 def priced(

@@ -15,8 +15,10 @@ import numpy as np
 
 from sbpc.solver.trws import Messages
 
-HEATS = (0.4, 0.15, 0.05, 0.015, 0.005), (0.1, 0.03, 0.01)  # in what a node costs of the bound, on average; on at most
-# two axes, and on more, where a sweep takes a second
+HEATS = (0.8, 0.16, 0.03), (0.4, 0.15, 0.05, 0.015, 0.005)  # in what a node costs of the bound, on average; the latter
+# where sweeps are more than
+FEW = 20
+COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a tenth of a second
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
@@ -34,10 +36,11 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
         return
     for star in messages.stars.values():
         star.share.fill(BEGIN)
-    for part in HEATS[messages.problem.variables[0].digits.shape[1] > 2]:
+    wide = messages.problem.variables[0].digits.shape[1] > 2
+    for part in COLD if wide else HEATS[sweeps > FEW]:
         if best >= aim or time.process_time() > until:
             break
-        mix(messages, part * best / len(messages.nodes), sweeps, until)
+        mix(messages, part * best / len(messages.names), sweeps, until)
         soft, messages.bound = state(messages), -np.inf
         if not all(np.isfinite(part).all() for part in soft):
             soft = kept

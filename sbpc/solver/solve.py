@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sbpc.solver.check import Proof
-from sbpc.solver.dual import Effort, between_ends, passed, prove
+from sbpc.solver.dual import NONE, Effort, between_ends, passed, prove
 from sbpc.solver.exact import Answer, cheapest
-from sbpc.solver.fold import fold
-from sbpc.solver.moves import Neighbours, nearby, nearest, one_axis, union
+from sbpc.solver.fold import Folded, fold
+from sbpc.solver.moves import Neighbours, freed, nearby, nearest, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.relax import relaxed, supported
@@ -25,15 +27,17 @@ SMALL = 50_000  # columns of a program that is solved: it takes some two seconds
 NODES = 300_000  # most nodes of its search tree, times its size
 CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
-NEAR = 500, 700, 850  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
-SWEEPS = 12, 40  # at each heat, where bounds are bettered; more only where that was not enough
-TIMES = 4, 6  # times as many labels as variables, of which the relaxation says which to search
-WIDEST = 120_000  # most columns of that relaxation: it takes ten seconds
+NEAR = 500  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
+SWEEPS = 20, 40  # at each heat, where bounds are bettered; more only where that was not enough
+TIMES = 4, 8  # times as many labels as variables, of which the relaxation says which to search
+PAIRED = 20  # the same where two axes are free
+WIDEST = 400_000  # most columns of that relaxation: it takes ten seconds, and one of a hundred thousand a second
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
-TIED = ((7e-3, 9.5e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
+TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
 # search goes on, above the second all is tried
+FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better bounds first
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
@@ -66,42 +70,53 @@ def solve_folded(
 
     The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
     at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
-    is bettered, which also says better which labels are near. On more axes, where there are too many, one is freed at a time.
+    is bettered, which also says better which labels are near. On more axes, where there are too many, one is freed at a
+    time, then two.
     """
     folded = fold(problem, alike)
     search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
-    wide = folded.problem.variables[0].digits.shape[1] > 2
+    axes = folded.problem.variables[0].digits.shape[1]
+    wide = axes > 2
     enough, most = TIED[wide]
     dual, labels = between_ends(folded, search.cap)
     search.offer(labels)
-    found = prove(problem, dual, folded if wide else fold(problem, finer), search.cap)
+    found = 0.0, Proof([])
 
     def gap() -> float:
         if not math.isfinite(search.seconds):
             return 1.0  # no plan is known yet
         return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
 
+    def better(part: Folded, effort: Effort = NONE) -> None:
+        nonlocal found
+        found = max(found, prove(problem, dual, part, search.cap, effort), key=lambda pair: pair[0])
+
+    better(folded if wide or not quick else fold(problem, finer))
     if gap() > ENOUGH:
-        search.approach(dual.extra, NEAR[0])
-    if gap() > enough and not quick:
-        search.move() if wide else search.widen(dual.extra, TIMES[0])
-    for size in NEAR[1:] if wide and not quick else ():
-        if gap() > most:
-            search.approach(dual.extra, size)
+        search.approach(dual.extra, NEAR)
+    if wide and not quick:
+        if gap() > enough:
             search.move()
-    if gap() > most and wide:
-        found = max(found, prove(problem, dual, fold(problem, finer), search.cap), key=lambda pair: pair[0])
-    for sweeps in () if wide or quick else SWEEPS:
-        if gap() <= most:
-            break
-        aim = search.seconds * (1 - NEARLY * most)
-        dual, labels = between_ends(folded, search.cap, Effort(aim + dual.bound - found[0], sweeps))
-        found = max(found, prove(problem, dual, fold(problem, finer), search.cap, Effort(aim, sweeps)), key=lambda pair: pair[0])
-        search.offer(labels)
-        for times in TIMES:
+        for pair in itertools.combinations(range(axes), 2):
             if gap() > most:
+                search.widen(dual.extra, PAIRED, pair)
+                search.move()
+    if gap() > most and wide:
+        better(fold(problem, finer))
+    for sweeps in () if wide or quick else (0, *SWEEPS):
+        if gap() <= (most if sweeps else enough):
+            break
+        effort = Effort(search.seconds * (1 - NEARLY * most) if sweeps else 0.0, sweeps)
+        if sweeps:
+            dual, labels = between_ends(folded, search.cap, replace(effort, aim=effort.aim + dual.bound - found[0]))
+            search.offer(labels)
+            better(folded, effort)
+        for times, least in zip(TIMES, (enough, most)):
+            if gap() > least:
                 search.widen(dual.extra, times)
-        if gap() > most:
+        if gap() > most and (gap() <= FINER or sweeps == SWEEPS[-1]):
+            better(fold(problem, finer), effort)
+        if gap() > most and sweeps:
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
@@ -182,7 +197,7 @@ class Search:
             space.labels[at] = labels[extra <= self.seconds - self.floor]
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is not None and messages.columns > SMALL:
-            self.approach(messages.extra(), NEAR[0])
+            self.approach(messages.extra(), NEAR)
             messages = self.converge(messages, rounds=6)
         idle = attempt = 0
         while messages is not None and messages.columns > SMALL and not self.close(messages):
@@ -204,7 +219,7 @@ class Search:
     def step(self, messages: Messages, attempt: int) -> None:
         """Look for a better plan: near the bound, among those known, along one axis at a time (slow from a bad plan)."""
         if attempt % 3 == 0:
-            self.approach(messages.extra(), NEAR[0])
+            self.approach(messages.extra(), NEAR)
         elif attempt % 3 == 1:
             self.tilt(messages, attempt // 3)
             self.cross()
@@ -257,7 +272,7 @@ class Search:
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
-        few = max(NEAR[0], 2 * len(self.labels))
+        few = max(NEAR, 2 * len(self.labels))
         if messages.columns > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
             self.approach(messages.extra(), few)
             return messages.bound, False
@@ -298,16 +313,23 @@ class Search:
         """Plans read off messages at slightly other costs, so that equal axes do not decode into mixtures."""
         rest = (self.seconds if math.isfinite(self.seconds) else messages.bound) - self.floor
         amount = TILT * rest / len(self.problem.variables)
-        tilted = messages.restrict(messages.space)
-        tilted.price([v.costs + amount * tilts(v.digits, seed, at) for at, v in enumerate(self.problem.variables)])
+        variables = [
+            replace(v, costs=v.costs + amount * tilts(v.digits, seed, at)) for at, v in enumerate(self.problem.variables)
+        ]
+        tilted = messages.restrict(messages.space, Problem(variables, self.problem.values))
         for sweep in range(12):
             tilted.sweep()
             if sweep % 3 == 2:
                 self.offer(tilted.decode())
 
-    def widen(self, extra: Sequence[np.ndarray], times: int) -> None:
-        """Look among the labels that the relaxation takes of `times` as many as there are variables; extra: see `approach`."""
-        space = nearest(self.problem, extra, self.labels, times * len(self.labels))
+    def widen(self, extra: Sequence[np.ndarray], times: int, axes: Sequence[int] = ()) -> None:
+        """Look among the labels that the relaxation takes of `times` as many as there are variables, those nearest to the
+        bound; extra: see `approach`. axes: if given, the only ones that are free."""
+        space = freed(self.problem, self.labels, axes) if axes else None
+        self.look(nearest(self.problem, extra, self.labels, times * len(self.labels), space))
+
+    def look(self, space: Space) -> None:
+        """Look among the labels that the relaxation on `space` takes, and those of the best plan."""
         taken = supported(self.problem, space, self.scale, WIDEST)
         if taken is None:
             return
@@ -321,7 +343,7 @@ class Search:
         while idle < axes:
             before = self.labels
             if self.settled.get(axis) != before:
-                self.finish(one_axis(self.problem, before, axis))
+                self.finish(freed(self.problem, before, [axis]))
             idle = idle + 1 if self.labels == before else 0
             self.settled[axis] = self.labels
             axis = (axis + 1) % axes

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
+from sbpc.solver.chains import contract, least_by
 from sbpc.solver.least import least
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
@@ -38,17 +38,24 @@ class Messages:
         self.stars: dict[int, Star] = {}
         self.names = order(problem, space)
         self.place = {name: place for place, name in enumerate(self.names)}
-        self.edges = self.connect()
+        costs = [
+            np.zeros(len(self.free((kind, at))), real)
+            if kind
+            else problem.variables[at].costs[space.labels[at]].astype(real)
+            for kind, at in self.names
+        ]
+        self.edges, self.inner = contract(self.connect(), costs, self.stars, cap)
+        gone = {found.node for found in self.inner}
         by_node: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
         for edge in self.edges:
             by_node[edge.last.node][0].append(edge)
             by_node[edge.first.node][1].append(edge)
-        self.nodes = [
-            node(len(self.free(name)), *sides, real, at in self.stars)
-            for at, (name, sides) in enumerate(zip(self.names, by_node))
-        ]
-        self.price([v.costs for v in problem.variables])
-        self.sweeps = 0
+        self.nodes = {
+            at: node(falling, *sides, at in self.stars)
+            for at, (falling, sides) in enumerate(zip(costs, by_node))
+            if at not in gone
+        }
+        self.bound, self.sweeps = -np.inf, 0
         sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
         self.buffer = np.empty(max(sizes, default=0), real)
 
@@ -70,13 +77,6 @@ class Messages:
         found = self.space.labels[name[1]] if name[0] == 0 else self.space.aliases[name[1]]
         assert found is not None
         return found
-
-    def price(self, costs: Sequence[np.ndarray]) -> None:
-        """Let the labels cost this from now on; messages are kept, the bound begins anew."""
-        for (kind, at), found in zip(self.names, self.nodes):
-            if kind == 0:
-                found.costs = costs[at][self.space.labels[at]].astype(self.real)
-        self.bound = -np.inf
 
     def connect(self) -> list[Edge]:
         """One edge for a value with one consumer; else one from the producer to the alias, and one to each consumer."""
@@ -114,7 +114,7 @@ class Messages:
 
     def forward(self, heat: float = 0.0) -> None:
         """Send messages from every node to the later ones, first node first."""
-        for number, at in enumerate(self.nodes):
+        for number, at in self.nodes.items():
             if not at.later.edges:
                 continue
             if number in self.stars:
@@ -137,8 +137,8 @@ class Messages:
                 np.add(edge.seconds, sent[start:stop, None], out=sums)
                 least(sums, 0, heat, edge.last.inbox)
 
-    def backward(self, heat: float = 0.0, beliefs: list[np.ndarray] | None = None) -> float:
-        """Send messages to the earlier nodes, last node first; returns the bound at heat 0, and appends to `beliefs` if given.
+    def backward(self, heat: float = 0.0) -> float:
+        """Send messages to the earlier nodes, last node first; returns the bound at heat 0.
 
         Why it is a bound at heat 0: with D(x) the belief of a node less its minimum, w its weight and e its earlier edges, the
         cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - |e| w) D(x) with |e| w <= 1, plus
@@ -146,8 +146,8 @@ class Messages:
         """
         bound = 0.0
         self.sweeps += 1
-        for number in range(len(self.nodes) - 1, -1, -1):
-            at, star = self.nodes[number], self.stars.get(number)
+        for number, at in reversed(self.nodes.items()):
+            star = self.stars.get(number)
             if star is not None:
                 if heat:
                     star.shift(at.weight, self.buffer, heat)
@@ -157,8 +157,6 @@ class Messages:
             floor = float(belief.min())
             bound += floor
             belief -= floor
-            if beliefs is not None:
-                beliefs.append(belief if star is None else belief.min(0))
             if not at.earlier.edges:
                 continue
             belief *= at.weight
@@ -204,33 +202,61 @@ class Messages:
     def bounds(self) -> list[np.ndarray]:
         """One more sweep; by node, a bound of all plans that have a label (or alias layout).
 
-        When the backward sweep comes to a node, its belief is the sum of the min-marginals of the chains through it;
+        When the backward sweep has come to a node, its belief is the sum of the min-marginals of the chains through it;
         all chains together cost at least the last bound, as no step of a sweep lowers it (Kolmogorov, theorem 2).
         """
         if np.isinf(self.bound):
             self.sweep()
-        before, found = self.bound, list[np.ndarray]()
-        self.forward()
-        self.bound = max(self.backward(beliefs=found), before)
-        return [before + belief for belief in reversed(found)]
+        before = self.bound
+        self.sweep()
+        return [before + belief for belief in self.beliefs()]
+
+    def beliefs(self) -> list[np.ndarray]:
+        """By node and label (or alias layout): by how much what the node says of it is above what it says of the best one.
+
+        To a node that is left out its neighbours send what each would over an edge of its own; one that it falls on, all.
+        """
+        found: dict[int, np.ndarray] = {}
+        pulls: dict[int, np.ndarray] = {}  # by port what its node sends
+        for number, at in self.nodes.items():
+            if number in self.stars:
+                found[number] = self.stars[number].belief(self.buffer, 0.0).min(0)
+                found[number] -= found[number].min()
+                continue
+            belief = found[number] = at.belief(at.inbox)
+            belief -= belief.min()
+            for edge in (*at.earlier.edges, *at.later.edges):
+                port = edge.first if edge.first.node == number else edge.last
+                pulls[id(port)] = least_by(belief * at.weight, port) - port.inbox
+        for inner in reversed(self.inner):
+            if inner.joined is None:
+                (seconds, theirs, own), = inner.sides
+                sent = [least_by(found[theirs.node], theirs) - (seconds + least_by(inner.costs, own)).min(1)]
+            else:
+                sent = [pulls[id(theirs)] for _, theirs, _ in inner.sides]
+            heard = inner.hear(sent)
+            each = [message[own.at] for message, (_, _, own) in zip(heard, inner.sides)]
+            belief = found[inner.node] = inner.costs + sum(each)
+            belief -= belief.min()
+            for (_, theirs, own), message, pull in zip(inner.sides, each, sent):
+                pulls[id(theirs)], pulls[id(own)] = pull, least_by(belief - message, own)
+        return [found[number] for number in range(len(self.names))]
 
     def extra(self) -> list[np.ndarray]:
-        """By variable and label: by how much what the node says of the label is above what it says of its best one."""
-        found = []
+        """By variable and label: by how much what its node says of the label is above what it says of its best one."""
+        found, beliefs = [], self.beliefs()
         for at, (variable, labels) in enumerate(zip(self.problem.variables, self.space.labels)):
-            node = self.nodes[self.place[0, at]]
-            belief = node.belief(node.inbox)
             found.append(np.full(len(variable.costs), np.inf))
-            found[-1][labels] = belief - belief.min()
+            found[-1][labels] = beliefs[self.place[0, at]]
         return found
 
     def decode(self) -> list[int]:
         """Labels by variable, chosen node by node: own costs, boxings from the chosen earlier nodes, later messages."""
-        chosen: list[int] = []
-        for number, at in enumerate(self.nodes):
+        chosen = [0] * len(self.names)
+        for number, at in self.nodes.items():
             if number in self.stars:
                 known = {edge.branch: int(edge.first.at[chosen[edge.first.node]]) for edge in at.earlier.edges}
-                chosen.append(self.stars[number].choose(known))
+                chosen[number] = self.stars[number].choose(known)
                 continue
             inbox = at.inbox.copy()
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
@@ -239,7 +265,9 @@ class Messages:
                     inbox[start:stop] = edge.star.due(edge.branch, label)
                 else:
                     inbox[start:stop] = edge.seconds[edge.first.at[label]]
-            chosen.append(int(at.belief(inbox).argmin()))
+            chosen[number] = int(at.belief(inbox).argmin())
+        for inner in reversed(self.inner):
+            chosen[inner.node] = inner.choose(chosen)
         return [int(labels[chosen[self.place[0, at]]]) for at, labels in enumerate(self.space.labels)]
 
     def multipliers(self) -> list[list[np.ndarray]]:
@@ -251,13 +279,22 @@ class Messages:
         a node keeps (1 - |e| w) D of its belief D, and leaves w D to each earlier edge, as explained there.
         """
         message: dict[int, np.ndarray] = {}
-        for at in (at for number, at in enumerate(self.nodes) if at.earlier.edges and number not in self.stars):
+        for at in (at for number, at in self.nodes.items() if at.earlier.edges and number not in self.stars):
             belief = at.belief(at.inbox)
             left = at.earlier.project((belief - belief.min()) * at.weight, 0.0)
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
                 message[id(edge.last)] = edge.last.inbox - left[start:stop]
         for edge in self.edges:
             message[id(edge.first)] = edge.first.inbox
+        for inner in reversed(self.inner):  # each edge is paid all that it may be but the last one, which is paid the rest
+            (seconds, theirs, own), *other = inner.sides
+            paid = inner.costs
+            if other:
+                message[id(own)] = inner.hear([-message[id(theirs)]])[0]
+                paid, own = paid + message[id(own)][own.at], other[0][2]
+            else:
+                message[id(theirs)] = (seconds + least_by(paid, own)).min(1)
+            message[id(own)] = -least_by(paid, own)
         found = []
         for value, ports in zip(self.problem.values, self.ports):
             layouts = [value.out, *(wants for _, wants in slots(value))]
@@ -272,10 +309,13 @@ class Messages:
         values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
         return {values[middle]: star.share.charges for middle, star in self.stars.items()}
 
-    def restrict(self, space: Space) -> Messages:
-        """The same messages and charges over a part of the space. No chain costs less there, so the bound stays."""
-        found = Messages(self.problem, space, self.cap, self.real)
-        found.bound, found.sweeps = self.bound, self.sweeps
+    def restrict(self, space: Space, problem: Problem | None = None) -> Messages:
+        """The same messages and charges over a part of the space. No chain costs less there, so the bound stays.
+
+        problem: the same with other costs, of which no bound is known yet.
+        """
+        found = Messages(problem or self.problem, space, self.cap, self.real)
+        found.bound, found.sweeps = -np.inf if problem else self.bound, self.sweeps
         for old, new in zip(self.edges, found.edges):
             for before, after in ((old.first, new.first), (old.last, new.last)):
                 if len(after.inbox):

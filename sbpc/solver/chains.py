@@ -1,0 +1,103 @@
+"""Nodes at the end of one edge, or between two, need no messages: the least that they cost falls on what they touch.
+
+A node of one edge adds to the costs of its neighbour by layout there; a node of two edges makes one edge of both. The
+cheapest plans and the best bounds are the same, of half as many nodes. What the nodes left out would have been told is
+found from the messages around them, the node that was left out last first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbpc.solver.network import Edge, Port
+
+MOST = 1 << 16  # sums, at most, to make one edge of two: with more it takes longer than the messages that it saves
+
+
+@dataclass(eq=False)
+class Inner:
+    """A node that is left out: its number, what its labels cost, with what falls on them, and by edge the seconds
+    [layouts there, its layouts], the port of the neighbour, and its own. joined: the edge in the place of two."""
+
+    node: int
+    costs: np.ndarray
+    sides: list[tuple[np.ndarray, Port, Port]]
+    joined: Edge | None = None
+
+    def hear(self, pulls: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """By edge the message to it, by layout; pulls: what each neighbour sends, by layout."""
+        return [(seconds + pull[:, None]).min(0) for (seconds, _, _), pull in zip(self.sides, pulls)]
+
+    def choose(self, chosen: Sequence[int]) -> int:
+        """The best label where its neighbours have the labels `chosen`."""
+        belief = self.costs.copy()
+        for seconds, theirs, own in self.sides:
+            belief += seconds[theirs.at[chosen[theirs.node]]][own.at]
+        return int(belief.argmin())
+
+
+def contract(
+    edges: Sequence[Edge], costs: list[np.ndarray], fixed: Container[int], cap: float
+) -> tuple[list[Edge], list[Inner]]:
+    """The edges that are left, and the nodes that are not, in their order; what falls on a node is added to its `costs`.
+
+    fixed: nodes that stay. cap: what an edge costs at most.
+    """
+    around: list[list[Edge]] = [[] for _ in costs]
+    for edge in edges:
+        around[edge.first.node].append(edge)
+        around[edge.last.node].append(edge)
+    found: list[Inner] = []
+    todo = deque(range(len(costs)))
+    while todo:
+        at = todo.popleft()
+        if at in fixed or not 1 <= len(around[at]) <= 2 or any(edge.star is not None for edge in around[at]):
+            continue
+        inner = Inner(at, costs[at], [seen(edge, at) for edge in around[at]])
+        neighbours = [theirs.node for _, theirs, _ in inner.sides]
+        if len(neighbours) == 1:
+            (seconds, theirs, own), (other,) = inner.sides[0], neighbours
+            costs[other] = costs[other] + (seconds + least_by(inner.costs, own)).min(1)[theirs.at]
+        else:
+            sizes = [len(theirs.layouts) for _, theirs, _ in inner.sides] + [len(inner.sides[1][2].layouts)]
+            if neighbours[0] == neighbours[1] or math.prod(sizes) > MOST:
+                continue
+            inner.joined = join(inner, cap)
+        for edge, other in zip(around[at], neighbours):
+            around[other].remove(edge)
+            around[other] += [inner.joined] if inner.joined is not None else []
+            todo.append(other)
+        around[at] = []
+        found.append(inner)
+    left = {id(edge): edge for at, met in enumerate(around) for edge in met if edge.first.node == at}
+    return list(left.values()), found
+
+
+def seen(edge: Edge, at: int) -> tuple[np.ndarray, Port, Port]:
+    """Seconds [layouts of the neighbour, own layouts], the port of the neighbour and the own one, as node `at` sees an edge."""
+    if edge.last.node == at:
+        return edge.seconds, edge.first, edge.last
+    return edge.seconds.T, edge.last, edge.first
+
+
+def join(inner: Inner, cap: float) -> Edge:
+    """The edge between the neighbours of a node: the least over its labels."""
+    (here, one, to_one), (there, other, to_other) = sorted(inner.sides, key=lambda side: side[1].node)
+    by_label = here[:, to_one.at] + inner.costs
+    order = np.argsort(to_other.at, kind="stable")
+    starts = np.searchsorted(to_other.at[order], np.arange(len(to_other.layouts)))
+    over = np.minimum.reduceat(by_label[:, order], starts, axis=1)
+    seconds = (over[:, None, :] + there).min(2)
+    return Edge(one, other, np.minimum(seconds, np.array(cap, seconds.dtype)))
+
+
+def least_by(costs: np.ndarray, port: Port) -> np.ndarray:
+    """The least of what the labels of a node cost, by layout at a port."""
+    found = np.full(len(port.layouts), np.inf, costs.dtype)
+    np.minimum.at(found, port.at, costs)
+    return found

@@ -1,0 +1,93 @@
+"""Nodes that need no messages: where all but one are left out, bounds, plans and multipliers are exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sbpc.solver import Problem, Value, Variable
+from sbpc.solver import chains as chains_module
+from sbpc.solver.check import checked_bound
+from sbpc.solver.dual import passed
+from sbpc.solver.problem import total
+from sbpc.solver.solve import untied_proof, whole
+from sbpc.solver.trws import Messages, ceiling
+from tests.test_solver import brute_force, closed
+
+
+def joined_by(pairs: list[tuple[int, int]], seed: int, labels: int, impossible: float) -> Problem:
+    """Variables of random labels, and a value of one consumer per pair, made by either; impossible: part of the boxings."""
+    rng = np.random.default_rng(seed)
+    count = 1 + max(max(pair) for pair in pairs)
+    sizes = rng.integers(1, labels + 1, count)
+    costs = [rng.integers(0, 9, size).astype(float) for size in sizes]
+    variables = [Variable(f"v{at}", each, np.zeros((len(each), 1), dtype=int)) for at, each in enumerate(costs)]
+    values = []
+    for pair in pairs:
+        producer, consumer = rng.permutation(pair).tolist()
+        layouts = int(rng.integers(2, 5))
+        seconds = rng.integers(1, 9, (layouts, layouts)).astype(float)
+        closure = closed(np.where(rng.random(seconds.shape) < impossible, np.inf, seconds))
+        out, wants = (rng.integers(0, layouts, sizes[at]) for at in (producer, consumer))
+        values.append((producer, out, consumer, wants, closure))
+    values.sort(key=lambda found: found[0])
+    places = iter(range(2 * len(values)))  # of a variable no number twice
+    return Problem(
+        variables,
+        [Value(p, out, [(c, wants)], closure, (next(places), next(places))) for p, out, c, wants, closure in values],
+    )
+
+
+@st.composite
+def trees(draw) -> Problem:
+    """Of two to seven variables, each next to one of those before it."""
+    count = draw(st.integers(2, 7))
+    pairs = [(draw(st.integers(0, at - 1)), at) for at in range(1, count)]
+    return joined_by(pairs, draw(st.integers(0, 2**32 - 1)), labels=5, impossible=0.2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees())
+def test_of_a_tree_one_node_is_left_and_all_that_messages_say_is_exact(problem):
+    best = brute_force(problem)
+    assume(np.isfinite(best))
+    messages = Messages(problem, whole(problem), ceiling(problem))
+    assert len(messages.nodes) == 1 and not messages.edges and len(messages.inner) == len(problem.variables) - 1
+    assert messages.sweep() == pytest.approx(best, rel=1e-12)
+    assert total(problem, messages.decode()) == pytest.approx(best, rel=1e-12)
+    assert checked_bound(problem, untied_proof(problem)) == pytest.approx(best, rel=1e-9)
+    for (_, at), bounds in zip(messages.names, messages.bounds()):
+        for label, bound in zip(messages.space.labels[at], bounds):
+            exact = brute_force(problem, {at: int(label)})
+            assert bound == pytest.approx(exact, rel=1e-12) if np.isfinite(exact) else bound > best
+
+
+RINGS = {
+    "a ring": [(0, 1), (1, 2), (2, 3), (3, 0)],
+    "two between the same": [(0, 1), (1, 3), (0, 2), (2, 3)],
+    "three between the same": [(0, 1), (1, 4), (0, 2), (2, 4), (0, 3), (3, 4)],
+    "a ring with a tail": [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4)],
+    "two rings on a chain": [(0, 1), (1, 2), (2, 0), (2, 3), (3, 4), (4, 5), (5, 3)],
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("seed", range(25))
+def test_what_is_left_of_rings_has_the_same_cheapest_plan(name, seed, monkeypatch):
+    """By trying all labels of the nodes that are left; the others follow from them."""
+    problem = joined_by(RINGS[name], seed, labels=4, impossible=0.0)
+    best = brute_force(problem)
+    messages = Messages(problem, whole(problem), ceiling(problem))
+    assert 2 <= len(messages.nodes) < len(problem.variables) and messages.inner
+    found = []
+    for labels in np.ndindex(*(len(node.costs) for node in messages.nodes.values())):
+        label = dict(zip(messages.nodes, labels))
+        seconds = [node.costs[label[at]] for at, node in messages.nodes.items()]
+        seconds += [e.seconds[e.first.at[label[e.first.node]], e.last.at[label[e.last.node]]] for e in messages.edges]
+        found.append(sum(seconds))
+    assert min(found) == pytest.approx(best, rel=1e-12)
+    bound = passed(problem, ceiling(problem)).bound
+    monkeypatch.setattr(chains_module, "MOST", 0)
+    assert passed(problem, ceiling(problem)).bound <= best * (1 + 1e-12) and bound <= best * (1 + 1e-12)
