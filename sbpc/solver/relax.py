@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
-from sbpc.solver.exact import Answer, build, chosen, highs, limited, unit_of
+from sbpc.solver.exact import Answer, Program, build, chosen, highs, limited, unit_of
 from sbpc.solver.network import Space
 from sbpc.solver.problem import Limit, Problem, total
 
-PIVOTS = 10  # most steps of the simplex method on the relaxation, times its rows
+PIVOTS = 2  # most steps of the simplex method on the relaxation, times its rows: it mostly takes half as many as there are
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 than that is taken for it
 EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
 MUCH = 1e4  # how many times a limit can be had beyond it
@@ -20,12 +20,34 @@ MUCH = 1e4  # how many times a limit can be had beyond it
 def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer | None:
     """The cheapest labels on `space`, if the relaxation alone tells them; None if not, or with more columns than `most`.
 
-    It takes a fifth of the time of the whole program, and mostly nothing is left to do; presolve takes longer than it saves.
-    scale: see `cheapest`.
+    It takes a fifth of the time of the whole program, and mostly nothing is left to do. scale: see `cheapest`.
     """
     program, x = build(problem, space)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
+    found = solved(program, scale, most)
+    if found is None or any(found[0][columns].max() < 1 - INTEGRAL for columns in x):
+        return None
+    point, bound = found
+    if np.isinf(bound):
+        return Answer(None, np.inf, True)
+    labels = chosen(point, x, space)
+    return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
+
+
+def supported(problem: Problem, space: Space, scale: float, most: int) -> list[np.ndarray] | None:
+    """By variable the labels that the relaxation on `space` takes, mostly one; None if there is no plan, or with more
+    columns than `most`. scale: see `cheapest`."""
+    program, x = build(problem, space, sparse=True)
+    found = None if np.isinf(program.constant) else solved(program, scale, most)
+    if found is None or np.isinf(found[1]):
+        return None
+    return [labels[found[0][columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
+
+
+def solved(program: Program, scale: float, most: int) -> tuple[np.ndarray, float] | None:
+    """A vertex at which the program without integers is cheapest, and its seconds, infinite if there is none; None if it has
+    more columns than `most`, or takes too many steps. Presolve takes longer than it saves, and so do interior points."""
     if program.columns > most:
         return None
     unit = unit_of(scale)
@@ -35,28 +57,10 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     model.run()
     status, point = model.getModelStatus(), np.array(model.getSolution().col_value)
     if status == highspy.HighsModelStatus.kInfeasible:
-        return Answer(None, np.inf, True)
-    if status != highspy.HighsModelStatus.kOptimal or any(point[columns].max() < 1 - INTEGRAL for columns in x):
+        return np.ones(program.columns), np.inf
+    if status != highspy.HighsModelStatus.kOptimal:
         return None
-    bound = model.getInfo().objective_function_value * unit + program.constant
-    labels = chosen(point, x, space)
-    return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
-
-
-def supported(problem: Problem, space: Space, scale: float, most: int) -> list[np.ndarray] | None:
-    """By variable the labels that the relaxation on `space` takes, mostly one; None if there is no plan, or with more
-    columns than `most`. scale: see `cheapest`."""
-    program, x = build(problem, space, sparse=True)
-    if np.isinf(program.constant) or program.columns > most:
-        return None
-    model = highs(program, 0, unit_of(scale))
-    for option, setting in (("presolve", "off"), ("simplex_iteration_limit", PIVOTS * program.rows)):
-        model.setOptionValue(option, setting)
-    model.run()
-    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
-    point = np.array(model.getSolution().col_value)
-    return [labels[point[columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
+    return point, model.getInfo().objective_function_value * unit + program.constant
 
 
 def priced(
