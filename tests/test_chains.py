@@ -11,6 +11,7 @@ from sbpc.solver import Problem, Value, Variable
 from sbpc.solver import chains as chains_module
 from sbpc.solver.check import checked_bound
 from sbpc.solver.dual import passed
+from sbpc.solver.network import Space
 from sbpc.solver.problem import total
 from sbpc.solver.solve import untied_proof, whole
 from sbpc.solver.trws import Messages, ceiling
@@ -91,3 +92,21 @@ def test_what_is_left_of_rings_has_the_same_cheapest_plan(name, seed, monkeypatc
     bound = passed(problem, ceiling(problem)).bound
     monkeypatch.setattr(chains_module, "MOST", 0)
     assert passed(problem, ceiling(problem)).bound <= best * (1 + 1e-12) and bound <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("seed", range(10))
+def test_where_labels_are_dropped_the_same_nodes_stay_left_out_and_no_sweep_lowers_the_bound(name, seed, monkeypatch):
+    """Also where all that is too large for an edge before is small enough then."""
+    problem = joined_by(RINGS[name], seed, labels=4, impossible=0.0)
+    monkeypatch.setattr(chains_module, "MOST", 12)
+    messages = Messages(problem, whole(problem), ceiling(problem))
+    messages.sweep()
+    space = Space([labels[:2] for labels in messages.space.labels], messages.space.aliases)
+    some = messages.restrict(space)
+    monkeypatch.setattr(chains_module, "MOST", 1 << 16)
+    fewer = messages.restrict(space)
+    assert [inner.node for inner in fewer.inner] == [inner.node for inner in some.inner] == [inner.node for inner in messages.inner]
+    fewer.forward()
+    assert fewer.backward() >= messages.bound - 1e-9 * abs(messages.bound)
+    assert total(problem, fewer.decode()) >= brute_force(problem) * (1 - 1e-9)

@@ -29,6 +29,11 @@ class Inner:
     sides: list[tuple[np.ndarray, Port, Port]]
     joined: Edge | None = None
 
+    @property
+    def size(self) -> int:
+        """How many sums the edge in the place of two takes."""
+        return math.prod(len(theirs.layouts) for _, theirs, _ in self.sides) * len(self.sides[1][2].layouts)
+
     def hear(self, pulls: Sequence[np.ndarray]) -> list[np.ndarray]:
         """By edge the message to it, by layout; pulls: what each neighbour sends, by layout."""
         return [(seconds + pull[:, None]).min(0) for (seconds, _, _), pull in zip(self.sides, pulls)]
@@ -42,18 +47,19 @@ class Inner:
 
 
 def contract(
-    edges: Sequence[Edge], costs: list[np.ndarray], fixed: Container[int], cap: float
+    edges: Sequence[Edge], costs: list[np.ndarray], fixed: Container[int], cap: float, known: Sequence[int] | None = None
 ) -> tuple[list[Edge], list[Inner]]:
     """The edges that are left, and the nodes that are not, in their order; what falls on a node is added to its `costs`.
 
-    fixed: nodes that stay. cap: what an edge costs at most.
+    fixed: nodes that stay. cap: what an edge costs at most. known: the nodes to leave out, in an order in which that was
+    done with the same edges.
     """
     around: list[list[Edge]] = [[] for _ in costs]
     for edge in edges:
         around[edge.first.node].append(edge)
         around[edge.last.node].append(edge)
     found: list[Inner] = []
-    todo = deque(range(len(costs)))
+    todo = deque(range(len(costs)) if known is None else known)
     while todo:
         at = todo.popleft()
         if at in fixed or not 1 <= len(around[at]) <= 2 or any(edge.star is not None for edge in around[at]):
@@ -64,14 +70,14 @@ def contract(
             (seconds, theirs, own), (other,) = inner.sides[0], neighbours
             costs[other] = costs[other] + (seconds + least_by(inner.costs, own)).min(1)[theirs.at]
         else:
-            sizes = [len(theirs.layouts) for _, theirs, _ in inner.sides] + [len(inner.sides[1][2].layouts)]
-            if neighbours[0] == neighbours[1] or math.prod(sizes) > MOST:
+            if neighbours[0] == neighbours[1] or (known is None and inner.size > MOST):
                 continue
             inner.joined = join(inner, cap)
         for edge, other in zip(around[at], neighbours):
             around[other].remove(edge)
             around[other] += [inner.joined] if inner.joined is not None else []
-            todo.append(other)
+            if known is None:
+                todo.append(other)
         around[at] = []
         found.append(inner)
     left = {id(edge): edge for at, met in enumerate(around) for edge in met if edge.first.node == at}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,7 +33,15 @@ class Messages:
     charged for their boxings as `Share` says.
     """
 
-    def __init__(self, problem: Problem, space: Space, cap: float, real: type[np.floating] = np.float64):
+    def __init__(
+        self,
+        problem: Problem,
+        space: Space,
+        cap: float,
+        real: type[np.floating] = np.float64,
+        inner: Sequence[int] | None = None,
+    ):
+        """inner: the nodes that are left out, if that is known; see `contract`."""
         self.problem, self.space, self.cap, self.real = problem, space, cap, real
         self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
         self.stars: dict[int, Star] = {}
@@ -44,7 +53,7 @@ class Messages:
             else problem.variables[at].costs[space.labels[at]].astype(real)
             for kind, at in self.names
         ]
-        self.edges, self.inner = contract(self.connect(), costs, self.stars, cap)
+        self.edges, self.inner = contract(self.connect(), costs, self.stars, cap, inner)
         gone = {found.node for found in self.inner}
         by_node: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
         for edge in self.edges:
@@ -314,7 +323,8 @@ class Messages:
 
         problem: the same with other costs, of which no bound is known yet.
         """
-        found = Messages(problem or self.problem, space, self.cap, self.real)
+        left_out = [inner.node for inner in self.inner]
+        found = Messages(problem or self.problem, space, self.cap, self.real, left_out)
         found.bound, found.sweeps = -np.inf if problem else self.bound, self.sweeps
         for old, new in zip(self.edges, found.edges):
             for before, after in ((old.first, new.first), (old.last, new.last)):
