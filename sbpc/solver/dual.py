@@ -20,7 +20,7 @@ from sbpc.solver.problem import Problem, Value, Variable
 from sbpc.solver.smooth import smooth
 from sbpc.solver.trws import Messages
 
-ROUNDS = 16  # at most so many times SWEEPS sweeps
+ROUNDS = 16  # at most so many times SWEEPS sweeps; once before smooth ones
 SWEEPS = 3  # as many as there are from one balance of charges to the next
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
@@ -53,7 +53,7 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
         return checked(problem, dual)
     found = dual.carried(folded)
     rest = ends(folded, found)
-    messages = passed(rest.problem, cap, dual.bound)
+    messages = passed(rest.problem, cap, dual.bound, effort)
 
     def known() -> tuple[float, Proof]:
         found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
@@ -79,7 +79,7 @@ def checked(problem: Problem, dual: Dual) -> tuple[float, Proof]:
 def between_ends(folded: Folded, cap: float, effort: Effort = NONE) -> tuple[Dual, list[int]]:
     """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way."""
     found, part = Dual(folded), blocks(folded)
-    messages = passed(part.problem, cap)
+    messages = passed(part.problem, cap, 0.0, effort)
     if messages.bound < effort.aim:
         smooth(messages, effort.aim, effort.sweeps, effort.until)
     found.take(part, messages, lambda slot: True)
@@ -226,13 +226,14 @@ def ends(folded: Folded, dual: Dual) -> Part:
     return part
 
 
-def passed(problem: Problem, cap: float, rest: float = 0.0) -> Messages:
-    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it."""
+def passed(problem: Problem, cap: float, rest: float = 0.0, effort: Effort = NONE) -> Messages:
+    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it. effort: what comes
+    after them."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
     messages = Messages(problem, everything, cap, np.float32 if wide else np.float64)
-    for _ in range(ROUNDS):
+    for _ in range(1 if effort.sweeps else ROUNDS):
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
