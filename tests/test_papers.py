@@ -189,7 +189,7 @@ forward   3 all_gather over j
 def test_fully_sharded_data_parallelism_when_memory_is_short_and_the_batch_large() -> None:
     ends = {"inputs": ["S(0)"], "outputs": ["S(0)"]}
     free = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster="h100"), **ends)
-    limit = 0.9 * free.cost.memory["total"]
+    limit = 0.8 * free.cost.memory["total"]
     plan = best(Block(512, 8), (64, 128, 512), Mesh(data=8, cluster="h100"), memory=limit, **ends)
     assert all(layout.cuts for layout in plan.parameters.values())
     assert_expected_inline(
@@ -217,7 +217,7 @@ def test_one_weird_trick_for_a_vgg_between_slow_hosts() -> None:
         layouts(plan, moves=False),
         """\
 features.0.weight   [B]
-features.3.weight   [S(1)]
+features.3.weight   [B]
 classifier.0.weight [S(1)]
 classifier.2.weight [S(1)]
 convolution         [S(0)]

@@ -92,7 +92,7 @@ def test_the_solver_finds_sequence_parallelism_where_it_is_cheapest() -> None:
 
 
 MEGATRON = """\
-forward  all_reduce     [P] -> [B]  add
+forward  all_reduce     [P] -> [B]  einsum_3
 forward  all_reduce     [P] -> [B]  einsum_5
 forward  all_reduce     [P] -> [B]  einsum_9
 forward  reduce_scatter [P] -> [S(1)]  einsum_11

@@ -9,11 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
 from sbpc.solver.exact import build, highs
+from sbpc.solver.moves import Neighbours
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.solve import whole
@@ -246,3 +247,34 @@ def test_the_bound_of_a_longer_chain_lies_below_its_optimum_and_the_plan_at_most
     problem = chain(40, 4, 2)
     found, best = solve(problem), by_programming(problem)
     assert found.lower_bound * (1 - 1e-9) <= best <= found.seconds * (1 + 1e-9) <= 1.01 * best
+
+
+def boxings(problem: Problem, labels: list[int]) -> int:
+    """How many boxings the cheapest stars take."""
+    found = [(value, star(value, labels)) for value in problem.values]
+    return sum(len(to) + (alias != value.out[labels[value.producer]]) for value, (alias, to) in found)
+
+
+def test_of_plans_that_cost_the_same_one_with_fewer_boxings_is_taken_then_earlier_labels():
+    """From 0 to 1 and on to 2 costs what the straight way does; the last label is like the one before it."""
+    straight = closed(np.array([[0.0, 1, 2, 2], [9, 0, 1, 1], [9, 9, 0, 9], [9, 9, 9, 0]]))
+    digits = np.zeros((4, 1), dtype=int)
+    first, last = (Variable(name, np.zeros(1), np.zeros((1, 1), dtype=int)) for name in ("first", "last"))
+    middle = Variable("middle", np.array([0.0, 0, 0, 0]), digits)
+    layouts = np.array([1, 2, 2, 3])
+    values = [Value(0, np.array([0]), [(1, layouts)], straight), Value(1, layouts, [(2, np.array([2]))], straight)]
+    problem = Problem([first, middle, last], values)
+    near = Neighbours(problem)
+    assert near.tidy([0, 0, 0], 2.0) == near.tidy([0, 2, 0], 2.0) == [0, 1, 0]
+    assert solve(problem).labels == [0, 1, 0] and boxings(problem, [0, 0, 0]) == 2 == 1 + boxings(problem, [0, 1, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=6, labels=8, axes=1), st.integers(0, 2**32 - 1))
+def test_a_tidied_plan_costs_no_more(problem, seed):
+    rng = np.random.default_rng(seed)
+    near = Neighbours(problem)
+    labels = near.descend([int(rng.integers(len(v.costs))) for v in problem.variables])
+    seconds = total(problem, labels)
+    assume(0 < seconds < np.inf)
+    assert total(problem, near.tidy(labels, seconds)) <= seconds * (1 + 1e-10)

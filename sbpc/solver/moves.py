@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sbpc.solver.network import Port, Space, aliased, port, slots
 from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars
+
+FEWER = 1e-9  # relative: what a boxing costs more where fewer are better
 
 
 @dataclass(eq=False)
@@ -48,6 +50,30 @@ class Neighbours:
 
     def descend(self, labels: Sequence[int]) -> list[int]:
         """Change one label at a time for the better, until none is."""
+        return self.change(labels, self.better)
+
+    def tidy(self, labels: Sequence[int], seconds: float) -> list[int]:
+        """Labels that cost no more, with fewer boxings, or with the same in earlier labels: change one at a time. seconds:
+        about what they cost."""
+        dearer = {id(v.closure): v.closure + FEWER * seconds * ~np.eye(len(v.closure), dtype=bool) for v in self.problem.values}
+        tilted = Neighbours(Problem(self.problem.variables, [replace(v, closure=dearer[id(v.closure)]) for v in self.problem.values]))
+
+        def fewer(at: int, labels: Sequence[int]) -> int | None:
+            costs, counted = self.costs(at, labels), tilted.costs(at, labels)
+            counted[costs > costs[labels[at]] + SLACK * seconds] = np.inf
+            label = int(np.argmax(counted <= counted.min() + FEWER / 2 * seconds))
+            return None if label == labels[at] else label
+
+        return self.change(labels, fewer)
+
+    def better(self, at: int, labels: Sequence[int]) -> int | None:
+        """The cheapest label of variable `at`, if it is cheaper than the one it has."""
+        costs = self.costs(at, labels)
+        now, label = costs[labels[at]], int(costs.argmin())
+        return label if costs[label] < (now - SLACK * abs(now) if np.isfinite(now) else now) else None
+
+    def change(self, labels: Sequence[int], found_by: Callable[[int, Sequence[int]], int | None]) -> list[int]:
+        """Labels of which none is changed any more; found_by: the label to give to a variable, None if it is to keep its own."""
         found = list(labels)
         dirty = [True] * len(found)
         while any(dirty):
@@ -55,11 +81,8 @@ class Neighbours:
                 if not dirty[at]:
                     continue
                 dirty[at] = False
-                if len(self.problem.variables[at].costs) == 1:
-                    continue
-                costs = self.costs(at, found)
-                now, label = costs[found[at]], int(costs.argmin())
-                if costs[label] < now - SLACK * abs(now) if np.isfinite(now) else costs[label] < now:
+                label = None if len(self.problem.variables[at].costs) == 1 else found_by(at, found)
+                if label is not None:
                     found[at] = label
                     for other in self.near[at]:
                         dirty[other] = True

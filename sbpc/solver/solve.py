@@ -49,7 +49,8 @@ def solve(
     finer: Sequence[int] | None = None,
     quick: bool = False,
 ) -> Solution:
-    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run.
+    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run. Of labels
+    that cost the same those with fewer boxings are looked for.
 
     alike: a number per variable; those with the same number get the same label. finer: the same with the ends of runs of
     equal blocks on their own, which makes the bound tighter. The bound holds for all labels. quick: of a problem with equal
@@ -59,7 +60,9 @@ def solve(
     if not problem.variables:
         return Solution([], 0.0, 0.0, True)
     if alike is None or len(set(alike)) == len(alike):
-        return Search(problem, starts).run()
+        search = Search(problem, starts)
+        found = search.run()
+        return replace(found, labels=search.tidied()) if found.labels is search.labels else found
     return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
 
 
@@ -120,7 +123,7 @@ def solve_folded(
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
-    labels = folded.unfold(search.labels)
+    labels = folded.unfold(search.labels if quick else search.tidied())
     seconds = total(problem, labels)
     return Solution(labels, seconds, min(found[0], seconds), False, found[1], folded.unfold(dual.extra))
 
@@ -186,6 +189,13 @@ class Search:
         self.pool.append((seconds, found))
         if seconds < self.seconds:
             self.labels, self.seconds = found, seconds
+
+    def tidied(self) -> list[int]:
+        """The best plan, or one that costs the same with fewer boxings."""
+        if not math.isfinite(self.seconds):
+            return self.labels
+        labels = self.near.tidy(self.labels, self.seconds)
+        return labels if total(self.problem, labels) <= self.seconds * (1 + SLACK) else self.labels
 
     def run(self) -> Solution:
         """Message passing and pruning; steps to better plans until three in a row find none; what is left by a program."""
