@@ -22,6 +22,8 @@ from sbpc.solver.solve import ceiling
 from tests import models
 from tests.test_solver import brute_force, closed, problems
 
+solver = sys.modules["sbpc.solver.solve"]  # the name is that of a function of the package, too
+
 
 def numbered(problem: Problem) -> Problem:
     """The problem with a number of its own for every port."""
@@ -186,3 +188,64 @@ def test_where_a_gap_is_left_the_bound_of_a_folded_problem_is_sharpened(labels, 
     plain = solve(problem, alike=classes, finer=finer)
     assert best.exact and sharp.lower_bound <= best.seconds * (1 + 1e-9)
     assert sharp.seconds <= plain.seconds and sharp.gap < 0.9 * plain.gap
+
+
+def on_three_axes(problem: Problem) -> Problem:
+    """The problem, the digits of its eight labels their bits."""
+    bits = np.arange(8)[:, None] >> np.arange(3) & 1
+    return Problem([dataclasses.replace(v, digits=bits) for v in problem.variables], problem.values)
+
+
+def test_where_two_axes_are_free_the_third_stays_as_it_is():
+    problem, classes, _ = chain(5, 8, 6, 1, True)
+    folded = fold(on_three_axes(problem), classes).problem
+    search = solver.Search(folded, first=False)
+    labels, extra = search.labels, [np.zeros(8) for _ in folded.variables]
+    search.widen(extra, 8, (0, 2))
+    assert search.seconds < total(folded, labels)
+    assert all(found & 2 == label & 2 for found, label in zip(search.labels, labels))
+    search.widen(extra, 8)
+    assert any(found & 2 != label & 2 for found, label in zip(search.labels, labels))
+
+
+def test_on_three_axes_pairs_of_them_are_freed(monkeypatch):
+    """Where a gap is left, and one axis at a time does not close it."""
+    problem, classes, finer = chain(5, 8, 6, 1, True)
+    for name in ("offer", "approach", "move"):
+        monkeypatch.setattr(solver.Search, name, lambda *args: None)
+    monkeypatch.setattr(solver, "LABELS", 0)
+    tried = []
+
+    def watched(self, extra, times, axes):
+        tried.append(axes)
+
+    monkeypatch.setattr(solver.Search, "widen", watched)
+    found = solve(on_three_axes(problem), alike=classes, finer=finer)
+    assert tried == [(0, 1), (0, 2), (1, 2)] and found.gap > 0.03
+
+
+def test_on_three_axes_ends_of_runs_on_their_own_better_the_bound(monkeypatch):
+    monkeypatch.setattr(solver, "LABELS", 0)
+    monkeypatch.setattr(solver, "TIED", ((0.0, 0.0),) * 2)
+    bounds = []
+    for seed in range(6):
+        problem, classes, finer = chain(8, 8, 6, seed, True)
+        found = [solve(on_three_axes(problem), alike=classes, finer=apart).lower_bound for apart in (finer, classes)]
+        bounds.append(found)
+    assert all(apart >= together * (1 - 1e-6) for apart, together in bounds)
+    assert any(apart > together * 1.01 for apart, together in bounds)
+
+
+def test_a_proof_can_be_checked_where_nothing_costs_anything_and_where_all_is_tied():
+    problem, classes, finer = chain(5, 3, 4, 1, False)
+    free = Problem(
+        [dataclasses.replace(v, costs=np.zeros(3)) for v in problem.variables],
+        [dataclasses.replace(v, closure=np.zeros((4, 4))) for v in problem.values],
+    )
+    found = solve(free, alike=classes, finer=finer)
+    assert found.seconds == found.lower_bound == checked_bound(free, found.proof) == 0.0
+    pairs = [Value(2 * at, np.array([0, 1]), [(2 * at + 1, np.array([1, 0]))], 1 - np.eye(2), (0, 0)) for at in range(4)]
+    variables = [Variable(f"v{at}", np.array([1.0, 3.0]), np.arange(2)[:, None]) for at in range(8)]
+    for finer in ([0, 1] * 4, [0, 1, *[2, 3] * 2, 4, 5]):
+        found = solve(Problem(variables, pairs), alike=[0, 1] * 4, finer=finer)
+        assert found.seconds == 12.0 == pytest.approx(found.lower_bound, rel=1e-9)

@@ -131,14 +131,12 @@ def test_a_norm_over_a_split_dim_moves_the_mean_and_the_variance() -> None:
     plan = sbpc.plan(Normed(), (torch.randn(6, 8),), Mesh(tensor=2), pin=NORMED, train=False)
     assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
 up.weight                   f32[16, 8]  S(0)  parameter
-norm.weight                 f32[16]     B     parameter
-norm.bias                   f32[16]     B     parameter
+norm.weight                 f32[16]     S(0)  parameter
+norm.bias                   f32[16]     S(0)  parameter
 down.weight                 f32[8, 16]  S(1)  parameter
 x                           f32[6, 8]   B     input
 permute                     f32[8, 16]  S(1)  aten.permute(up.weight, [1, 0])
 mm                          f32[6, 16]  S(1)  aten.mm(x, permute)
-box_norm_weight             f32[16]     S(0)  slice(norm.weight)                                           # B -> S(0) over tensor, 0 bytes
-box_norm_bias               f32[16]     S(0)  slice(norm.bias)                                             # B -> S(0) over tensor, 0 bytes
 native_layer_norm           f32[6, 1]   P     aten.mean.dim(mm, [-1], True)
 box_native_layer_norm       f32[6, 1]   B     all_reduce(native_layer_norm)                                # P -> B over tensor, 24 bytes
 native_layer_norm_sub       f32[6, 16]  S(1)  aten.sub.Tensor(mm, box_native_layer_norm)
@@ -148,8 +146,8 @@ box_native_layer_norm_mean  f32[6, 1]   B     all_reduce(native_layer_norm_mean)
 native_layer_norm_add       f32[6, 1]   B     aten.add.Tensor(box_native_layer_norm_mean, 1e-05)
 native_layer_norm_1         f32[6, 1]   B     aten.rsqrt(native_layer_norm_add)
 native_layer_norm_mul       f32[6, 16]  S(1)  aten.mul.Tensor(native_layer_norm_sub, native_layer_norm_1)
-native_layer_norm_mul_1     f32[6, 16]  S(1)  aten.mul.Tensor(native_layer_norm_mul, box_norm_weight)
-getitem                     f32[6, 16]  S(1)  aten.add.Tensor(native_layer_norm_mul_1, box_norm_bias)
+native_layer_norm_mul_1     f32[6, 16]  S(1)  aten.mul.Tensor(native_layer_norm_mul, norm.weight)
+getitem                     f32[6, 16]  S(1)  aten.add.Tensor(native_layer_norm_mul_1, norm.bias)
 permute_1                   f32[16, 8]  S(0)  aten.permute(down.weight, [1, 0])
 mm_1                        f32[6, 8]   P     aten.mm(getitem, permute_1)
 box_mm_1                    f32[6, 8]   B     all_reduce(mm_1)                                             # P -> B over tensor, 192 bytes

@@ -21,8 +21,9 @@ MOST = 1 << 16  # sums, at most, to make one edge of two: with more it takes lon
 
 @dataclass(eq=False)
 class Inner:
-    """A node that is left out: its number, what its labels cost, with what falls on them, and by edge the seconds
-    [layouts there, its layouts], the port of the neighbour, and its own. joined: the edge in the place of two."""
+    """A node that is left out: its number, what its labels cost, with what falls on them, and by edge, that of the earlier
+    neighbour first, the seconds [layouts there, its layouts], the port of the neighbour, and its own. joined: the edge in
+    the place of two."""
 
     node: int
     costs: np.ndarray
@@ -31,7 +32,7 @@ class Inner:
 
     @property
     def size(self) -> int:
-        """How many sums the edge in the place of two takes."""
+        """How many sums the edge in the place of two takes, about."""
         return math.prod(len(theirs.layouts) for _, theirs, _ in self.sides) * len(self.sides[1][2].layouts)
 
     def hear(self, pulls: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -51,7 +52,8 @@ def contract(
 ) -> tuple[list[Edge], list[Inner]]:
     """The edges that are left, and the nodes that are not, in their order; what falls on a node is added to its `costs`.
 
-    fixed: nodes that stay. cap: what an edge costs at most. known: the nodes to leave out, in an order in which that was
+    Nodes that touch a star stay, those of two edges to one neighbour, and those of which the edge in the place of two takes
+    too long. fixed: the stars. cap: what an edge costs at most. known: the nodes to leave out, in an order in which that was
     done with the same edges.
     """
     around: list[list[Edge]] = [[] for _ in costs]
@@ -64,24 +66,24 @@ def contract(
         at = todo.popleft()
         if at in fixed or not 1 <= len(around[at]) <= 2 or any(edge.star is not None for edge in around[at]):
             continue
-        inner = Inner(at, costs[at], [seen(edge, at) for edge in around[at]])
+        sides = sorted((seen(edge, at) for edge in around[at]), key=lambda side: side[1].node)
+        inner = Inner(at, costs[at], sides)
         neighbours = [theirs.node for _, theirs, _ in inner.sides]
         if len(neighbours) == 1:
             (seconds, theirs, own), (other,) = inner.sides[0], neighbours
             costs[other] = costs[other] + (seconds + least_by(inner.costs, own)).min(1)[theirs.at]
         else:
-            if neighbours[0] == neighbours[1] or (known is None and inner.size > MOST):
+            if neighbours[0] == neighbours[1] or inner.size > MOST:
                 continue
             inner.joined = join(inner, cap)
-        for edge, other in zip(around[at], neighbours):
-            around[other].remove(edge)
+        for other in neighbours:
+            around[other] = [edge for edge in around[other] if edge not in around[at]]
             around[other] += [inner.joined] if inner.joined is not None else []
             if known is None:
                 todo.append(other)
         around[at] = []
         found.append(inner)
-    left = {id(edge): edge for at, met in enumerate(around) for edge in met if edge.first.node == at}
-    return list(left.values()), found
+    return [edge for at, met in enumerate(around) for edge in met if edge.first.node == at], found
 
 
 def seen(edge: Edge, at: int) -> tuple[np.ndarray, Port, Port]:
@@ -93,7 +95,7 @@ def seen(edge: Edge, at: int) -> tuple[np.ndarray, Port, Port]:
 
 def join(inner: Inner, cap: float) -> Edge:
     """The edge between the neighbours of a node: the least over its labels."""
-    (here, one, to_one), (there, other, to_other) = sorted(inner.sides, key=lambda side: side[1].node)
+    (here, one, to_one), (there, other, to_other) = inner.sides
     by_label = here[:, to_one.at] + inner.costs
     order = np.argsort(to_other.at, kind="stable")
     starts = np.searchsorted(to_other.at[order], np.arange(len(to_other.layouts)))

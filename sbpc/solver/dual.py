@@ -27,7 +27,7 @@ IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is done to better a bound beyond where messages rest: until it is `aim` seconds, see `smooth` for the others."""
+    """What is done to better a bound by smooth messages: until it is `aim` seconds, see `smooth` for the others."""
 
     aim: float
     sweeps: int
@@ -53,6 +53,8 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
         return checked(problem, dual)
     found = dual.carried(folded)
     rest = ends(folded, found)
+    if not rest.problem.variables:
+        return checked(problem, found)
     messages = passed(rest.problem, cap, dual.bound, effort)
 
     def known() -> tuple[float, Proof]:
@@ -227,16 +229,18 @@ def ends(folded: Folded, dual: Dual) -> Part:
 
 
 def passed(problem: Problem, cap: float, rest: float = 0.0, effort: Effort = NONE) -> Messages:
-    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it. effort: what comes
-    after them."""
+    """Messages over all layouts, until they raise the bound no more, or where smooth ones follow until there is one.
+
+    rest: what else there is of it. effort: what follows.
+    """
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
     messages = Messages(problem, everything, cap, np.float32 if wide else np.float64)
-    for _ in range(1 if effort.sweeps else ROUNDS):
+    for _ in range(ROUNDS):
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest):
+        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest) or (effort.sweeps and messages.bound > 0):
             break
     return messages

@@ -1,4 +1,4 @@
-"""Steps to better labels, one variable at a time; spaces in which to look: one axis everywhere, what plans have."""
+"""Steps to better labels, one variable at a time; spaces in which to look: some axes everywhere, what plans have."""
 
 from __future__ import annotations
 

@@ -25,12 +25,11 @@ def relaxed(problem: Problem, space: Space, scale: float, most: int) -> Answer |
     program, x = build(problem, space)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
-    found = solved(program, scale, most)
-    if found is None or any(found[0][columns].max() < 1 - INTEGRAL for columns in x):
-        return None
-    point, bound = found
+    point, bound = solved(program, scale, most)
     if np.isinf(bound):
         return Answer(None, np.inf, True)
+    if point is None or any(point[columns].max() < 1 - INTEGRAL for columns in x):
+        return None
     labels = chosen(point, x, space)
     return Answer(labels, bound, True) if total(problem, labels) <= bound + EXACT * abs(bound) else None
 
@@ -39,17 +38,15 @@ def supported(problem: Problem, space: Space, scale: float, most: int) -> list[n
     """By variable the labels that the relaxation on `space` takes, mostly one; None if there is no plan, or with more
     columns than `most`. scale: see `cheapest`."""
     program, x = build(problem, space, sparse=True)
-    found = None if np.isinf(program.constant) else solved(program, scale, most)
-    if found is None or np.isinf(found[1]):
-        return None
-    return [labels[found[0][columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
+    point = None if np.isinf(program.constant) else solved(program, scale, most)[0]
+    return None if point is None else [labels[point[columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
 
 
-def solved(program: Program, scale: float, most: int) -> tuple[np.ndarray, float] | None:
-    """A vertex at which the program without integers is cheapest, and its seconds, infinite if there is none; None if it has
-    more columns than `most`, or takes too many steps. Presolve takes longer than it saves, and so do interior points."""
+def solved(program: Program, scale: float, most: int) -> tuple[np.ndarray | None, float]:
+    """A vertex at which the program without integers is cheapest, and its seconds, infinite if there is no plan; None and 0 if
+    it has more columns than `most`, or takes too many steps. Presolve takes longer than it saves, and so do interior points."""
     if program.columns > most:
-        return None
+        return None, 0.0
     unit = unit_of(scale)
     model = highs(program, 0, unit)
     for option, setting in (("presolve", "off"), ("simplex_iteration_limit", PIVOTS * program.rows)):
@@ -57,9 +54,9 @@ def solved(program: Program, scale: float, most: int) -> tuple[np.ndarray, float
     model.run()
     status, point = model.getModelStatus(), np.array(model.getSolution().col_value)
     if status == highspy.HighsModelStatus.kInfeasible:
-        return np.ones(program.columns), np.inf
+        return None, np.inf
     if status != highspy.HighsModelStatus.kOptimal:
-        return None
+        return None, 0.0
     return point, model.getInfo().objective_function_value * unit + program.constant
 
 

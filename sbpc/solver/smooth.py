@@ -1,4 +1,4 @@
-"""Messages beyond where they come to rest: steps on a smooth bound, ever less smooth, then on the true one.
+"""Messages that do not come to rest too low: steps on a smooth bound, ever less smooth, then on the true one.
 
 Savchynskyy, Schmidt, Kappes and Schnoerr, "Efficient MRF energy minimization via adaptive diminishing smoothing", UAI 2012,
 for the messages; what consumers are charged for shared boxings goes up the same bound, each charge by a factor. A sweep is
@@ -15,9 +15,9 @@ import numpy as np
 
 from sbpc.solver.trws import Messages
 
-HEATS = (0.8, 0.16, 0.03), (0.4, 0.15, 0.05, 0.015, 0.005)  # in what a node costs of the bound, on average; the latter
-# where sweeps are more than
-FEW = 20
+SWEEPS = 20, 40  # at each heat; more only where that was not enough
+HEATS = (0.8, 0.16, 0.03), (0.4, 0.15, 0.05, 0.015, 0.005)  # up to the first of these, and with more; in what a node costs of
+# the bound, on average
 COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a tenth of a second
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
@@ -37,7 +37,7 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
     for star in messages.stars.values():
         star.share.fill(BEGIN)
     wide = messages.problem.variables[0].digits.shape[1] > 2
-    for part in COLD if wide else HEATS[sweeps > FEW]:
+    for part in COLD if wide else HEATS[sweeps > SWEEPS[0]]:
         if best >= aim or time.process_time() > until:
             break
         mix(messages, part * best / len(messages.names), sweeps, until)

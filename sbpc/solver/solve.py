@@ -19,6 +19,7 @@ from sbpc.solver.moves import Neighbours, freed, nearby, nearest, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.relax import relaxed, supported
+from sbpc.solver.smooth import SWEEPS
 from sbpc.solver.trws import Messages, ceiling
 
 steps = logging.getLogger("sbpc.progress")
@@ -28,7 +29,6 @@ NODES = 300_000  # most nodes of its search tree, times its size
 CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
 NEAR = 500  # so many labels, those nearest to the bound, are searched first; twice as many as variables if more
-SWEEPS = 20, 40  # at each heat, where bounds are bettered; more only where that was not enough
 TIMES = 4, 8  # times as many labels as variables, of which the relaxation says which to search
 PAIRED = 20  # the same where two axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
@@ -73,8 +73,8 @@ def solve_folded(
 
     The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
     at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
-    is bettered, which also says better which labels are near. On more axes, where there are too many, one is freed at a
-    time, then two.
+    is bettered, which also says better which labels are near; ends of runs are proved on their own where that may close it,
+    or last. On more axes, where labels are too many, one axis is freed at a time, then two.
     """
     folded = fold(problem, alike)
     search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
@@ -83,7 +83,7 @@ def solve_folded(
     enough, most = TIED[wide]
     dual, labels = between_ends(folded, search.cap)
     search.offer(labels)
-    found = 0.0, Proof([])
+    found = 0.0, Proof(folded.classes)
 
     def gap() -> float:
         if not math.isfinite(search.seconds):
@@ -104,22 +104,25 @@ def solve_folded(
             if gap() > most:
                 search.widen(dual.extra, PAIRED, pair)
                 search.move()
-    if gap() > most and wide:
-        better(fold(problem, finer))
-    for sweeps in () if wide or quick else (0, *SWEEPS):
-        if gap() <= (most if sweeps else enough):
-            break
-        effort = Effort(search.seconds * (1 - NEARLY * most) if sweeps else 0.0, sweeps)
-        if sweeps:
-            dual, labels = between_ends(folded, search.cap, replace(effort, aim=effort.aim + dual.bound - found[0]))
-            search.offer(labels)
-            better(folded, effort)
+    elif not quick:
         for times, least in zip(TIMES, (enough, most)):
             if gap() > least:
                 search.widen(dual.extra, times)
+    if gap() > most and (wide or gap() <= FINER) and not (quick and not wide):
+        better(fold(problem, finer))
+    for sweeps in () if wide or quick else SWEEPS:
+        if gap() <= most:
+            break
+        effort = Effort(search.seconds * (1 - NEARLY * most), sweeps)
+        dual, labels = between_ends(folded, search.cap, replace(effort, aim=effort.aim + dual.bound - found[0]))
+        search.offer(labels)
+        better(folded, effort)
+        for times in TIMES:
+            if gap() > most:
+                search.widen(dual.extra, times)
         if gap() > most and (gap() <= FINER or sweeps == SWEEPS[-1]):
             better(fold(problem, finer), effort)
-        if gap() > most and sweeps:
+        if gap() > most:
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
@@ -134,7 +137,7 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
     start = time.process_time()
     coarse = fold(problem, partitions[0])
     cap = ceiling(coarse.problem, seconds)
-    found = 0.0, Proof([])
+    found = 0.0, Proof(coarse.classes)
     for sweeps in SWEEPS:
         dual, _ = between_ends(coarse, cap, Effort(math.inf, sweeps, start + limit / 2))
         for at, partition in enumerate(partitions):
@@ -334,17 +337,13 @@ class Search:
 
     def widen(self, extra: Sequence[np.ndarray], times: int, axes: Sequence[int] = ()) -> None:
         """Look among the labels that the relaxation takes of `times` as many as there are variables, those nearest to the
-        bound; extra: see `approach`. axes: if given, the only ones that are free."""
-        space = freed(self.problem, self.labels, axes) if axes else None
-        self.look(nearest(self.problem, extra, self.labels, times * len(self.labels), space))
-
-    def look(self, space: Space) -> None:
-        """Look among the labels that the relaxation on `space` takes, and those of the best plan."""
+        bound, and those of the best plan; extra: see `approach`. axes: if given, the only ones that are free."""
+        among = freed(self.problem, self.labels, axes) if axes else None
+        space = nearest(self.problem, extra, self.labels, times * len(self.labels), among)
         taken = supported(self.problem, space, self.scale, WIDEST)
-        if taken is None:
-            return
-        kept = [np.union1d(found, [label]) for found, label in zip(taken, self.labels)]
-        self.finish(Space(kept, [nearby(value, kept, self.labels) for value in self.problem.values]), gap=CLOSE)
+        if taken is not None:
+            kept = [np.union1d(found, [label]) for found, label in zip(taken, self.labels)]
+            self.finish(Space(kept, [nearby(value, kept, self.labels) for value in self.problem.values]), gap=CLOSE)
 
     def move(self) -> None:
         """Free one axis at all variables, the others as they are, and finish that; over all axes until none helps."""

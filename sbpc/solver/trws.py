@@ -1,9 +1,10 @@
 """Message passing for the layout problem: sequential tree-reweighted messages (TRW-S), a bound and labels from them.
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. The nodes are the variables
-and, for every value with several consumers, an alias whose labels are layouts. An edge lies between two ports (a port
-maps labels to layouts) and costs a boxing, so a message goes labels -> layouts (min) -> closure (min-plus) -> layouts.
-Where a value has more than two consumers, its alias is a `Star`: labels are pairs of a source and an alias layout.
+and, for every value with several consumers, an alias whose labels are layouts; those that lie between two others
+or at an end need no messages and are left out (chains.py). An edge lies between two ports (a port maps labels to layouts)
+and costs a boxing, so a message goes labels -> layouts (min) -> closure (min-plus) -> layouts. Where a value has more than
+two consumers, its alias is a `Star`: labels are pairs of a source and an alias layout.
 
 Messages come to rest where no single one betters the bound, which need not be the best bound. At a heat above 0 minima are
 soft (least.py), and they come to rest at the best of a bound that is smooth (smooth.py).
@@ -212,7 +213,8 @@ class Messages:
         """One more sweep; by node, a bound of all plans that have a label (or alias layout).
 
         When the backward sweep has come to a node, its belief is the sum of the min-marginals of the chains through it;
-        all chains together cost at least the last bound, as no step of a sweep lowers it (Kolmogorov, theorem 2).
+        all chains together cost at least the last bound, as no step of a sweep lowers it (Kolmogorov, theorem 2). Through an
+        edge in the place of a node runs one chain, to which either neighbour belongs by its weight.
         """
         if np.isinf(self.bound):
             self.sweep()
@@ -223,7 +225,8 @@ class Messages:
     def beliefs(self) -> list[np.ndarray]:
         """By node and label (or alias layout): by how much what the node says of it is above what it says of the best one.
 
-        To a node that is left out its neighbours send what each would over an edge of its own; one that it falls on, all.
+        To a node that is left out its neighbours send what they would over the edge in its place: their beliefs times their
+        weights, less what came from there. One that it falls on sends all, less what fell.
         """
         found: dict[int, np.ndarray] = {}
         pulls: dict[int, np.ndarray] = {}  # by port what its node sends
@@ -235,11 +238,11 @@ class Messages:
             belief = found[number] = at.belief(at.inbox)
             belief -= belief.min()
             for edge in (*at.earlier.edges, *at.later.edges):
-                port = edge.first if edge.first.node == number else edge.last
-                pulls[id(port)] = least_by(belief * at.weight, port) - port.inbox
+                end = edge.first if edge.first.node == number else edge.last
+                pulls[id(end)] = least_by(belief * at.weight, end) - end.inbox
         for inner in reversed(self.inner):
             if inner.joined is None:
-                (seconds, theirs, own), = inner.sides
+                ((seconds, theirs, own),) = inner.sides
                 sent = [least_by(found[theirs.node], theirs) - (seconds + least_by(inner.costs, own)).min(1)]
             else:
                 sent = [pulls[id(theirs)] for _, theirs, _ in inner.sides]
@@ -326,7 +329,7 @@ class Messages:
         left_out = [inner.node for inner in self.inner]
         found = Messages(problem or self.problem, space, self.cap, self.real, left_out)
         found.bound, found.sweeps = -np.inf if problem else self.bound, self.sweeps
-        for old, new in zip(self.edges, found.edges):
+        for old, new in zip(self.edges, found.edges, strict=True):
             for before, after in ((old.first, new.first), (old.last, new.last)):
                 if len(after.inbox):
                     after.inbox[:] = before.inbox[np.searchsorted(before.layouts, after.layouts)]
