@@ -55,12 +55,17 @@ class Neighbours:
     def tidy(self, labels: Sequence[int], seconds: float) -> list[int]:
         """Labels that cost no more, with fewer boxings, or with the same in earlier labels: change one at a time. seconds:
         about what they cost."""
-        dearer = {id(v.closure): v.closure + FEWER * seconds * ~np.eye(len(v.closure), dtype=bool) for v in self.problem.values}
-        tilted = Neighbours(Problem(self.problem.variables, [replace(v, closure=dearer[id(v.closure)]) for v in self.problem.values]))
+        closures = {id(v.closure): v.closure for v in self.problem.values}
+        counts = {key: found + FEWER * seconds * ~np.eye(len(found), dtype=bool) for key, found in closures.items()}
+        values = [replace(value, closure=counts[id(value.closure)]) for value in self.problem.values]
+        tilted = Neighbours(Problem(self.problem.variables, values))
 
         def fewer(at: int, labels: Sequence[int]) -> int | None:
-            costs, counted = self.costs(at, labels), tilted.costs(at, labels)
-            counted[costs > costs[labels[at]] + SLACK * seconds] = np.inf
+            costs = self.costs(at, labels)
+            dearer = costs > costs[labels[at]] + SLACK * seconds
+            if dearer.sum() == len(dearer) - 1:
+                return None
+            counted = np.where(dearer, np.inf, tilted.costs(at, labels))
             label = int(np.argmax(counted <= counted.min() + FEWER / 2 * seconds))
             return None if label == labels[at] else label
 

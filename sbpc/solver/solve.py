@@ -37,7 +37,7 @@ NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
 # search goes on, above the second all is tried
-FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better bounds first
+FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
 
@@ -105,10 +105,14 @@ def solve_folded(
                 search.widen(dual.extra, PAIRED, pair)
                 search.move()
     elif not quick:
-        for times, least in zip(TIMES, (enough, most)):
+        apart = False  # whether ends of runs are proved on their own
+        for times, least in ((0, 1.0), *zip(TIMES, (enough, most))):
             if gap() > least:
                 search.widen(dual.extra, times)
-    if gap() > most and (wide or gap() <= FINER) and not (quick and not wide):
+            if most < gap() <= FINER and not apart:
+                better(fold(problem, finer))
+                apart = True
+    if gap() > most and wide:
         better(fold(problem, finer))
     for sweeps in () if wide or quick else SWEEPS:
         if gap() <= most:
