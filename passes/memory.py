@@ -28,7 +28,7 @@ from sbpc.solver import Limit, Proof
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
-FAR = 0.1  # the gap that is left as it is after these tries, not after twice as many
+FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
 SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
