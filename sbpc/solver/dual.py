@@ -20,7 +20,7 @@ from sbpc.solver.problem import Problem, Value, Variable
 from sbpc.solver.smooth import smooth
 from sbpc.solver.trws import Messages
 
-ROUNDS = 16  # at most so many times SWEEPS sweeps; once before smooth ones
+ROUNDS = 16  # at most so many times SWEEPS sweeps; before smooth ones mostly once
 SWEEPS = 3  # as many as there are from one balance of charges to the next
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
