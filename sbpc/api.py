@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,6 +195,7 @@ def prepare(
         captured = capture_graph(
             model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
         )
+        gc.collect(0)  # the tracer leaves cycles, of a large model some times as many objects as there are in its graph
     about = {
         "train": train,
         "model": type(model).__name__,

@@ -184,7 +184,7 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
 def test_where_a_gap_is_left_the_bound_of_a_folded_problem_is_sharpened(labels, layouts, seed, monkeypatch):
     problem, classes, finer = chain(8, labels, layouts, seed, True)
     sharp, best = solve(problem, alike=classes, finer=finer), solve(problem)
-    monkeypatch.setattr("sbpc.solver.smooth.HEATS", ((), ()))
+    monkeypatch.setattr("sbpc.solver.smooth.HEATS", ())
     plain = solve(problem, alike=classes, finer=finer)
     assert best.exact and sharp.lower_bound <= best.seconds * (1 + 1e-9)
     assert sharp.seconds <= plain.seconds and sharp.gap < 0.9 * plain.gap

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Problem, Value, Variable
+from sbpc.solver import Problem, Value, Variable, solve
 from sbpc.solver.arcs import arcs
 from sbpc.solver.check import checked_bound
 from sbpc.solver.dual import Effort, between_ends, passed, prove
@@ -56,7 +56,7 @@ def test_no_smoothed_bound_is_above_brute_force(problem):
     assume(np.isfinite(best))
     messages = passed(problem, ceiling(problem, best))
     before = messages.bound
-    smooth(messages, np.inf, 40, np.inf)
+    smooth(messages, np.inf)
     assert before - 1e-9 * abs(before) - 1e-12 <= messages.bound <= best * (1 + 1e-8) + 1e-12
 
 
@@ -71,7 +71,7 @@ def test_messages_that_rest_too_low_come_to_the_best_bound(seed):
     model = highs(program, 0, unit_of(before))
     model.run()
     best = model.getInfo().objective_function_value * unit_of(before) + program.constant
-    smooth(messages, np.inf, 40, np.inf)
+    smooth(messages, np.inf)
     assert before < 0.99 * best and 0.999 * best <= messages.bound <= best * (1 + 1e-9)
 
 
@@ -79,10 +79,55 @@ def test_a_smoothed_bound_is_that_of_its_multipliers():
     """What the messages say of the bound is what one more sweep from the state that is kept gives."""
     problem, _, _ = chain(6, 5, 5, 1, True)
     messages = passed(problem, ceiling(problem))
-    smooth(messages, np.inf, 40, np.inf)
+    smooth(messages, np.inf)
     said, messages.bound = messages.bound, -np.inf
     messages.sweep()
     assert messages.bound == pytest.approx(said, rel=1e-9)
+
+
+def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
+    """The next time, and at once where the last heat gave much."""
+    problem, _, _ = chain(8, 12, 8, 5, True)
+    heats, begun, ended = [], [], []
+
+    def watched(messages, heat, sweeps, until):
+        begun.append(state(messages))
+        mix(messages, heat, sweeps, until)
+        heats.append(heat * len(messages.names))
+        ended.append(state(messages))
+
+    def same(one, other):
+        return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    monkeypatch.setattr("sbpc.solver.smooth.mix", watched)
+    monkeypatch.setattr("sbpc.solver.smooth.GAINED", np.inf)
+    messages = passed(problem, ceiling(problem))
+    smooth(messages, np.inf)
+    first, before = len(heats), messages.bound
+    smooth(messages, np.inf)
+    assert first == 3 and len(heats) == 5 and messages.bound >= before
+    assert heats[3:] == pytest.approx([heats[2], heats[2] / 2], rel=0.3)
+    assert all(same(begin, end) for begin, end in zip(begun[1:], ended)) and not same(begun[3], state(messages))
+    monkeypatch.setattr("sbpc.solver.smooth.GAINED", -1e-3)  # always much, but for the most of the bound
+    smooth(messages, before * (1 + 1e-9))
+    assert len(heats) == 5  # the bound is good enough already
+
+
+def test_ends_go_on_with_the_last_multipliers_of_the_blocks(monkeypatch):
+    """Their messages are not begun anew, and what they say is still the bound that is checked."""
+    problem, classes, finer = chain(8, 12, 8, 20, True)
+    folded, apart, best = fold(problem, classes), fold(problem, finer), solve(problem)
+    cap = ceiling(folded.problem, best.seconds)
+    dual, _ = between_ends(folded, cap, Effort(np.inf))
+    first, _ = prove(problem, dual, apart, cap, Effort(np.inf))
+    begun = []
+    monkeypatch.setattr("sbpc.solver.dual.passed", lambda *args: begun.append(passed(*args)) or begun[-1])
+    dual, _ = between_ends(folded, cap, Effort(np.inf), dual)
+    second, proof = prove(problem, dual, apart, cap, Effort(np.inf))
+    assert not begun and second == checked_bound(problem, proof)
+    assert first * 0.999 <= second <= best.seconds * (1 + 1e-9)
+    prove(problem, dual, folded, cap, Effort(np.inf))
+    assert len(begun) == 1  # these ends are others
 
 
 def test_a_state_that_is_put_back_gives_the_same_sweeps():
@@ -187,5 +232,5 @@ def test_a_bound_that_was_bettered_is_that_of_its_proof(seed):
     problem, classes, finer = chain(int(rng.integers(5, 9)), int(rng.integers(2, 7)), int(rng.integers(2, 7)), seed, True)
     folded = fold(problem, classes)
     dual, _ = between_ends(folded, ceiling(folded.problem))
-    bound, proof = prove(problem, dual, fold(problem, finer), ceiling(folded.problem), Effort(np.inf, 12))
+    bound, proof = prove(problem, dual, fold(problem, finer), ceiling(folded.problem), Effort(np.inf))
     assert checked_bound(problem, proof) == bound

@@ -27,14 +27,13 @@ IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is done to better a bound by smooth messages: until it is `aim` seconds, see `smooth` for the others."""
+    """What is done to better a bound by smooth messages: see `smooth`."""
 
     aim: float
-    sweeps: int
     until: float = math.inf
 
 
-NONE = Effort(0.0, 0)
+NONE = Effort(0.0)
 
 
 @dataclass(eq=False)
@@ -48,14 +47,21 @@ class Part:
 
 
 def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effort = NONE) -> tuple[float, Proof]:
-    """A bound of the whole problem, and its proof; folded: the problem of `dual`, or the same folded less."""
+    """A bound of the whole problem, and its proof; folded: the problem of `dual`, or the same folded less. Smooth messages go
+    on from where they ended with the last multipliers of the blocks."""
     if max(dual.folded.sizes) == 1:
         return checked(problem, dual)
     found = dual.carried(folded)
     rest = ends(folded, found)
     if not rest.problem.variables:
         return checked(problem, found)
-    messages = passed(rest.problem, cap, dual.bound, effort)
+    before = dual.ends.get(len(folded.sizes)) if effort.aim else None
+    if before is None:
+        messages = passed(rest.problem, cap, dual.bound, effort)
+    else:
+        messages = before.restrict(before.space, rest.problem)
+        for _ in range(SWEEPS):
+            messages.sweep()
 
     def known() -> tuple[float, Proof]:
         found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
@@ -63,8 +69,9 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
 
     best = known()
     if best[0] < effort.aim:
-        smooth(messages, messages.bound + effort.aim - best[0], effort.sweeps, effort.until)
+        smooth(messages, messages.bound + effort.aim - best[0], effort.until)
         best = max(best, known(), key=lambda pair: pair[0])
+        dual.ends[len(folded.sizes)] = messages
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
         if dual.folded.sizes[at] == 1:
@@ -78,12 +85,21 @@ def checked(problem: Problem, dual: Dual) -> tuple[float, Proof]:
     return checked_bound(problem, proof), proof
 
 
-def between_ends(folded: Folded, cap: float, effort: Effort = NONE) -> tuple[Dual, list[int]]:
-    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way."""
-    found, part = Dual(folded), blocks(folded)
-    messages = passed(part.problem, cap, 0.0, effort)
+def between_ends(
+    folded: Folded, cap: float, effort: Effort = NONE, known: Dual | None = None
+) -> tuple[Dual, list[int]]:
+    """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way.
+
+    known: what was found with an effort before, from where smooth messages go on.
+    """
+    part = blocks(folded)
+    if known is None or known.messages is None:
+        messages, found = passed(part.problem, cap, 0.0, effort), Dual(folded)
+    else:
+        messages, found = known.messages, Dual(folded, ends=known.ends)
     if messages.bound < effort.aim:
-        smooth(messages, effort.aim, effort.sweeps, effort.until)
+        smooth(messages, effort.aim, effort.until)
+    found.messages = messages if effort.aim else None
     found.take(part, messages, lambda slot: True)
     found.extra, found.bound = messages.extra(), messages.bound
     return found, messages.decode()
@@ -92,13 +108,16 @@ def between_ends(folded: Folded, cap: float, effort: Effort = NONE) -> tuple[Dua
 @dataclass(eq=False)
 class Dual:
     """Multipliers and charges in the making. extra: by class and label, about how much dearer than the bound a plan is
-    that has the label. bound: of the equal blocks."""
+    that has the label. bound: of the equal blocks. messages: those that gave it, if they may be smooth; ends: those of ends, by how
+    many classes the problem is folded into."""
 
     folded: Folded
     multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
     charges: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by kind
     extra: list[np.ndarray] = field(default_factory=list)
     bound: float = 0.0
+    messages: Messages | None = None
+    ends: dict[int, Messages] = field(default_factory=dict)
 
     def carried(self, finer: Folded) -> Dual:
         """What is known here of the classes that have several members in a problem that is folded less."""
@@ -241,6 +260,6 @@ def passed(problem: Problem, cap: float, rest: float = 0.0, effort: Effort = NON
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest) or (effort.sweeps and messages.bound > 0):
+        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest) or (effort.aim and messages.bound > 0):
             break
     return messages

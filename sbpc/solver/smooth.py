@@ -8,6 +8,7 @@ then a smooth map, of which the fixed point is found in a fraction of the sweeps
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -15,32 +16,39 @@ import numpy as np
 
 from sbpc.solver.trws import Messages
 
-SWEEPS = 20, 40  # at each heat; more only where that was not enough
-HEATS = (0.8, 0.16, 0.03), (0.4, 0.15, 0.05, 0.015, 0.005)  # up to the first of these, and with more; in what a node costs of
-# the bound, on average
+SWEEPS = 20  # at each heat
+HEATS = 0.8, 0.16, 0.03  # in what a node costs of the bound, on average
 COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a tenth of a second
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
+GAINED = 5e-3  # of the bound: where the last heat gave more than that, there are two more
 BEGIN = 1e-2  # the least part of its price that a boxing is charged at first
 RIDGE = 1e-10  # relative: what keeps mixtures of nearly equal steps small
 
 
-def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
-    """Better the bound of messages over all layouts with so many sweeps at each heat.
+def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
+    """Better the bound of messages over all layouts at a few heats; where the last one gave much, or the next time, at that one
+    once more and at half of it.
 
     aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
     """
     best, kept = messages.bound, state(messages)
     if best <= np.finfo(messages.real).eps * messages.cap or not messages.edges:
         return
-    for star in messages.stars.values():
-        star.share.fill(BEGIN)
     wide = messages.problem.variables[0].digits.shape[1] > 2
-    for part in COLD if wide else HEATS[sweeps > SWEEPS[0]]:
+    if messages.soft is None:
+        heats = list(COLD if wide else HEATS)
+        for star in messages.stars.values():
+            star.share.fill(BEGIN)
+    else:
+        heats = further(messages.soft[0])
+        put(messages, messages.soft[1])
+    for heat in heats:
         if best >= aim or time.process_time() > until:
             break
-        mix(messages, part * best / len(messages.names), sweeps, until)
+        before = best
+        mix(messages, heat * best / len(messages.names), SWEEPS, until)
         soft, messages.bound = state(messages), -np.inf
         if not all(np.isfinite(part).all() for part in soft):
             soft = kept
@@ -49,10 +57,18 @@ def smooth(messages: Messages, aim: float, sweeps: int, until: float) -> None:
             messages.sweep()
         if messages.bound > best:
             best, kept = messages.bound, state(messages)
+        messages.soft = heat, soft
         put(messages, soft)
+        if heat == heats[-1] and best - before > GAINED * best:
+            heats += further(heat)
     put(messages, kept)
     messages.bound = best
     messages.sweep()
+
+
+def further(heat: float) -> list[float]:
+    """The heats after one that was the last."""
+    return [heat, heat / 2]
 
 
 def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:

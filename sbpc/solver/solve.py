@@ -19,7 +19,6 @@ from sbpc.solver.moves import Neighbours, freed, nearby, nearest, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.relax import relaxed, supported
-from sbpc.solver.smooth import SWEEPS
 from sbpc.solver.trws import Messages, ceiling
 
 steps = logging.getLogger("sbpc.progress")
@@ -34,6 +33,7 @@ PAIRED = 20  # the same where two axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
+TURNS = 3  # of smooth messages, each at heats below those of the last one
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
 # search goes on, above the second all is tried
@@ -114,19 +114,19 @@ def solve_folded(
                 apart = True
     if gap() > most and wide:
         better(fold(problem, finer))
-    for sweeps in () if wide or quick else SWEEPS:
+    for turn in range(0 if wide or quick else TURNS):
         if gap() <= most:
             break
-        effort = Effort(search.seconds * (1 - NEARLY * most), sweeps)
-        dual, labels = between_ends(folded, search.cap, replace(effort, aim=effort.aim + dual.bound - found[0]))
+        effort = Effort(search.seconds * (1 - NEARLY * most))
+        dual, labels = between_ends(folded, search.cap, Effort(effort.aim + dual.bound - found[0]), dual)
         search.offer(labels)
         better(folded, effort)
         for times in TIMES:
             if gap() > most:
                 search.widen(dual.extra, times)
-        if gap() > most and (gap() <= FINER or sweeps == SWEEPS[-1]):
+        if gap() > most and (gap() <= FINER or turn == TURNS - 1):
             better(fold(problem, finer), effort)
-        if gap() > most:
+        if gap() > most and turn == TURNS - 1:
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
         search.run()
@@ -141,14 +141,14 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
     start = time.process_time()
     coarse = fold(problem, partitions[0])
     cap = ceiling(coarse.problem, seconds)
-    found = 0.0, Proof(coarse.classes)
-    for sweeps in SWEEPS:
-        dual, _ = between_ends(coarse, cap, Effort(math.inf, sweeps, start + limit / 2))
+    found, dual = (0.0, Proof(coarse.classes)), None
+    for _ in range(TURNS):
+        dual, _ = between_ends(coarse, cap, Effort(math.inf, start + limit / 2), dual)
         for at, partition in enumerate(partitions):
             left = start + limit - time.process_time()
             if found[0] >= seconds * (1 - SLACK) or (found[0] and left < 0):
                 return min(found[0], seconds), found[1]
-            effort = Effort(seconds, sweeps, time.process_time() + left / (len(partitions) - at))
+            effort = Effort(seconds, time.process_time() + left / (len(partitions) - at))
             found = max(found, prove(problem, dual, fold(problem, partition), cap, effort), key=lambda pair: pair[0])
     return min(found[0], seconds), found[1]
 
@@ -157,8 +157,8 @@ def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds:
     """A bound that is bettered beyond that of `solve`, and its proof; seconds: of a plan."""
     folded = fold(problem, alike)
     cap = ceiling(folded.problem, seconds)
-    dual, _ = between_ends(folded, cap, Effort(math.inf, SWEEPS[0]))
-    return prove(problem, dual, fold(problem, finer), cap, Effort(seconds, SWEEPS[0]))
+    dual, _ = between_ends(folded, cap, Effort(math.inf))
+    return prove(problem, dual, fold(problem, finer), cap, Effort(seconds))
 
 
 def untied_proof(problem: Problem) -> Proof:
