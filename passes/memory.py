@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
-from sbpc.memory import POSITION, Life
+from sbpc.layout import broadcast
+from sbpc.memory import POSITION, Life, local_bytes
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
-from sbpc.plan import Assignment, Plan
+from sbpc.plan import Assignment, Plan, results
+from sbpc.ports import OUTPUT
 from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
@@ -37,6 +39,7 @@ DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
 TIE = 1e-9  # relative: plans that differ by less are equally fast
+MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reason
 APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
 
 
@@ -346,5 +349,18 @@ def shortage(plan: Plan, limit: float) -> str:
     return (
         f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}\n"
         f"  of which {parts}; the largest tensors: {held}\n"
-        "  Give more memory, more ranks or a smaller batch."
+        f"  Give more memory, more ranks or a smaller batch{split_outputs(plan, memory['total'])}."
     )
+
+
+def split_outputs(plan: Plan, most: int) -> str:
+    """What to do about results of the model that are whole on every rank, if one takes much of `most` bytes."""
+    found = [
+        (local_bytes(result, plan.mesh), int(port.name))
+        for port, result in zip(plan.boxed.meta["ports"].outputs, results(plan.boxed))
+        if port.kind == OUTPUT and result is not None and result.meta["sbp"] == broadcast(plan.mesh.axes)
+    ]
+    size, at = max(found, default=(0, 0))
+    if size <= MUCH * most or plan.mesh.ranks == 1:
+        return ""
+    return f", or leave output {at}, {size:,} bytes on every rank, split: see `outputs=`"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
@@ -80,6 +81,26 @@ def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:
         sbpc.plan(model, args, Mesh(x=4), memory=1000)
     message = str(raised.value)
     assert "more than the limit of 1,000" in message and message.count("%") == 3
+
+
+class Scores(nn.Module):
+    """A loss, and the scores that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(x)
+        return scores.square().mean(), scores
+
+
+@pytest.mark.parametrize(("ranks", "outputs", "told"), [(4, None, True), (4, [None, "S(0)@x"], False), (1, None, False)])
+def test_where_whole_results_hold_much_it_is_told_how_to_split_them(ranks: int, outputs: Any, told: bool) -> None:
+    with pytest.raises(MemoryLimitError) as raised:
+        sbpc.plan(Scores(), (torch.randn(16, 8),), Mesh(x=ranks), outputs=outputs, memory=1)
+    hint = ", or leave output 1, 4,096 bytes on every rank, split: see `outputs=`."
+    assert (hint in str(raised.value)) == told and ("outputs=" in str(raised.value)) == told
 
 
 FALLING = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -114,20 +116,40 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
 
 
 def test_ends_go_on_with_the_last_multipliers_of_the_blocks(monkeypatch):
-    """Their messages are not begun anew, and what they say is still the bound that is checked."""
+    """Their messages are not begun anew, nor their heats, and what they say is still the bound that is checked."""
     problem, classes, finer = chain(8, 12, 8, 20, True)
     folded, apart, best = fold(problem, classes), fold(problem, finer), solve(problem)
     cap = ceiling(folded.problem, best.seconds)
     dual, _ = between_ends(folded, cap, Effort(np.inf))
     first, _ = prove(problem, dual, apart, cap, Effort(np.inf))
-    begun = []
+    begun, heats = [], []
     monkeypatch.setattr("sbpc.solver.dual.passed", lambda *args: begun.append(passed(*args)) or begun[-1])
+    monkeypatch.setattr("sbpc.solver.smooth.mix", lambda *args: heats.append(args[1]) or mix(*args))
     dual, _ = between_ends(folded, cap, Effort(np.inf), dual)
+    between = len(heats)
     second, proof = prove(problem, dual, apart, cap, Effort(np.inf))
+    assert between == len(heats) - between == 2  # not three
     assert not begun and second == checked_bound(problem, proof)
     assert first * 0.999 <= second <= best.seconds * (1 + 1e-9)
     prove(problem, dual, folded, cap, Effort(np.inf))
     assert len(begun) == 1  # these ends are others
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_what_is_far_too_dear_nothing_is_said():
+    """In single precision it overflows, as a multiple of the heat."""
+    problem, _, _ = chain(8, 6, 5, 3, True)
+    bits = np.arange(6)[:, None] >> np.arange(3) & 1
+    variables = [
+        Variable(v.name, np.where(np.arange(6) == 5, 1e10, 1e-30 * v.costs), bits) for v in problem.variables
+    ]
+    values = [replace(value, closure=1e-30 * value.closure) for value in problem.values]
+    tiny = Problem(variables, values)
+    best = solve(tiny)
+    messages = passed(tiny, ceiling(tiny, best.seconds))
+    before = messages.bound
+    smooth(messages, np.inf)
+    assert best.exact and 0 < before <= messages.bound <= best.seconds * (1 + 1e-6)
 
 
 def test_a_state_that_is_put_back_gives_the_same_sweeps():

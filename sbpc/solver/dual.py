@@ -60,6 +60,7 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
         messages = passed(rest.problem, cap, dual.bound, effort)
     else:
         messages = before.restrict(before.space, rest.problem)
+        messages.soft = before.soft
         for _ in range(SWEEPS):
             messages.sweep()
 

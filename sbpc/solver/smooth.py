@@ -76,8 +76,9 @@ def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:
     steps, ends = list[np.ndarray](), list[np.ndarray]()
     for turn in range(sweeps):
         before = vector(messages, heat)
-        messages.forward(heat)
-        messages.backward(heat)
+        with np.errstate(over="ignore"):  # of what is that much dearer the part is 0
+            messages.forward(heat)
+            messages.backward(heat)
         ends.append(vector(messages, heat))
         steps.append(ends[-1] - before)
         if PLAIN <= turn < sweeps - 1:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -372,6 +373,7 @@ def main() -> None:
         return
     if why := missing():
         raise SystemExit(f"testbed: {why}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the beds are removed
     found = [bench(mbit, options) for mbit in options.mbit]
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
