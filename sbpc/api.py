@@ -195,7 +195,7 @@ def prepare(
         captured = capture_graph(
             model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
         )
-        gc.collect(0)  # the tracer leaves cycles, of a large model some times as many objects as there are in its graph
+        gc.collect(0)  # the tracer leaves cycles, of a large model several times as many objects as its graph has
     about = {
         "train": train,
         "model": type(model).__name__,

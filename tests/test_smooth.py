@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Problem, Value, Variable, solve
+from sbpc.solver import Problem, Value, Variable, certify, solve
 from sbpc.solver.arcs import arcs
 from sbpc.solver.check import checked_bound
 from sbpc.solver.dual import Effort, between_ends, passed, prove
@@ -20,7 +21,7 @@ from sbpc.solver.near import all_of
 from sbpc.solver.network import Space
 from sbpc.solver.relax import supported
 from sbpc.solver.smooth import mix, mixture, put, smooth, state
-from sbpc.solver.trws import ceiling
+from sbpc.solver.trws import Messages, ceiling
 from tests.test_fold import chain
 from tests.test_solver import brute_force, problems
 
@@ -87,15 +88,28 @@ def test_a_smoothed_bound_is_that_of_its_multipliers():
     assert messages.bound == pytest.approx(said, rel=1e-9)
 
 
+@pytest.fixture
+def heats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Messages, float]]:
+    """The messages that were swept at a heat, and that as a part of what a node costs of the bound, each time."""
+    found: list[tuple[Messages, float]] = []
+
+    def watched(messages: Messages, heat: float, sweeps: int, until: float) -> None:
+        found.append((messages, heat * len(messages.names)))
+        mix(messages, heat, sweeps, until)
+
+    monkeypatch.setattr("sbpc.solver.smooth.mix", watched)
+    monkeypatch.setattr("sbpc.solver.smooth.GAINED", np.inf)
+    return found
+
+
 def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
-    """The next time, and at once where the last heat gave much."""
     problem, _, _ = chain(8, 12, 8, 5, True)
     heats, begun, ended = [], [], []
 
     def watched(messages, heat, sweeps, until):
         begun.append(state(messages))
         mix(messages, heat, sweeps, until)
-        heats.append(heat * len(messages.names))
+        heats.append(heat)
         ended.append(state(messages))
 
     def same(one, other):
@@ -110,29 +124,55 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
     assert first == 3 and len(heats) == 5 and messages.bound >= before
     assert heats[3:] == pytest.approx([heats[2], heats[2] / 2], rel=0.3)
     assert all(same(begin, end) for begin, end in zip(begun[1:], ended)) and not same(begun[3], state(messages))
-    monkeypatch.setattr("sbpc.solver.smooth.GAINED", -1e-3)  # always much, but for the most of the bound
-    smooth(messages, before * (1 + 1e-9))
-    assert len(heats) == 5  # the bound is good enough already
 
 
-def test_ends_go_on_with_the_last_multipliers_of_the_blocks(monkeypatch):
+@pytest.mark.parametrize(("gained", "more"), [(1e-4, True), (0.5, False)])
+def test_smooth_sweeps_go_on_at_once_where_the_last_heat_gave_much(gained, more, heats, monkeypatch):
+    monkeypatch.setattr("sbpc.solver.smooth.GAINED", gained)
+    problem, _, _ = chain(8, 12, 8, 5, True)
+    smooth(passed(problem, ceiling(problem)), np.inf)
+    assert (len(heats) > 3) == more and len(heats) % 2 == 1
+
+
+def test_ends_go_on_with_the_last_multipliers_of_the_blocks(heats, monkeypatch):
     """Their messages are not begun anew, nor their heats, and what they say is still the bound that is checked."""
     problem, classes, finer = chain(8, 12, 8, 20, True)
     folded, apart, best = fold(problem, classes), fold(problem, finer), solve(problem)
     cap = ceiling(folded.problem, best.seconds)
-    dual, _ = between_ends(folded, cap, Effort(np.inf))
+    plain, _ = between_ends(folded, cap)
+    dual, _ = between_ends(folded, cap, Effort(np.inf), plain)
     first, _ = prove(problem, dual, apart, cap, Effort(np.inf))
-    begun, heats = [], []
+    begun, before = [], [messages for messages, _ in heats]
+    assert plain.messages is None and len(before) == 6 and before[0] is before[2] is not before[3]
     monkeypatch.setattr("sbpc.solver.dual.passed", lambda *args: begun.append(passed(*args)) or begun[-1])
-    monkeypatch.setattr("sbpc.solver.smooth.mix", lambda *args: heats.append(args[1]) or mix(*args))
     dual, _ = between_ends(folded, cap, Effort(np.inf), dual)
-    between = len(heats)
     second, proof = prove(problem, dual, apart, cap, Effort(np.inf))
-    assert between == len(heats) - between == 2  # not three
+    after = [messages for messages, _ in heats[6:]]
+    assert len(after) == 4 and after[1] is before[0] and all(messages is not before[3] for messages in after)
     assert not begun and second == checked_bound(problem, proof)
     assert first * 0.999 <= second <= best.seconds * (1 + 1e-9)
     prove(problem, dual, folded, cap, Effort(np.inf))
     assert len(begun) == 1  # these ends are others
+
+
+def test_ends_of_as_many_classes_are_not_taken_for_each_other():
+    problem, classes, _ = chain(6, 5, 5, 0, True)
+    middle = [10 + at % 2 for at in range(10)]
+    front, back = [0, 1, 2, *middle, 3], [0, *middle, 1, 2, 3]
+    best = solve(problem)
+    bound, proof = certify(problem, [classes, front, back], best.seconds, 5.0)
+    assert checked_bound(problem, proof) == pytest.approx(bound, rel=1e-9) and bound <= best.seconds * (1 + 1e-9)
+
+
+def test_where_a_gap_is_left_smooth_sweeps_take_turns(heats, monkeypatch):
+    """In `solve` and in `certify`: of the blocks, the largest problem, at three heats, then at lower ones."""
+    problem, classes, finer = chain(8, 12, 8, 20, True)
+    monkeypatch.setattr(sys.modules["sbpc.solver.solve"], "TIED", ((0.0, 0.0),) * 2)
+    for run in (lambda: solve(problem, alike=classes, finer=finer), lambda: certify(problem, [classes], 1e9, 60.0)):
+        heats.clear()
+        run()
+        blocks = [heat for messages, heat in heats if messages is heats[0][0]]
+        assert len(blocks) == 7 and blocks[-1] < blocks[2] / 3
 
 
 @pytest.mark.filterwarnings("error")

@@ -27,7 +27,7 @@ IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, 
 
 @dataclass(frozen=True)
 class Effort:
-    """What is done to better a bound by smooth messages: see `smooth`."""
+    """What is done to better a bound by smooth messages, see `smooth`; nothing where `aim` is 0."""
 
     aim: float
     until: float = math.inf
@@ -47,15 +47,16 @@ class Part:
 
 
 def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effort = NONE) -> tuple[float, Proof]:
-    """A bound of the whole problem, and its proof; folded: the problem of `dual`, or the same folded less. Smooth messages go
-    on from where they ended with the last multipliers of the blocks."""
+    """A bound of the whole problem, and its proof; folded: the problem of `dual`, or the same folded less. effort: its aim is a
+    bound of the whole. Smooth messages of the same ends go on from where they ended, whatever the multipliers of the blocks were.
+    """
     if max(dual.folded.sizes) == 1:
         return checked(problem, dual)
     found = dual.carried(folded)
     rest = ends(folded, found)
     if not rest.problem.variables:
         return checked(problem, found)
-    before = dual.ends.get(len(folded.sizes)) if effort.aim else None
+    before = dual.ends.get(tuple(folded.classes)) if effort.aim else None
     if before is None:
         messages = passed(rest.problem, cap, dual.bound, effort)
     else:
@@ -64,15 +65,15 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
         for _ in range(SWEEPS):
             messages.sweep()
 
-    def known() -> tuple[float, Proof]:
+    def said() -> tuple[float, Proof]:
         found.take(rest, messages, lambda slot: folded.sizes[slot[0]] == 1)
         return checked(problem, found)
 
-    best = known()
+    best = said()
     if best[0] < effort.aim:
         smooth(messages, messages.bound + effort.aim - best[0], effort.until)
-        best = max(best, known(), key=lambda pair: pair[0])
-        dual.ends[len(folded.sizes)] = messages
+        best = max(best, said(), key=lambda pair: pair[0])
+        dual.ends[tuple(folded.classes)] = messages
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
         if dual.folded.sizes[at] == 1:
@@ -91,7 +92,8 @@ def between_ends(
 ) -> tuple[Dual, list[int]]:
     """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way.
 
-    known: what was found with an effort before, from where smooth messages go on.
+    effort: its aim is a bound of the blocks. known: what was found before; if that took an effort, smooth messages go on from
+    there, and it is not to be used any more.
     """
     part = blocks(folded)
     if known is None or known.messages is None:
@@ -109,8 +111,8 @@ def between_ends(
 @dataclass(eq=False)
 class Dual:
     """Multipliers and charges in the making. extra: by class and label, about how much dearer than the bound a plan is
-    that has the label. bound: of the equal blocks. messages: those that gave it, if they may be smooth; ends: those of ends, by how
-    many classes the problem is folded into."""
+    that has the label. bound: of the equal blocks. messages: those of the blocks, if there was an effort; ends: the same of ends, by the
+    classes of the folded problem."""
 
     folded: Folded
     multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Dual:
     extra: list[np.ndarray] = field(default_factory=list)
     bound: float = 0.0
     messages: Messages | None = None
-    ends: dict[int, Messages] = field(default_factory=dict)
+    ends: dict[tuple[int, ...], Messages] = field(default_factory=dict)
 
     def carried(self, finer: Folded) -> Dual:
         """What is known here of the classes that have several members in a problem that is folded less."""

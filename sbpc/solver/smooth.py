@@ -22,14 +22,14 @@ COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a 
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
-GAINED = 5e-3  # of the bound: where the last heat gave more than that, there are two more
+GAINED = 5e-3  # of the bound: where the last heat gave more than that, there are two more, and so on
 BEGIN = 1e-2  # the least part of its price that a boxing is charged at first
 RIDGE = 1e-10  # relative: what keeps mixtures of nearly equal steps small
 
 
 def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
-    """Better the bound of messages over all layouts at a few heats; where the last one gave much, or the next time, at that one
-    once more and at half of it.
+    """Better the bound of messages over all layouts at a few heats. A later call, and this one where the last heat gave much,
+    goes on at that heat and at half of it.
 
     aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
     """

@@ -33,7 +33,7 @@ PAIRED = 20  # the same where two axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
-TURNS = 3  # of smooth messages, each at heats below those of the last one
+TURNS = 3  # of smooth messages, each from where the one before ended
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
 # search goes on, above the second all is tried
