@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import runpy
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+import sbpc
 from sbpc import demo
 from sbpc.errors import SbpcError
 from sbpc.rules import registry
@@ -69,9 +72,20 @@ def test_the_model_of_the_demo_has_about_a_million_parameters():
     assert 0.5e6 < count < 2e6
 
 
-def test_the_demo_refuses_a_replicated_plan():
-    import sbpc
+def test_the_readme_shows_the_plan_of_the_demo():
+    args, kwargs = next(demo.batches(1))
+    plan = sbpc.plan(demo.model_of("float32"), args, sbpc.Mesh(data=2, tensor=2), kwargs=kwargs)
+    console = Console(file=io.StringIO(), width=120)
+    demo.print_plan(plan, console)
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    shown = (EXAMPLES.parent / "README.md").read_text().split("\n1. plan")[1].split("\n3. train")[0]
+    first, verified = shown.split("\n2. verify")
+    lines = [line for line in first.splitlines()[1:] if line not in ("", "...")]
+    assert len(lines) > 20 and [line for line in lines if line not in printed] == []
+    assert f"{plan.verify():,} edges" in verified and demo.check(plan)[1] in verified
 
+
+def test_the_demo_refuses_a_replicated_plan():
     args, _ = next(demo.batches(1))
     plan = sbpc.plan(torch.nn.Linear(8, 8), (torch.randn(3, 8),), sbpc.Mesh(data=1, tensor=1))
     object.__setattr__(plan.mesh, "sizes", (2, 2))  # one rank's work, said to be four ranks'

@@ -66,7 +66,7 @@ class Messages:
             if at not in gone
         }
         self.bound, self.sweeps = -np.inf, 0
-        self.soft: tuple[float, list[np.ndarray]] | None = None  # where `smooth` goes on: a heat of its, and a state
+        self.soft: tuple[float, list[np.ndarray]] | None = None  # where `smooth` goes on: its last heat, and a state
         sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
         self.buffer = np.empty(max(sizes, default=0), real)
 
