@@ -112,9 +112,6 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
         heats.append(heat)
         ended.append(state(messages))
 
-    def same(one, other):
-        return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
     monkeypatch.setattr("sbpc.solver.smooth.mix", watched)
     monkeypatch.setattr("sbpc.solver.smooth.GAINED", np.inf)
     messages = passed(problem, ceiling(problem))
@@ -123,7 +120,7 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
     smooth(messages, np.inf)
     assert first == 3 and len(heats) == 5 and messages.bound >= before
     assert heats[3:] == pytest.approx([heats[2], heats[2] / 2], rel=0.3)
-    assert all(same(begin, end) for begin, end in zip(begun[1:], ended)) and not same(begun[3], state(messages))
+    assert all(np.array_equal(begin, end) for begin, end in zip(begun[1:], ended)) and not np.array_equal(begun[3], state(messages))
 
 
 @pytest.mark.parametrize(("gained", "more"), [(1e-4, True), (0.5, False)])
@@ -213,7 +210,8 @@ def test_sweeps_are_mixed_to_their_fixed_point():
     for _ in range(6):
         ends.append(matrix @ at + offset)
         steps.append(ends[-1] - at)
-        at = mixture(steps, ends) if len(ends) > 1 else ends[-1]
+        turns, moves = np.diff(steps, axis=0), np.diff(ends, axis=0)
+        at = mixture(turns, moves, steps[-1], ends[-1]) if len(ends) > 1 else ends[-1]
     assert np.allclose(at, fixed, rtol=1e-4)
 
 

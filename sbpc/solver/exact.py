@@ -20,8 +20,9 @@ import highspy
 import numpy as np
 
 from sbpc.solver.arcs import Arcs, arcs
-from sbpc.solver.network import Space, slots
+from sbpc.solver.network import Space, distinct, slots
 from sbpc.solver.problem import Limit, Problem, Value, star_seconds
+from sbpc.solver.quiet import Quiet
 
 ASKED = 10, 3e9  # times that HiGHS asks whether to go on, after which it is told not to, at least; the same times the square of
 # the columns: a measure of work that is the same in every run
@@ -100,7 +101,7 @@ class Answer:
 
 def tap(columns: np.ndarray, layouts: np.ndarray) -> Tap:
     """The port of columns that have these layouts."""
-    return Tap(columns, *np.unique(layouts, return_inverse=True))
+    return Tap(columns, *distinct(layouts))
 
 
 def pay(program: Program, value: Value, out: Tap, heads: list[Tap], alias: np.ndarray | None) -> None:
@@ -291,7 +292,7 @@ def chosen(point: np.ndarray, x: Sequence[np.ndarray], space: Space) -> list[int
     return [int(labels[point[columns].argmax()]) for columns, labels in zip(x, space.labels)]
 
 
-def highs(program: Program, integral: int, unit: float) -> highspy.Highs:
+def highs(program: Program, integral: int, unit: float) -> Quiet:
     """HiGHS with the program, its first columns integral, costs in `unit` seconds, set to be repeatable."""
     rows, columns, entries = (np.concatenate(parts) for parts in zip(*program.entries))
     by_column = np.lexsort((rows, columns))
@@ -310,9 +311,9 @@ def highs(program: Program, integral: int, unit: float) -> highspy.Highs:
     lp.a_matrix_.value_ = entries[by_column]
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     lp.integrality_ = [whole] * integral + [real] * (program.columns - integral)
-    model = highspy.Highs()
+    model = Quiet()
     for option, setting in (
-        ("output_flag", False), ("threads", 1), ("parallel", "off"), ("random_seed", 0),
+        ("parallel", "off"), ("random_seed", 0),
         ("mip_abs_gap", 1e-6), ("mip_feasibility_tolerance", 1e-9),
         ("mip_heuristic_run_rins", False), ("mip_heuristic_run_rens", False),  # a third of the time, mostly for nothing
     ):  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
+from sbpc.solver.quiet import Quiet
+
 SMALL = 1e-9  # what a price costs, so that of equally good ones the lowest are taken
 
 
@@ -18,9 +20,7 @@ def multipliers(seconds: Sequence[float], excess: Sequence[Sequence[float]], mos
     """
     over = np.asarray(excess, dtype=float)
     many = over.shape[1]
-    model = highspy.Highs()
-    model.setOptionValue("output_flag", False)
-    model.setOptionValue("threads", 1)
+    model = Quiet()
     model.addVar(-highspy.kHighsInf, highspy.kHighsInf)
     model.changeColCost(0, -1.0)
     for at in range(many):

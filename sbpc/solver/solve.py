@@ -33,6 +33,7 @@ PAIRED = 20  # the same where two axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
+SLOW = 0.8  # where so many labels leave more than that of the gap, bounds are bettered before more of them are looked at
 TURNS = 3  # of smooth messages, each from where the one before ended
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
@@ -105,10 +106,11 @@ def solve_folded(
                 search.widen(dual.extra, PAIRED, pair)
                 search.move()
     elif not quick:
-        apart = False  # whether ends of runs are proved on their own
+        apart, left = False, 1.0  # whether ends of runs are proved on their own; the part of the gap that the last look left
         for times, least in ((0, 1.0), *zip(TIMES, (enough, most))):
-            if gap() > least:
+            if (before := gap()) > least and (times < TIMES[-1] or left <= SLOW):
                 search.widen(dual.extra, times)
+                left = gap() / before
             if most < gap() <= FINER and not apart:
                 better(fold(problem, finer))
                 apart = True

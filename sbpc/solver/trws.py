@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.chains import contract, least_by
+from sbpc.solver.compiled import BACKWARD, FILL, FORWARD, HEAR, Tables, machine
 from sbpc.solver.least import least
 from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
@@ -66,9 +67,14 @@ class Messages:
             if at not in gone
         }
         self.bound, self.sweeps = -np.inf, 0
-        self.soft: tuple[float, list[np.ndarray]] | None = None  # where `smooth` goes on: its last heat, and a state
+        self.soft: tuple[float, np.ndarray] | None = None  # where `smooth` goes on: its last heat, and a state
         sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
         self.buffer = np.empty(max(sizes, default=0), real)
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """What machine code reads."""
+        return Tables(self.nodes, self.stars, self.real)
 
     @functools.cached_property
     def columns(self) -> int:
@@ -106,8 +112,8 @@ class Messages:
                 found.append(self.edge(value, out, port(middle, alias)))
                 found += [self.edge(value, port(middle, alias), wants) for wants in wanted]
                 continue
-            layouts = [p.layouts for p in (out, *wanted)]
-            star = self.stars[middle] = star_of(value.closure, alias, layouts, self.cap, self.real)
+            layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
+            star = self.stars[middle] = star_of(value.closure, alias, layouts, late, self.cap, self.real)
             for branch, end in enumerate((out, *wanted)):
                 middle_port = Port(middle, alias, np.zeros(0, np.intp))
                 ends = (end, middle_port) if end.node < middle else (middle_port, end)
@@ -125,6 +131,9 @@ class Messages:
 
     def forward(self, heat: float = 0.0) -> None:
         """Send messages from every node to the later ones, first node first."""
+        if machine is not None:
+            self.tables.pass_on(FORWARD, heat)
+            return
         for number, at in self.nodes.items():
             if not at.later.edges:
                 continue
@@ -157,6 +166,8 @@ class Messages:
         """
         bound = 0.0
         self.sweeps += 1
+        if machine is not None:
+            return self.tables.pass_on(BACKWARD, heat, self.turn)
         for number, at in reversed(self.nodes.items()):
             star = self.stars.get(number)
             if star is not None:
@@ -182,7 +193,7 @@ class Messages:
             sent -= at.inbox[: len(sent)]
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
                 if edge.star is not None:
-                    edge.star.sent[edge.branch - 1] = sent[start:stop]
+                    edge.star.sent[edge.branch - 1][:] = sent[start:stop]
                     continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop], out=sums)
@@ -192,17 +203,32 @@ class Messages:
                 bound += floor
         return bound
 
+    @property
+    def turn(self) -> int:
+        """How this sweep balances charges: 0 not, 1 from the first consumer on, 2 from the last."""
+        if self.sweeps % BALANCE != BALANCE - 1:
+            return 0
+        return 2 if self.sweeps % (2 * BALANCE) < BALANCE else 1
+
     def balance(self, star: Star) -> float:
         """Let a star hear its later consumers, charges balanced now and then; returns what this adds to the bound."""
-        if self.sweeps % BALANCE == BALANCE - 1:
-            messages = star.share.balance(star.sent, self.sweeps % (2 * BALANCE) < BALANCE)
-        else:
-            messages = star.share.messages(star.sent)
+        later = star.later
+        messages = star.share.balance(later, self.turn == 2) if self.turn else star.share.messages(later)
         return sum(
             star.hear(1 + at, sent, message)
-            for at, (sent, message) in enumerate(zip(star.sent, messages))
+            for at, (sent, message) in enumerate(zip(later, messages))
             if sent is not None
         )
+
+    def hear(self, fill: bool = False) -> None:
+        """Let stars hear what their later consumers sent; fill: charges to as much as there may be first."""
+        if machine is not None:
+            self.tables.pass_on(FILL if fill else HEAR)
+            return
+        for star in self.stars.values():
+            if fill:
+                star.share.fill(0.0)
+            star.hear_later()
 
     def sweep(self) -> float:
         """One sweep forward and backward; returns the bound."""

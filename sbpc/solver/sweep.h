@@ -1,0 +1,571 @@
+/* One sweep of messages in numbers of type `real`; sweeps.c includes this for both precisions.
+
+   What is done is what trws.py, share.py and least.py say, in their words; sums are made in another order. */
+
+static inline void NAME(lower)(real *restrict least, const real *restrict x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        least[i] = x[i] < least[i] ? x[i] : least[i];
+}
+
+/* The least of `count` numbers. */
+static inline real NAME(floor_of)(const real *x, int64_t count)
+{
+    real low[LANES], some[4] = {REAL_INFINITY, REAL_INFINITY, REAL_INFINITY, REAL_INFINITY};
+    int64_t left = count;
+    if (count >= LANES) {
+        memcpy(low, x + count - LANES, sizeof low);
+        for (int64_t i = 0; i + LANES < count; i += LANES)
+            NAME(lower)(low, x + i, LANES);
+        x = low;
+        left = LANES;
+    }
+    for (; left % 4; left--)
+        some[0] = x[left - 1] < some[0] ? x[left - 1] : some[0];
+    for (int64_t i = 0; i < left; i += 4)
+        for (int k = 0; k < 4; k++)
+            some[k] = x[i + k] < some[k] ? x[i + k] : some[k];
+    some[0] = some[1] < some[0] ? some[1] : some[0];
+    some[2] = some[3] < some[2] ? some[3] : some[2];
+    return some[2] < some[0] ? some[2] : some[0];
+}
+
+static inline real NAME(sum_of)(const real *x, int64_t count)
+{
+    real sum[LANES], some[4] = {0, 0, 0, 0};
+    int64_t i = 0;
+    if (count >= LANES) {
+        for (int k = 0; k < LANES; k++)
+            sum[k] = x[k];
+        for (i = LANES; i + LANES <= count; i += LANES)
+            for (int k = 0; k < LANES; k++)
+                sum[k] += x[i + k];
+        for (int k = 0; k < LANES; k++)
+            some[k % 4] += sum[k];
+    }
+    for (; i + 4 <= count; i += 4)
+        for (int k = 0; k < 4; k++)
+            some[k] += x[i + k];
+    for (; i < count; i++)
+        some[0] += x[i];
+    return (some[0] + some[1]) + (some[2] + some[3]);
+}
+
+static void NAME(take_off)(real *x, int64_t count, real floor)
+{
+    for (int64_t i = 0; i < count; i++)
+        x[i] -= floor;
+}
+
+/* exp(x) for x <= 0, to a few parts in the precision. */
+static inline real NAME(exponential)(real x)
+{
+    x = x > EXP_LEAST ? x : EXP_LEAST;
+    union { real part; bits whole; } shifted = {x * (real)1.4426950408889634 + EXP_SHIFT}, two;
+    real turns = shifted.part - EXP_SHIFT;  /* whole ones, which the last bits of the shifted number hold too */
+    real rest = (x - turns * LOG2_HIGH) - turns * LOG2_LOW;
+    two.whole = (shifted.whole + EXPONENT_OF_1) << MANTISSA;
+    return EXP_TERMS(rest) * two.part;
+}
+
+/* log(x) for finite x >= 1. */
+static inline real NAME(logarithm)(real x)
+{
+    union { real part; bits whole; } number = {x}, low = {(real)0.70710678118654752}, twos = {INTEGERS};
+    bits away = number.whole - low.whole;
+    twos.whole += away >> MANTISSA;
+    number.whole = (away & (((bits)1 << MANTISSA) - 1)) + low.whole;  /* between the root of 1/2 and that of 2 */
+    real s = (number.part - 1) / (number.part + 1), t = s * s;
+    return (twos.part - INTEGERS) * (LOG2_HIGH + LOG2_LOW) + s * LOG_TERMS(t);
+}
+
+/* By how much less probable than the least number the others are at a heat of 1 / cool, in their place. */
+static inline void NAME(soften)(real *restrict x, int64_t count, real floor, real cool)
+{
+    for (int64_t i = 0; i < count; i++)
+        x[i] = NAME(exponential)((floor - x[i]) * cool);
+}
+
+static inline void NAME(fill)(real *restrict x, int64_t count, real with)
+{
+    for (int64_t i = 0; i < count; i++)
+        x[i] = with;
+}
+
+static inline void NAME(add_up)(real *restrict x, const real *restrict more, int64_t count, real times)
+{
+    for (int64_t i = 0; i < count; i++)
+        x[i] += times * more[i];
+}
+
+/* out[j] = the least over i of m[i, j] + add[i]; both as long as `columns`. */
+CLONED static void NAME(least_down)(const real *m, int64_t rows, int64_t columns, const real *add, real heat, real *out, real *sums)
+{
+    const real cool = 1 / heat;
+    NAME(fill)(out, columns, REAL_INFINITY);
+    for (int64_t i = 0; i < rows; i++) {
+        const real *row = m + i * columns, more = add ? add[i] : 0;
+        for (int64_t j = 0; j < columns; j++) {
+            real found = row[j] + more;
+            out[j] = found < out[j] ? found : out[j];
+        }
+    }
+    if (heat == 0)
+        return;
+    memset(sums, 0, columns * sizeof(real));
+    for (int64_t i = 0; i < rows; i++) {
+        const real *row = m + i * columns, more = add ? add[i] : 0;
+        for (int64_t j = 0; j < columns; j++)
+            sums[j] += NAME(exponential)((out[j] - (row[j] + more)) * cool);
+    }
+    for (int64_t j = 0; j < columns; j++)
+        out[j] -= heat * NAME(logarithm)(sums[j]);
+}
+
+/* out[i] = the least over j of m[i, j] + add[j]; `line` is as long as `columns`. */
+CLONED static void NAME(least_across)(const real *m, int64_t rows, int64_t columns, const real *add, real heat, real *out, real *line)
+{
+    const real cool = 1 / heat;
+    for (int64_t i = 0; i < rows; i++) {
+        const real *row = m + i * columns;
+        for (int64_t j = 0; j < columns; j++)
+            line[j] = add ? row[j] + add[j] : row[j];
+        real floor = NAME(floor_of)(line, columns);
+        out[i] = floor;
+        if (heat == 0)
+            continue;
+        NAME(soften)(line, columns, floor, cool);
+        out[i] -= heat * NAME(logarithm)(NAME(sum_of)(line, columns));
+    }
+}
+
+static inline real NAME(lesser)(real one, real other, real heat)
+{
+    const real cool = 1 / heat;
+    real low = one < other ? one : other;
+    if (heat == 0)
+        return low;
+    real apart = one < other ? one - other : other - one;
+    return low - heat * NAME(logarithm)(1 + NAME(exponential)(apart * cool));
+}
+
+/* x[i] -= the lesser of one[i] and other */
+CLONED static void NAME(take_lesser)(real *restrict x, const real *restrict one, real other, int64_t count, real heat)
+{
+    if (heat == 0)
+        for (int64_t i = 0; i < count; i++)
+            x[i] -= one[i] < other ? one[i] : other;
+    else
+        for (int64_t i = 0; i < count; i++)
+            x[i] -= NAME(lesser)(one[i], other, heat);
+}
+
+/* ---- A star ---- */
+
+CLONED static void NAME(star_belief)(const NAME(Star) *star, real heat, real *belief, real *product)
+{
+    const real cool = 1 / heat;
+    for (int64_t s = 0; s < star->sources; s++) {
+        real *row = belief + s * star->aliases;
+        const real *seconds = star->seconds + s * star->aliases;
+        for (int64_t a = 0; a < star->aliases; a++) {
+            row[a] = seconds[a] + star->made[s];
+            product[a] = 1;
+        }
+        for (int64_t j = 0; j < star->branches; j++) {
+            const real *over = star->branch[j].over, direct = star->branch[j].direct[s];
+            if (heat == 0) {
+                for (int64_t a = 0; a < star->aliases; a++)
+                    row[a] += over[a] < direct ? over[a] : direct;
+                continue;
+            }
+            for (int64_t a = 0; a < star->aliases; a++) {
+                row[a] += over[a] < direct ? over[a] : direct;
+                real apart = over[a] < direct ? over[a] - direct : direct - over[a];
+                product[a] *= 1 + NAME(exponential)(apart * cool);
+            }
+            if (j % 64 == 63 || j == star->branches - 1)  /* before the product overflows */
+                for (int64_t a = 0; a < star->aliases; a++) {
+                    row[a] -= heat * NAME(logarithm)(product[a]);
+                    product[a] = 1;
+                }
+        }
+    }
+}
+
+/* The message to the producer (number 0) or to a consumer, from a belief [sources, aliases]. */
+static void NAME(star_tell)(const NAME(Star) *star, int64_t number, const real *belief, real heat, const NAME(Scratch) *scratch, real *out)
+{
+    int64_t sources = star->sources, aliases = star->aliases;
+    real *rest = scratch->rest, *by_alias = scratch->lines, *by_source = by_alias + scratch->longest;
+    real *line = by_source + scratch->longest;
+    if (number == 0) {
+        NAME(least_across)(belief, sources, aliases, NULL, heat, out, line);
+        for (int64_t s = 0; s < sources; s++)
+            out[s] -= star->made[s];
+        return;
+    }
+    const NAME(Branch) *branch = star->branch + number - 1;
+    for (int64_t s = 0; s < sources; s++) {
+        const real direct = branch->direct[s];
+        memcpy(rest + s * aliases, belief + s * aliases, aliases * sizeof(real));
+        NAME(take_lesser)(rest + s * aliases, branch->over, direct, aliases, heat);
+    }
+    NAME(least_down)(rest, sources, aliases, NULL, heat, by_alias, line);
+    NAME(least_down)(branch->charges, aliases, branch->count, by_alias, heat, out, line);
+    if (branch->straight)
+        NAME(least_across)(rest, sources, aliases, NULL, heat, by_source, line);
+    for (int64_t i = 0; i < branch->straight; i++)
+        out[branch->to[i]] = NAME(lesser)(out[branch->to[i]], by_source[branch->at[i]], heat);
+}
+
+/* Take what the producer sent, or a consumer: in `sent` of its branch. `known`: whether `over` is what it sends to aliases. */
+static double NAME(star_hear)(const NAME(Star) *star, int64_t number, const real *sent, int known, real heat, real *line)
+{
+    if (number == 0) {
+        real floor = NAME(floor_of)(sent, star->sources);
+        for (int64_t s = 0; s < star->sources; s++)
+            star->made[s] = sent[s] - floor;
+        return floor;
+    }
+    const NAME(Branch) *branch = star->branch + number - 1;
+    if (sent != branch->sent)
+        memcpy(branch->sent, sent, branch->count * sizeof(real));
+    if (!known)
+        NAME(least_across)(branch->charges, star->aliases, branch->count, sent, heat, branch->over, line);
+    real floor = NAME(floor_of)(branch->over, star->aliases);
+    for (int64_t i = 0; i < branch->straight; i++)
+        floor = sent[branch->to[i]] < floor ? sent[branch->to[i]] : floor;
+    NAME(take_off)(branch->over, star->aliases, floor);
+    for (int64_t i = 0; i < branch->straight; i++)
+        branch->direct[branch->at[i]] = sent[branch->to[i]] - floor;
+    return floor;
+}
+
+/* By branch and layout what consumers sent, infinite where they cannot have a layout. */
+static void NAME(share_sent)(const NAME(Star) *star, const NAME(Scratch) *scratch)
+{
+    NAME(fill)(scratch->pays, star->branches * star->layouts, REAL_INFINITY);
+    for (int64_t j = 0; j < star->branches; j++)
+        for (int64_t t = 0; t < star->branch[j].count; t++)
+            scratch->pays[j * star->layouts + star->branch[j].columns[t]] = star->branch[j].sent[t];
+}
+
+/* By branch and layout what is charged at an alias, 0 where a consumer cannot have a layout. */
+static void NAME(share_open)(const NAME(Star) *star, int64_t a, const NAME(Scratch) *scratch)
+{
+    NAME(fill)(scratch->needs, star->branches * star->layouts, 0);
+    for (int64_t j = 0; j < star->branches; j++) {
+        const NAME(Branch) *branch = star->branch + j;
+        for (int64_t t = 0; t < branch->count; t++)
+            scratch->needs[j * star->layouts + branch->columns[t]] = branch->charges[a * branch->count + t];
+    }
+}
+
+static void NAME(share_close)(const NAME(Star) *star, int64_t a, const NAME(Scratch) *scratch)
+{
+    for (int64_t j = 0; j < star->branches; j++) {
+        const NAME(Branch) *branch = star->branch + j;
+        for (int64_t t = 0; t < branch->count; t++)
+            branch->charges[a * branch->count + t] = scratch->needs[j * star->layouts + branch->columns[t]];
+    }
+}
+
+/* What a consumer needs to be charged by layout, to send as much as it does to an alias. */
+static inline void NAME(needed)(real *restrict need, const real *restrict pays, int64_t layouts, real message)
+{
+    for (int64_t l = 0; l < layouts; l++)
+        need[l] = message - pays[l] > 0 ? message - pays[l] : 0;
+}
+
+/* `Share.balance` for every alias on its own; the messages are left in `over` of the branches. */
+CLONED static void NAME(share_balance)(const NAME(Star) *star, int backwards, const NAME(Scratch) *scratch)
+{
+    int64_t layouts = star->layouts, many = star->branches;
+    real *restrict room = scratch->lines, *restrict fewest = room + scratch->longest;
+    NAME(share_sent)(star, scratch);
+    for (int64_t a = 0; a < star->aliases; a++) {
+        NAME(share_open)(star, a, scratch);
+        memcpy(room, star->price + a * layouts, layouts * sizeof(real));
+        for (int64_t j = 0; j < many; j++) {
+            real *need = scratch->needs + j * layouts, *pays = scratch->pays + j * layouts;
+            if (star->branch[j].late) {
+                NAME(add_up)(need, pays, layouts, 1);
+                star->branch[j].over[a] = NAME(floor_of)(need, layouts);
+                NAME(needed)(need, pays, layouts, star->branch[j].over[a]);
+            }
+            NAME(add_up)(room, need, layouts, -1);
+        }
+        for (int64_t turn = 0; turn < many; turn++) {
+            int64_t j = backwards ? many - 1 - turn : turn;
+            real *need = scratch->needs + j * layouts, *pays = scratch->pays + j * layouts, *over = star->branch[j].over + a;
+            if (!star->branch[j].late)
+                continue;
+            NAME(fill)(fewest, layouts, REAL_INFINITY);
+            for (int64_t other = 0; other < many; other++)
+                if (other != j)
+                    NAME(lower)(fewest, scratch->needs + other * layouts, layouts);
+            NAME(add_up)(room, need, layouts, 1);
+            for (int64_t l = 0; l < layouts; l++) {
+                real free = fewest[l] + room[l];
+                fewest[l] = (free > 0 ? free : 0) + pays[l];
+            }
+            real best = NAME(floor_of)(fewest, layouts);
+            *over = best > *over ? best : *over;
+            NAME(needed)(need, pays, layouts, *over);
+            NAME(add_up)(room, need, layouts, -1);
+        }
+        NAME(fill)(fewest, layouts, REAL_INFINITY);
+        for (int64_t j = 0; j < many; j++)
+            NAME(lower)(fewest, scratch->needs + j * layouts, layouts);
+        for (int64_t l = 0; l < layouts; l++) {
+            real spare = room[l] + fewest[l];
+            fewest[l] = (spare > 0 ? spare : 0) * star->parts[l];
+        }
+        for (int64_t j = 0; j < many; j++)
+            if (star->branch[j].late)
+                NAME(add_up)(scratch->needs + j * layouts, fewest, layouts, 1);
+        NAME(share_close)(star, a, scratch);
+    }
+}
+
+/* `Share.fill` of `needs` with the price of an alias. */
+static inline void NAME(share_fill)(const NAME(Star) *star, const real *restrict price, real part, const NAME(Scratch) *scratch)
+{
+    int64_t layouts = star->layouts, many = star->branches;
+    real *restrict first = scratch->lines, *restrict second = first + scratch->longest;
+    NAME(fill)(first, layouts, REAL_INFINITY);
+    NAME(fill)(second, layouts, REAL_INFINITY);
+    for (int64_t j = 0; j < many; j++) {
+        real *restrict needs = scratch->needs + j * layouts;
+        const real *restrict pays = scratch->pays + j * layouts;
+        for (int64_t l = 0; l < layouts; l++) {
+            real need = needs[l] > part * price[l] ? needs[l] : part * price[l];
+            need = pays[l] < REAL_INFINITY ? need : 0;
+            real more = need > first[l] ? need : first[l];
+            second[l] = more < second[l] ? more : second[l];
+            first[l] = need < first[l] ? need : first[l];
+            needs[l] = need;
+        }
+    }
+    for (int64_t l = 0; l < layouts; l++) {  /* where all want it, the least charge is free up to the second least */
+        second[l] = star->all[l] ? second[l] : 0;
+        first[l] = -second[l];
+    }
+    for (int64_t j = 0; j < many; j++) {
+        real *restrict needs = scratch->needs + j * layouts;
+        for (int64_t l = 0; l < layouts; l++) {
+            needs[l] = needs[l] > second[l] ? needs[l] : second[l];
+            first[l] += needs[l];
+        }
+    }
+    for (int64_t l = 0; l < layouts; l++)
+        first[l] = first[l] > (real)star->least * price[l] ? price[l] / first[l] : 0;
+    for (int64_t j = 0; j < many; j++) {
+        real *restrict needs = scratch->needs + j * layouts;
+        for (int64_t l = 0; l < layouts; l++)
+            needs[l] *= first[l];
+    }
+}
+
+/* boxed[a] += the probability that a consumer is reached over alias a from a source, where its belief is `odds`. */
+static inline void NAME(add_boxed)(real *restrict boxed, const real *restrict odds, const real *restrict over, real direct,
+                                   int64_t aliases, real cool)
+{
+    for (int64_t a = 0; a < aliases; a++) {
+        real apart = over[a] < direct ? over[a] - direct : direct - over[a];
+        real less = NAME(exponential)(apart * cool);
+        boxed[a] += odds[a] * (over[a] < direct ? 1 : less) / (1 + less);
+    }
+}
+
+/* `Star.shift`. */
+CLONED static void NAME(star_shift)(const NAME(Star) *star, real weight, real heat, const NAME(Scratch) *scratch)
+{
+    const real cool = 1 / heat;
+    int64_t sources = star->sources, aliases = star->aliases, layouts = star->layouts, many = star->branches;
+    real *belief = scratch->belief, *line = scratch->lines, *boxed = scratch->boxed;
+    real *restrict most = line + scratch->longest, *restrict rates = most + scratch->longest;
+    for (int64_t j = 0; j < many; j++)
+        if (star->branch[j].late)
+            NAME(star_hear)(star, 1 + j, star->branch[j].sent, 0, heat, line);
+    NAME(star_belief)(star, heat, belief, line);
+    NAME(soften)(belief, sources * aliases, NAME(floor_of)(belief, sources * aliases), weight * cool);
+    const real part = 1 / NAME(sum_of)(belief, sources * aliases);
+    NAME(fill)(boxed, many * aliases, 0);
+    for (int64_t j = 0; j < many; j++)
+        for (int64_t s = 0; s < sources; s++)
+            NAME(add_boxed)(boxed + j * aliases, belief + s * aliases, star->branch[j].over, star->branch[j].direct[s], aliases, cool);
+    NAME(share_sent)(star, scratch);
+    for (int64_t a = 0; a < aliases; a++) {
+        const real *restrict price = star->price + a * layouts;
+        NAME(share_open)(star, a, scratch);
+        NAME(fill)(most, layouts, REAL_TINY);
+        for (int64_t j = 0; j < many; j++) {
+            real *restrict odds = scratch->odds + j * layouts;
+            memcpy(odds, scratch->needs + j * layouts, layouts * sizeof(real));
+            NAME(add_up)(odds, scratch->pays + j * layouts, layouts, 1);
+            NAME(soften)(odds, layouts, NAME(floor_of)(odds, layouts), cool);
+            const real taken = boxed[j * aliases + a] * part / NAME(sum_of)(odds, layouts);
+            for (int64_t l = 0; l < layouts; l++) {
+                odds[l] *= taken;
+                most[l] = odds[l] > most[l] ? odds[l] : most[l];
+            }
+        }
+        for (int64_t l = 0; l < layouts; l++) {
+            real rate = (real)star->step * heat / (price[l] > heat ? price[l] : heat), rare = most[l] / (real)star->rare;
+            rates[l] = (rate < 1 ? rate : 1) * (rare < 1 ? rare : 1);
+            most[l] = 1 / most[l];
+        }
+        for (int64_t j = 0; j < many; j++) {
+            const real *restrict odds = scratch->odds + j * layouts;
+            real *restrict needs = scratch->needs + j * layouts;
+            for (int64_t l = 0; l < layouts; l++) {
+                real change = rates[l] * (odds[l] * most[l] - 1);
+                needs[l] *= NAME(exponential)(change < 0 ? change : 0);
+            }
+        }
+        NAME(share_fill)(star, price, (real)star->faint, scratch);
+        NAME(share_close)(star, a, scratch);
+    }
+    for (int64_t j = 0; j < many; j++)
+        NAME(star_hear)(star, 1 + j, star->branch[j].sent, 0, heat, line);
+}
+
+/* ---- Nodes ---- */
+
+static real NAME(node_belief)(const NAME(Node) *node, real *belief)
+{
+    memcpy(belief, node->costs, node->labels * sizeof(real));
+    for (int64_t e = 0; e < node->earlier + node->later; e++) {
+        const int64_t *gather = node->gather + e * node->labels;
+        for (int64_t i = 0; i < node->labels; i++)
+            belief[i] += node->inbox[gather[i]];
+    }
+    real floor = NAME(floor_of)(belief, node->labels);
+    NAME(take_off)(belief, node->labels, floor);
+    return floor;
+}
+
+/* What a node sends over an edge, by layout: the least belief of the labels of each, less what came from there. */
+static void NAME(node_project)(const NAME(Node) *node, int64_t e, const real *belief, int64_t start, int64_t count, real heat,
+                               const NAME(Scratch) *scratch, real *sent)
+{
+    const int64_t *gather = node->gather + e * node->labels;
+    real *sums = scratch->lines;
+    for (int64_t t = 0; t < count; t++)
+        sent[t] = REAL_INFINITY;
+    for (int64_t i = 0; i < node->labels; i++) {
+        real *low = sent + (gather[i] - start);
+        *low = belief[i] < *low ? belief[i] : *low;
+    }
+    if (heat != 0) {
+        real *parts = scratch->rest, cool = 1 / heat;
+        for (int64_t i = 0; i < node->labels; i++)
+            parts[i] = (sent[gather[i] - start] - belief[i]) * cool;
+        for (int64_t i = 0; i < node->labels; i++)
+            parts[i] = NAME(exponential)(parts[i]);
+        memset(sums, 0, count * sizeof(real));
+        for (int64_t i = 0; i < node->labels; i++)
+            sums[gather[i] - start] += parts[i];
+        for (int64_t t = 0; t < count; t++)
+            sent[t] -= heat * NAME(logarithm)(sums[t]);
+    }
+    for (int64_t t = 0; t < count; t++)
+        sent[t] -= node->inbox[start + t];
+}
+
+/* Send messages from a node over its edges to one side; what is taken off the messages. */
+static double NAME(node_send)(const NAME(Tables) *tables, const NAME(Node) *node, int back, real heat, real *belief,
+                              const NAME(Scratch) *scratch)
+{
+    int64_t edges = back ? node->earlier : node->later, start = 0, e = 0;
+    double taken = 0;
+    if (!back)
+        for (; e < node->earlier; e++)
+            start += tables->links[node->links + e].here;
+    for (int64_t i = 0; i < edges; i++, e++) {
+        const NAME(Link) *link = tables->links + node->links + e;
+        real *sent = scratch->sent, *inbox = link->inbox;
+        if (node->star >= 0)
+            NAME(star_tell)(tables->stars + node->star, link->branch, belief, heat, scratch, inbox);
+        else {
+            NAME(node_project)(node, e, belief, start, link->here, heat, scratch, sent);
+            start += link->here;
+            if (link->star >= 0 && back)  /* heard when its turn comes */
+                memcpy(tables->stars[link->star].branch[link->branch - 1].sent, sent, link->here * sizeof(real));
+            else if (link->star >= 0)
+                NAME(star_hear)(tables->stars + link->star, link->branch, sent, 0, heat, scratch->lines);
+            else if (link->by_row)
+                NAME(least_down)(link->seconds, link->here, link->there, sent, heat, inbox, scratch->lines);
+            else
+                NAME(least_across)(link->seconds, link->there, link->here, sent, heat, inbox, scratch->lines);
+            if (link->star >= 0)
+                continue;
+        }
+        if (back || node->star >= 0) {
+            real floor = NAME(floor_of)(inbox, link->there);
+            NAME(take_off)(inbox, link->there, floor);
+            taken += floor;
+        }
+    }
+    return taken;
+}
+
+/* A star hears its later consumers, its charges balanced (1 forwards, 2 backwards) or not (0); what is taken off. */
+static double NAME(star_turn)(const NAME(Star) *star, int balance, const NAME(Scratch) *scratch)
+{
+    double taken = 0;
+    if (balance)
+        NAME(share_balance)(star, balance == 2, scratch);
+    for (int64_t j = 0; j < star->branches; j++)
+        if (star->branch[j].late)
+            taken += NAME(star_hear)(star, 1 + j, star->branch[j].sent, balance, 0, scratch->lines);
+    return taken;
+}
+
+/* A star hears its later consumers once more, its charges filled first. */
+static void NAME(star_again)(const NAME(Star) *star, int fill, const NAME(Scratch) *scratch)
+{
+    if (fill)
+        NAME(share_sent)(star, scratch);
+    for (int64_t a = 0; fill && a < star->aliases; a++) {
+        NAME(share_open)(star, a, scratch);
+        NAME(share_fill)(star, star->price + a * star->layouts, 0, scratch);
+        NAME(share_close)(star, a, scratch);
+    }
+    NAME(star_turn)(star, 0, scratch);
+}
+
+static double NAME(pass)(const NAME(Tables) *tables, int kind, real heat, int balance, const NAME(Scratch) *scratch)
+{
+    const int back = kind == BACKWARD;
+    double bound = 0;
+    for (int64_t turn = 0; turn < tables->count; turn++) {
+        const NAME(Node) *node = tables->nodes + (back ? tables->count - 1 - turn : turn);
+        const NAME(Star) *star = node->star >= 0 ? tables->stars + node->star : NULL;
+        real *belief = scratch->belief, floor;
+        int64_t size = star ? star->sources * star->aliases : node->labels;
+        if (kind == HEAR || kind == FILL) {
+            if (star)
+                NAME(star_again)(star, kind == FILL, scratch);
+            continue;
+        }
+        if (!back && !node->later)
+            continue;
+        if (star && back && heat != 0)
+            NAME(star_shift)(star, node->weight, heat, scratch);
+        else if (star && back)
+            bound += NAME(star_turn)(star, balance, scratch);
+        if (star) {
+            NAME(star_belief)(star, heat, belief, scratch->lines);
+            floor = back ? NAME(floor_of)(belief, size) : 0;
+            NAME(take_off)(belief, size, floor);
+        } else
+            floor = NAME(node_belief)(node, belief);
+        for (int64_t i = 0; i < size; i++)
+            belief[i] *= (real)node->weight;
+        bound += floor + NAME(node_send)(tables, node, back, heat, belief, scratch);
+    }
+    return bound;
+}

@@ -1,0 +1,157 @@
+/* The sweeps of trws.py as machine code: compiled.py lays the tables that are read here, of its arrays' own memory. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+/* On the larger vectors of newer processors too; the results are the same. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONED __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONED
+#endif
+
+enum { FORWARD, BACKWARD, HEAR, FILL };
+
+/* The rows of the tables; compiled.py says what they hold. Every member takes 8 bytes. */
+#define TABLES(real)                                                                                                     \
+    typedef struct {                                                                                                     \
+        const real *costs;                                                                                               \
+        const real *inbox;                                                                                               \
+        const int64_t *gather;                                                                                           \
+        double weight;                                                                                                   \
+        int64_t labels, star, links, earlier, later;                                                                     \
+    } NAME(Node);                                                                                                        \
+    typedef struct {                                                                                                     \
+        const real *seconds;                                                                                             \
+        real *inbox;                                                                                                     \
+        int64_t here, there, by_row, star, branch;                                                                       \
+    } NAME(Link);                                                                                                        \
+    typedef struct {                                                                                                     \
+        real *charges, *over, *direct, *sent;                                                                            \
+        const int64_t *columns, *at, *to;                                                                                \
+        int64_t count, straight, late;                                                                                   \
+    } NAME(Branch);                                                                                                      \
+    typedef struct {                                                                                                     \
+        const real *seconds, *price, *parts, *all;                                                                             \
+        real *made;                                                                                                      \
+        const NAME(Branch) *branch;                                                                                      \
+        int64_t sources, aliases, layouts, branches;                                                                     \
+        double step, rare, least, faint;                                                                                 \
+    } NAME(Star);                                                                                                        \
+    typedef struct {                                                                                                     \
+        const NAME(Node) *nodes;                                                                                         \
+        const NAME(Link) *links;                                                                                         \
+        const NAME(Star) *stars;                                                                                         \
+        int64_t count;                                                                                                   \
+    } NAME(Tables);                                                                                                      \
+    /* belief and rest: by label or pair; lines: three of the longest; needs, pays and odds: by branch and layout; boxed: by branch and alias */ \
+    typedef struct {                                                                                                     \
+        real *belief, *rest, *sent, *lines, *needs, *pays, *odds, *boxed;                                                              \
+        int64_t longest;                                                                                                 \
+    } NAME(Scratch);
+
+#define real double
+#define bits uint64_t
+#define NAME(name) name##_double
+#define LANES 32
+#define MANTISSA 52
+#define EXPONENT_OF_1 1023
+#define EXP_SHIFT 6755399441055744.0
+#define EXP_LEAST -708.0
+#define INTEGERS 4503599627370496.0
+#define LOG2_HIGH 0.693147180369123816490
+#define LOG2_LOW 1.90821492927058770002e-10
+#define REAL_INFINITY ((double)Py_HUGE_VAL)
+#define REAL_TINY 2.2250738585072014e-308
+#define EXP_TERMS(x)                                                                                                     \
+    (1 + x * (1 + x * (1. / 2 + x * (1. / 6 + x * (1. / 24 + x * (1. / 120 + x * (1. / 720 + x * (1. / 5040 +             \
+     x * (1. / 40320 + x * (1. / 362880 + x * (1. / 3628800 + x * (1. / 39916800 + x * (1. / 479001600)))))))))))))
+#define LOG_TERMS(t)                                                                                                     \
+    (2 + t * (2. / 3 + t * (2. / 5 + t * (2. / 7 + t * (2. / 9 + t * (2. / 11 + t * (2. / 13 + t * (2. / 15 +             \
+     t * (2. / 17 + t * (2. / 19))))))))))
+TABLES(double)
+#include "sweep.h"
+#undef real
+#undef bits
+#undef NAME
+#undef LANES
+#undef MANTISSA
+#undef EXPONENT_OF_1
+#undef EXP_SHIFT
+#undef EXP_LEAST
+#undef INTEGERS
+#undef LOG2_HIGH
+#undef LOG2_LOW
+#undef REAL_INFINITY
+#undef REAL_TINY
+#undef EXP_TERMS
+#undef LOG_TERMS
+
+#define real float
+#define bits uint32_t
+#define NAME(name) name##_float
+#define LANES 32
+#define MANTISSA 23
+#define EXPONENT_OF_1 127
+#define EXP_SHIFT 12582912.0f
+#define EXP_LEAST -87.0f
+#define INTEGERS 8388608.0f
+#define LOG2_HIGH 0.693359375f
+#define LOG2_LOW -2.12194440e-4f
+#define REAL_INFINITY ((float)Py_HUGE_VAL)
+#define REAL_TINY 1.17549435e-38f
+#define EXP_TERMS(x)                                                                                                     \
+    (1 + x * (1 + x * (1.f / 2 + x * (1.f / 6 + x * (1.f / 24 + x * (1.f / 120 + x * (1.f / 720 + x * (1.f / 5040))))))))
+#define LOG_TERMS(t) (2 + t * (2.f / 3 + t * (2.f / 5 + t * (2.f / 7 + t * (2.f / 9)))))
+TABLES(float)
+#include "sweep.h"
+
+/* A pass over tables of one precision; -1 where there is no memory.
+   sizes: the most labels or pairs of a node, the longest line, the most of branches times layouts, and times aliases. */
+#define PASS_ON(real)                                                                                                    \
+    static int pass_on_##real(const Py_buffer *nodes, const Py_buffer *links, const Py_buffer *stars, const int64_t *sizes, \
+                              int kind, double heat, int balance, double *bound)                                         \
+    {                                                                                                                    \
+        Tables_##real tables = {nodes->buf, links->buf, stars->buf, nodes->len / (int64_t)sizeof(Node_##real)};          \
+        int64_t all = 2 * sizes[0] + 4 * sizes[1] + 3 * sizes[2] + sizes[3];                                                 \
+        real *room = PyMem_Malloc((all + 1) * sizeof(real));                                                             \
+        if (!room)                                                                                                       \
+            return -1;                                                                                                   \
+        real *rest = room + sizes[0], *sent = rest + sizes[0], *lines = sent + sizes[1], *needs = lines + 3 * sizes[1], *pays = needs + sizes[2], *odds = pays + sizes[2];   \
+        Scratch_##real scratch = {room, rest, sent, lines, needs, pays, odds, odds + sizes[2], sizes[1]};                           \
+        *bound = pass_##real(&tables, kind, (real)heat, balance, &scratch);                                              \
+        PyMem_Free(room);                                                                                                \
+        return 0;                                                                                                        \
+    }
+PASS_ON(double)
+PASS_ON(float)
+
+static PyObject *pass_on(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Py_buffer nodes, links, stars, sizes;
+    int single, kind, balance, failed;
+    double heat, bound = 0;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*pidi", &nodes, &links, &stars, &sizes, &single, &kind, &heat, &balance))
+        return NULL;
+    failed = (single ? pass_on_float : pass_on_double)(&nodes, &links, &stars, sizes.buf, kind, heat, balance, &bound);
+    PyBuffer_Release(&nodes);
+    PyBuffer_Release(&links);
+    PyBuffer_Release(&stars);
+    PyBuffer_Release(&sizes);
+    return failed ? PyErr_NoMemory() : PyFloat_FromDouble(bound);
+}
+
+static PyMethodDef methods[] = {
+    {"pass_on", pass_on, METH_VARARGS,
+     "pass_on(nodes, links, stars, sizes, single, kind, heat, balance): one pass, as compiled.py says; what it finds of the bound."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sweeps", "The sweeps of trws.py as machine code.", 0, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__sweeps(void) { return PyModule_Create(&module); }
