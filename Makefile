@@ -36,7 +36,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A system's python3 may lack ensurepip; its own pip then installs into .venv.
-$(READY): pyproject.toml sbpc/solver/sweeps.c sbpc/solver/sweep.h
+$(READY): pyproject.toml $(wildcard sbpc/solver/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "sbpc needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.11"; exit 1; }
 	@if [ ! -x $(BIN)/python ]; then \

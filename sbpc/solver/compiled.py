@@ -1,7 +1,7 @@
 """Sweeps of messages as machine code, where it was built when sbpc was installed: the same passes in a tenth of the time.
 
-The code (sweeps.c, sweep.h) reads tables of addresses and works on the arrays of `Messages` themselves, which are therefore
-changed in place only. Without it the passes of trws.py run as they are written there.
+The code is in sweeps.c, and in the .h files beside the .py files that say the same. It reads tables of addresses and works on
+the arrays of `Messages` themselves, which are therefore changed in place only. Without it those .py files run as they stand.
 """
 
 from __future__ import annotations

@@ -15,48 +15,13 @@
 
 enum { FORWARD, BACKWARD, HEAR, FILL };
 
-/* The rows of the tables; compiled.py says what they hold. Every member takes 8 bytes. */
-#define TABLES(real)                                                                                                     \
-    typedef struct {                                                                                                     \
-        const real *costs;                                                                                               \
-        const real *inbox;                                                                                               \
-        const int64_t *gather;                                                                                           \
-        double weight;                                                                                                   \
-        int64_t labels, star, links, earlier, later;                                                                     \
-    } NAME(Node);                                                                                                        \
-    typedef struct {                                                                                                     \
-        const real *seconds;                                                                                             \
-        real *inbox;                                                                                                     \
-        int64_t here, there, by_row, star, branch;                                                                       \
-    } NAME(Link);                                                                                                        \
-    typedef struct {                                                                                                     \
-        real *charges, *over, *direct, *sent;                                                                            \
-        const int64_t *columns, *at, *to;                                                                                \
-        int64_t count, straight, late;                                                                                   \
-    } NAME(Branch);                                                                                                      \
-    typedef struct {                                                                                                     \
-        const real *seconds, *price, *parts, *all;                                                                             \
-        real *made;                                                                                                      \
-        const NAME(Branch) *branch;                                                                                      \
-        int64_t sources, aliases, layouts, branches;                                                                     \
-        double step, rare, least, faint;                                                                                 \
-    } NAME(Star);                                                                                                        \
-    typedef struct {                                                                                                     \
-        const NAME(Node) *nodes;                                                                                         \
-        const NAME(Link) *links;                                                                                         \
-        const NAME(Star) *stars;                                                                                         \
-        int64_t count;                                                                                                   \
-    } NAME(Tables);                                                                                                      \
-    /* belief and rest: by label or pair; lines: three of the longest; needs, pays and odds: by branch and layout; boxed: by branch and alias */ \
-    typedef struct {                                                                                                     \
-        real *belief, *rest, *sent, *lines, *needs, *pays, *odds, *boxed;                                                              \
-        int64_t longest;                                                                                                 \
-    } NAME(Scratch);
+#define LANES 32  /* numbers that are compared or added at a time */
 
+/* Everything twice. The exponential is 2 to a whole power times a series of the rest, the logarithm its inverse: EXP_SHIFT added
+   to a number leaves its whole part in the last bits, INTEGERS is where those are whole numbers, and LOG2_HIGH has few bits. */
 #define real double
 #define bits uint64_t
 #define NAME(name) name##_double
-#define LANES 32
 #define MANTISSA 52
 #define EXPONENT_OF_1 1023
 #define EXP_SHIFT 6755399441055744.0
@@ -72,12 +37,13 @@ enum { FORWARD, BACKWARD, HEAR, FILL };
 #define LOG_TERMS(t)                                                                                                     \
     (2 + t * (2. / 3 + t * (2. / 5 + t * (2. / 7 + t * (2. / 9 + t * (2. / 11 + t * (2. / 13 + t * (2. / 15 +             \
      t * (2. / 17 + t * (2. / 19))))))))))
-TABLES(double)
-#include "sweep.h"
+#include "tables.h"
+#include "least.h"
+#include "share.h"
+#include "trws.h"
 #undef real
 #undef bits
 #undef NAME
-#undef LANES
 #undef MANTISSA
 #undef EXPONENT_OF_1
 #undef EXP_SHIFT
@@ -93,7 +59,6 @@ TABLES(double)
 #define real float
 #define bits uint32_t
 #define NAME(name) name##_float
-#define LANES 32
 #define MANTISSA 23
 #define EXPONENT_OF_1 127
 #define EXP_SHIFT 12582912.0f
@@ -106,28 +71,10 @@ TABLES(double)
 #define EXP_TERMS(x)                                                                                                     \
     (1 + x * (1 + x * (1.f / 2 + x * (1.f / 6 + x * (1.f / 24 + x * (1.f / 120 + x * (1.f / 720 + x * (1.f / 5040))))))))
 #define LOG_TERMS(t) (2 + t * (2.f / 3 + t * (2.f / 5 + t * (2.f / 7 + t * (2.f / 9)))))
-TABLES(float)
-#include "sweep.h"
-
-/* A pass over tables of one precision; -1 where there is no memory.
-   sizes: the most labels or pairs of a node, the longest line, the most of branches times layouts, and times aliases. */
-#define PASS_ON(real)                                                                                                    \
-    static int pass_on_##real(const Py_buffer *nodes, const Py_buffer *links, const Py_buffer *stars, const int64_t *sizes, \
-                              int kind, double heat, int balance, double *bound)                                         \
-    {                                                                                                                    \
-        Tables_##real tables = {nodes->buf, links->buf, stars->buf, nodes->len / (int64_t)sizeof(Node_##real)};          \
-        int64_t all = 2 * sizes[0] + 4 * sizes[1] + 3 * sizes[2] + sizes[3];                                                 \
-        real *room = PyMem_Malloc((all + 1) * sizeof(real));                                                             \
-        if (!room)                                                                                                       \
-            return -1;                                                                                                   \
-        real *rest = room + sizes[0], *sent = rest + sizes[0], *lines = sent + sizes[1], *needs = lines + 3 * sizes[1], *pays = needs + sizes[2], *odds = pays + sizes[2];   \
-        Scratch_##real scratch = {room, rest, sent, lines, needs, pays, odds, odds + sizes[2], sizes[1]};                           \
-        *bound = pass_##real(&tables, kind, (real)heat, balance, &scratch);                                              \
-        PyMem_Free(room);                                                                                                \
-        return 0;                                                                                                        \
-    }
-PASS_ON(double)
-PASS_ON(float)
+#include "tables.h"
+#include "least.h"
+#include "share.h"
+#include "trws.h"
 
 static PyObject *pass_on(PyObject *self, PyObject *args)
 {
