@@ -142,18 +142,26 @@ def star_seconds(value: Value, labels: Sequence[int]) -> float:
 def check(problem: Problem) -> None:
     """Assert that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
     count = [len(v.costs) for v in problem.variables]
+    checked: set[tuple[int, ...]] = set()  # arrays by number: equal variables and values share them
+
+    def new(*of: object) -> bool:
+        found = tuple(map(id, of))
+        seen = found in checked
+        checked.add(found)
+        return not seen
+
     for variable in problem.variables:
         assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
         costs = variable.costs
-        assert np.isfinite(costs).all() and (costs >= 0).all(), f"{variable.name} has a cost that is not finite or < 0"
+        if new(costs):
+            assert np.isfinite(costs).all() and (costs >= 0).all(), f"{variable.name} has a cost that is not finite or < 0"
         assert variable.digits.shape[:1] == variable.costs.shape and variable.digits.ndim == 2, variable.name
-    checked: set[int] = set()
     for value in problem.values:
         at, closure = f"a value of {problem.variables[value.producer].name}", value.closure
-        if id(closure) not in checked:
-            checked.add(id(closure))
+        if new(closure):
             assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
             assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure < 0, or not 0 on the diagonal"
         for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
             assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
-            assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"
+            if new(layouts, closure):
+                assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"

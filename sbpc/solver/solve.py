@@ -123,11 +123,14 @@ def solve_folded(
         dual, labels = between_ends(folded, search.cap, Effort(effort.aim + dual.bound - found[0]), dual)
         search.offer(labels)
         better(folded, effort)
+        apart = False
         for times in TIMES:
             if gap() > most:
                 search.widen(dual.extra, times)
-        if gap() > most and (gap() <= FINER or turn == TURNS - 1):
-            better(fold(problem, finer), effort)
+            last = turn == TURNS - 1 and times == TIMES[-1]
+            if not apart and gap() > most and (gap() <= FINER or last):
+                better(fold(problem, finer), effort)
+                apart = True
         if gap() > most and turn == TURNS - 1:
             search.move()
     if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
