@@ -15,13 +15,6 @@ import numpy as np
 from sbpc.solver.network import Edge, Node, Port
 from sbpc.solver.share import FAINT, LEAST, RARE, STEP, Star, shares
 
-machine: ModuleType | None
-try:
-    machine = importlib.import_module("sbpc.solver._sweeps")
-except ImportError:  # there was no C compiler
-    machine = None
-
-
 def columns(names: str) -> np.dtype:
     """The row of a table as sweeps.c declares it: addresses and counts, and with a point numbers that are not whole."""
     return np.dtype([(name.rstrip("."), np.float64 if name.endswith(".") else np.int64) for name in names.split()])
@@ -30,8 +23,20 @@ def columns(names: str) -> np.dtype:
 FORWARD, BACKWARD, HEAR, FILL = range(4)  # what a pass does
 NODE = columns("costs inbox gather weight. labels star links earlier later")
 LINK = columns("seconds inbox here there by_row star branch")
-STAR = columns("seconds price parts all made branch sources aliases layouts branches step. rare. least. faint.")
+STAR = columns("seconds price parts made branch sources aliases layouts branches step. rare. least. faint.")
 BRANCH = columns("charges over direct sent columns at to count straight late")
+
+
+def built() -> ModuleType | None:
+    """The machine code; None where there was no C compiler, or where it was built of other sources."""
+    try:
+        found = importlib.import_module("sbpc.solver._sweeps")
+    except ImportError:
+        return None
+    return found if found.rows == tuple(row.itemsize for row in (NODE, LINK, STAR, BRANCH)) else None
+
+
+machine = built()
 
 
 class Tables:
@@ -45,16 +50,16 @@ class Tables:
         self.single = real is np.float32
         self.kept: list[np.ndarray] = []  # what addresses are of
         self.sizes = np.zeros(4, np.int64)  # most labels or pairs of a node, layouts of a port, of all branches, aliases of those
-        self.number = {id(star): at for at, star in enumerate(stars.values())}
+        number = {id(star): at for at, star in enumerate(stars.values())}
         self.stars = np.array([self.star(star) for star in stars.values()], STAR)
         rows, links = list[tuple](), list[tuple]()
         for at, node in nodes.items():
             arrays = [self.address(found) for found in (node.costs, node.inbox, node.gather)]
-            star = self.number[id(stars[at])] if at in stars else -1
+            star = number.get(id(stars.get(at)), -1)
             sides = len(node.earlier.edges), len(node.later.edges)
             rows.append((*arrays, node.weight, len(node.costs), star, len(links), *sides))
-            links += [self.link(edge, edge.last, edge.first) for edge in node.earlier.edges]
-            links += [self.link(edge, edge.first, edge.last) for edge in node.later.edges]
+            links += [self.link(edge, edge.last, edge.first, number.get(id(edge.star), -1)) for edge in node.earlier.edges]
+            links += [self.link(edge, edge.first, edge.last, number.get(id(edge.star), -1)) for edge in node.later.edges]
             self.most(len(node.costs), len(node.inbox))
         self.nodes, self.links = np.array(rows, NODE), np.array(links, LINK)
 
@@ -69,36 +74,35 @@ class Tables:
         self.kept.append(found)
         return found.ctypes.data
 
+    def __reduce__(self) -> str:
+        raise TypeError("tables hold addresses of arrays: make them of the arrays again")
+
     def most(self, *sizes: int) -> None:
         """There is room for so much."""
         self.sizes[: len(sizes)] = np.maximum(self.sizes[: len(sizes)], sizes)
 
-    def link(self, edge: Edge, here: Port, there: Port) -> tuple:
-        """The row of an edge as one end sees it."""
-        inbox = self.address(there.inbox)
+    def link(self, edge: Edge, here: Port, there: Port, star: int) -> tuple:
+        """The row of an edge as one end sees it; star: its number, -1 if there is none. The port of a star has no labels."""
+        inbox, counts = self.address(there.inbox), [len(port.layouts) if len(port.at) else 0 for port in (here, there)]
         if edge.star is not None:
-            is_star = len(here.at) == 0
-            counts = (0, len(there.layouts)) if is_star else (len(here.layouts), 0)
-            return 0, inbox, *counts, 0, self.number[id(edge.star)], edge.branch
+            return 0, inbox, *counts, 0, star, edge.branch
         by_row = edge.seconds if here is edge.first else edge.seconds.T  # [here, there]
         stored = by_row if by_row.flags.c_contiguous else by_row.T
-        return self.address(stored), inbox, len(here.layouts), len(there.layouts), stored is by_row, -1, 0
+        return self.address(stored), inbox, *counts, stored is by_row, -1, 0
 
     def star(self, star: Star) -> tuple:
         """The row of a star, and those of its branches."""
         layouts, share = star.share.price.shape[1], star.share
         parts = shares(share.columns, layouts).astype(share.price.dtype)
-        held = np.zeros(layouts, np.intp)
         branches = list[tuple]()
         for at, to in star.straight:
             number = len(branches)
             arrays = share.charges[number], star.over[number], star.direct[number], star.sent[number]
             places = np.arange(layouts)[share.columns[number]]
-            held[places] += 1
             addresses = [self.address(found) for found in (*arrays, places, at, to)]
             branches.append((*addresses, len(places), len(at), star.late[number]))
         sizes = star.seconds.shape
         self.most(star.seconds.size, max(*sizes, layouts), len(branches) * layouts, len(branches) * sizes[1])
-        held_by_all, rows = (held == len(branches)).astype(parts.dtype), np.array(branches, BRANCH)
-        found = [self.address(array) for array in (star.seconds, share.price, parts, held_by_all, star.made, rows)]
+        arrays = star.seconds, share.price, parts, star.made, np.array(branches, BRANCH)
+        found = [self.address(array) for array in arrays]
         return *found, *sizes, layouts, len(branches), STEP, RARE, LEAST, FAINT

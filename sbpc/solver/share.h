@@ -22,7 +22,7 @@ CLONED static void NAME(star_belief)(const NAME(Star) *star, real heat, real *be
                 real apart = over[a] < direct ? over[a] - direct : direct - over[a];
                 product[a] *= 1 + NAME(exponential)(apart * cool);
             }
-            if (j % 64 == 63 || j == star->branches - 1)  /* before the product overflows */
+            if (j % 64 == 63 || j == star->branches - 1)  /* before 2^64, of which the square is too large for a float */
                 for (int64_t a = 0; a < star->aliases; a++) {
                     row[a] -= heat * NAME(logarithm)(product[a]);
                     product[a] = 1;
@@ -57,8 +57,8 @@ static void NAME(star_tell)(const NAME(Star) *star, int64_t number, const real *
         out[branch->to[i]] = NAME(lesser)(out[branch->to[i]], by_source[branch->at[i]], heat);
 }
 
-/* Take what the producer sent, or a consumer: in `sent` of its branch. `known`: whether `over` is what it sends to aliases. */
-static double NAME(star_hear)(const NAME(Star) *star, int64_t number, const real *sent, int known, real heat, real *line)
+/* Take what the producer sent, or a consumer: in `sent` of its branch. What is taken off. */
+static double NAME(star_hear)(const NAME(Star) *star, int64_t number, const real *sent, real heat, real *line)
 {
     if (number == 0) {
         real floor = NAME(floor_of)(sent, star->sources);
@@ -69,8 +69,7 @@ static double NAME(star_hear)(const NAME(Star) *star, int64_t number, const real
     const NAME(Branch) *branch = star->branch + number - 1;
     if (sent != branch->sent)
         memcpy(branch->sent, sent, branch->count * sizeof(real));
-    if (!known)
-        NAME(least_across)(branch->charges, star->aliases, branch->count, sent, heat, branch->over, line);
+    NAME(least_across)(branch->charges, star->aliases, branch->count, sent, heat, branch->over, line);
     real floor = NAME(floor_of)(branch->over, star->aliases);
     for (int64_t i = 0; i < branch->straight; i++)
         floor = sent[branch->to[i]] < floor ? sent[branch->to[i]] : floor;
@@ -186,10 +185,8 @@ static inline void NAME(share_fill)(const NAME(Star) *star, const real *restrict
             needs[l] = need;
         }
     }
-    for (int64_t l = 0; l < layouts; l++) {  /* where all want it, the least charge is free up to the second least */
-        second[l] = star->all[l] ? second[l] : 0;
+    for (int64_t l = 0; l < layouts; l++)  /* the least charge is free up to the second least */
         first[l] = -second[l];
-    }
     for (int64_t j = 0; j < many; j++) {
         real *restrict needs = scratch->needs + j * layouts;
         for (int64_t l = 0; l < layouts; l++) {
@@ -223,10 +220,10 @@ CLONED static void NAME(star_shift)(const NAME(Star) *star, real weight, real he
     const real cool = 1 / heat;
     int64_t sources = star->sources, aliases = star->aliases, layouts = star->layouts, many = star->branches;
     real *belief = scratch->belief, *line = scratch->lines, *boxed = scratch->boxed;
-    real *restrict most = line + scratch->longest, *restrict rates = most + scratch->longest;
+    real *most = line + scratch->longest, *rates = most + scratch->longest;  /* till `share_fill`, which has all lines */
     for (int64_t j = 0; j < many; j++)
         if (star->branch[j].late)
-            NAME(star_hear)(star, 1 + j, star->branch[j].sent, 0, heat, line);
+            NAME(star_hear)(star, 1 + j, star->branch[j].sent, heat, line);
     NAME(star_belief)(star, heat, belief, line);
     NAME(soften)(belief, sources * aliases, NAME(floor_of)(belief, sources * aliases), weight * cool);
     const real part = 1 / NAME(sum_of)(belief, sources * aliases);
@@ -267,7 +264,7 @@ CLONED static void NAME(star_shift)(const NAME(Star) *star, real weight, real he
         NAME(share_close)(star, a, scratch);
     }
     for (int64_t j = 0; j < many; j++)
-        NAME(star_hear)(star, 1 + j, star->branch[j].sent, 0, heat, line);
+        NAME(star_hear)(star, 1 + j, star->branch[j].sent, heat, line);
 }
 
 /* A star hears its later consumers, its charges balanced (1 forwards, 2 backwards) or not (0); what is taken off. */
@@ -278,7 +275,7 @@ static double NAME(star_turn)(const NAME(Star) *star, int balance, const NAME(Sc
         NAME(share_balance)(star, balance == 2, scratch);
     for (int64_t j = 0; j < star->branches; j++)
         if (star->branch[j].late)
-            taken += NAME(star_hear)(star, 1 + j, star->branch[j].sent, balance, 0, scratch->lines);
+            taken += NAME(star_hear)(star, 1 + j, star->branch[j].sent, 0, scratch->lines);
     return taken;
 }
 

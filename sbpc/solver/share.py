@@ -35,22 +35,18 @@ class Share:
     charges: list[np.ndarray]
     places: list[np.ndarray]
 
-    def messages(self, sent: Sequence[np.ndarray | None]) -> list[np.ndarray]:
-        """What each consumer sends to the alias at the charges as they are: the least of sent(t) + charge(a, t)."""
-        pairs = zip(self.charges, sent)
-        return [np.zeros(len(charges)) if pays is None else (charges + pays).min(1) for charges, pays in pairs]
-
-    def balance(self, sent: Sequence[np.ndarray | None], backwards: bool) -> list[np.ndarray]:
-        """Charge those who would pay, and return the new messages to the alias, one per consumer; none is lowered.
+    def balance(self, sent: Sequence[np.ndarray | None], backwards: bool) -> None:
+        """Charge those who would pay, such that no consumer sends less to an alias: the least of sent(t) + charge(a, t).
 
         sent: what each consumer pays elsewhere, by layout (None: its charges stay). A consumer that sends v(a) needs
         charges of only v(a) - sent(t); what is left of the price lets the others raise theirs.
         This is dual ascent for facility location (Erlenkotter 1978), each alias being one such problem.
         """
-        needs, messages = [], self.messages(sent)
-        for columns, charges, pays, message in zip(self.columns, self.charges, sent, messages):
+        needs, messages = [], []
+        for columns, charges, pays in zip(self.columns, self.charges, sent):
             need = np.zeros(self.price.shape, self.price.dtype)
-            need[:, columns] = charges if pays is None else np.maximum(message[:, None] - pays, 0)
+            messages.append(charges.min(1) if pays is None else (charges + pays).min(1))
+            need[:, columns] = charges if pays is None else np.maximum(messages[-1][:, None] - pays, 0)
             needs.append(need)
         room = self.price - functools.reduce(np.add, needs)
         for at in range(len(sent))[:: -1 if backwards else 1]:
@@ -67,7 +63,6 @@ class Share:
         for at, pays in enumerate(sent):
             if pays is not None:
                 np.add(needs[at][:, self.columns[at]], spare[:, self.columns[at]], out=self.charges[at])
-        return messages
 
     def adapt(self, odds: Sequence[np.ndarray], heat: float) -> None:
         """Raise the charges of consumers that take a boxing with larger odds than others, lower the others'."""
@@ -82,17 +77,14 @@ class Share:
     def fill(self, part: float) -> None:
         """Scale charges to as much as there may be; before that none is below this part of the price."""
         every = np.zeros((len(self.columns), *self.price.shape), self.price.dtype)
-        held = np.zeros((len(self.columns), self.price.shape[1]), dtype=bool)
         for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
             every[at][:, columns] = np.maximum(charges, part * self.price[:, columns])
-            held[at, columns] = True
-        common = held.all(0)  # there the least charge is free, up to the second least
         first, second = np.full((2, *self.price.shape), np.inf, self.price.dtype)
         for charges in every:
             second = np.minimum(second, np.maximum(first, charges))
             first = np.minimum(first, charges)
-        every = np.maximum(every, np.where(common, second, 0))
-        total = every.sum(0) - np.where(common, second, 0)
+        every = np.maximum(every, second)  # the least charge is free up to the second least
+        total = every.sum(0) - second
         every *= np.divide(self.price, total, out=np.zeros_like(total), where=total > LEAST * self.price)
         for at, (columns, charges) in enumerate(zip(self.columns, self.charges)):
             charges[:] = every[at][:, columns]
@@ -149,26 +141,23 @@ class Star:
         message[to] = lesser(message[to], least(rest, 1, heat)[at], heat)
         return message
 
-    def hear(self, branch: int, sent: np.ndarray, over: np.ndarray | None = None, heat: float = 0.0) -> float:
-        """Take what the producer or a consumer sends by layout (`over` the aliases, if that is known); what is taken off."""
+    def hear(self, branch: int, sent: np.ndarray, heat: float) -> float:
+        """Take what the producer or a consumer sends by layout; what is taken off."""
         if branch == 0:
             floor = float(sent.min())
             self.made[:] = sent - floor
             return floor
         self.sent[branch - 1][:] = sent
-        if over is None:
-            over = least(self.share.charges[branch - 1] + sent, 1, heat)
+        over = least(self.share.charges[branch - 1] + sent, 1, heat)
         at, to = self.straight[branch - 1]
         floor = min(float(over.min()), float(sent[to].min(initial=np.inf)))
         self.over[branch - 1][:] = over - floor
         self.direct[branch - 1][at] = sent[to] - floor
         return floor
 
-    def hear_later(self, heat: float = 0.0) -> None:
-        """Take what later consumers sent last."""
-        for at, sent in enumerate(self.later):
-            if sent is not None:
-                self.hear(1 + at, sent, heat=heat)
+    def hear_later(self, heat: float = 0.0) -> float:
+        """Take what later consumers sent last; what is taken off."""
+        return sum(self.hear(1 + at, sent, heat) for at, sent in enumerate(self.later) if sent is not None)
 
     def shift(self, weight: float, buffer: np.ndarray, heat: float) -> None:
         """Hear the later consumers; charge those more who take a boxing with a larger probability than others, at a heat.
@@ -190,7 +179,7 @@ class Star:
             odds.append(boxed[:, None] * taken / taken.sum(1, keepdims=True))
         self.share.adapt(odds, heat)
         for at, sent in enumerate(self.sent):
-            self.hear(1 + at, sent, heat=heat)
+            self.hear(1 + at, sent, heat)
 
     def choose(self, known: Mapping[int, int]) -> int:
         """The best pair where these branches have these layouts, the producer among them; see `due`."""

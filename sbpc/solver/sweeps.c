@@ -3,11 +3,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 /* On the larger vectors of newer processors too; the results are the same. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(CLONED)
+#elif defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONED __attribute__((target_clones("avx2", "default")))
 #else
 #define CLONED
@@ -101,4 +103,17 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sweeps", "The sweeps of trws.py as machine code.", 0, methods,
                                     NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__sweeps(void) { return PyModule_Create(&module); }
+_Static_assert(sizeof(void *) == 8, "a row holds addresses as numbers of 8 bytes");
+
+/* The module; `rows`: the bytes of a row of each table, by which compiled.py knows that it was built of these sources. */
+PyMODINIT_FUNC PyInit__sweeps(void)
+{
+    const Py_ssize_t rows[] = {sizeof(Node_double), sizeof(Link_double), sizeof(Star_double), sizeof(Branch_double)};
+    PyObject *made = PyModule_Create(&module), *sizes = Py_BuildValue("(nnnn)", rows[0], rows[1], rows[2], rows[3]);
+    if (!made || !sizes || PyModule_AddObject(made, "rows", sizes) < 0) {
+        Py_XDECREF(made);
+        Py_XDECREF(sizes);
+        return NULL;
+    }
+    return made;
+}

@@ -21,7 +21,7 @@ typedef struct {
 } NAME(Branch);
 
 typedef struct {
-    const real *seconds, *price, *parts, *all;
+    const real *seconds, *price, *parts;
     real *made;
     const NAME(Branch) *branch;
     int64_t sources, aliases, layouts, branches;

@@ -61,7 +61,7 @@ static double NAME(node_send)(const NAME(Tables) *tables, const NAME(Node) *node
             if (link->star >= 0 && back)  /* heard when its turn comes */
                 memcpy(tables->stars[link->star].branch[link->branch - 1].sent, sent, link->here * sizeof(real));
             else if (link->star >= 0)
-                NAME(star_hear)(tables->stars + link->star, link->branch, sent, 0, heat, scratch->lines);
+                NAME(star_hear)(tables->stars + link->star, link->branch, sent, heat, scratch->lines);
             else if (link->by_row)
                 NAME(least_down)(link->seconds, link->here, link->there, sent, heat, inbox, scratch->lines);
             else
@@ -104,6 +104,8 @@ static double NAME(pass)(const NAME(Tables) *tables, int kind, real heat, int ba
             NAME(take_off)(belief, size, floor);
         } else
             floor = NAME(node_belief)(node, belief);
+        if (isnan(NAME(sum_of)(belief, size)))  /* comparisons pass over what is not a number */
+            bound = Py_NAN;
         for (int64_t i = 0; i < size; i++)
             belief[i] *= (real)node->weight;
         bound += floor + NAME(node_send)(tables, node, back, heat, belief, scratch);

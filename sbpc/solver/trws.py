@@ -151,7 +151,7 @@ class Messages:
             sent -= at.inbox[len(at.inbox) - len(sent) :]
             for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
                 if edge.star is not None:
-                    edge.star.hear(edge.branch, sent[start:stop], heat=heat)
+                    edge.star.hear(edge.branch, sent[start:stop], heat)
                     continue
                 sums = self.buffer[: edge.seconds.size].reshape(edge.seconds.shape)
                 np.add(edge.seconds, sent[start:stop, None], out=sums)
@@ -174,7 +174,9 @@ class Messages:
                 if heat:
                     star.shift(at.weight, self.buffer, heat)
                 else:
-                    bound += self.balance(star)
+                    if self.turn:
+                        star.share.balance(star.later, self.turn == 2)
+                    bound += star.hear_later()
             belief = at.belief(at.inbox) if star is None else star.belief(self.buffer, heat)
             floor = float(belief.min())
             bound += floor
@@ -209,16 +211,6 @@ class Messages:
         if self.sweeps % BALANCE != BALANCE - 1:
             return 0
         return 2 if self.sweeps % (2 * BALANCE) < BALANCE else 1
-
-    def balance(self, star: Star) -> float:
-        """Let a star hear its later consumers, charges balanced now and then; returns what this adds to the bound."""
-        later = star.later
-        messages = star.share.balance(later, self.turn == 2) if self.turn else star.share.messages(later)
-        return sum(
-            star.hear(1 + at, sent, message)
-            for at, (sent, message) in enumerate(zip(later, messages))
-            if sent is not None
-        )
 
     def hear(self, fill: bool = False) -> None:
         """Let stars hear what their later consumers sent; fill: charges to as much as there may be first."""
