@@ -31,6 +31,7 @@ ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where a
 EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
 FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
+TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 SURE = 0.6  # the part of these tries after which rows are guessed too
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -100,8 +101,14 @@ def within(
     copies: tensors of the size of a trained parameter beside it. made: the plan of an assignment. Raises
     MemoryLimitError.
     """
-    search = Search(float(free.options["memory"]), space, gm, copies, made, free.lower_bound)
+    limit = float(free.options["memory"])
+    search = Search(limit, space, gm, copies, made, free.lower_bound)
     search.run(free.assignment)
+    for part in TIGHTER if search.near.complete else ():  # other prices and rows lead to other plans
+        if search.best is None:
+            tighter = Search(part * limit, space, gm, copies, made, free.lower_bound)
+            tighter.run(free.assignment)
+            search.plans += tighter.plans
     if search.best is None:
         raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last

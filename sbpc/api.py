@@ -20,7 +20,7 @@ from sbpc.errors import PinError, PlanError, SbpcError
 from sbpc.experts import EXPERTS, expert_wishes
 from sbpc.formulas import declare
 from sbpc.layout import Layout
-from sbpc.mesh import Mesh
+from sbpc.mesh import Mesh, in_formulas
 from sbpc.pairs import Model
 from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.assign import Space
@@ -209,7 +209,7 @@ def prepare(
 def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
     """Make the dims of the graph symbolic; `meta["dynamic"]` has the symbols' numbers. `dynamic` as JSON values."""
     numbers = declare(gm, dynamic)
-    taken = sorted(numbers.keys() & {*mesh.axes, "peak", "memory_bandwidth", "launch"})
+    taken = sorted(name for name in numbers if name in mesh.axes or in_formulas(name))
     if taken:
         raise SbpcError(
             f"dynamic: {taken[0]!r} is the name of something else in the formula\n  Call the dim otherwise."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -136,6 +137,8 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
 
 def check_figure(what: str, value: Any, delay: bool) -> None:
     """Raise MeshError unless a value is a positive number; a delay is finite, and may be zero."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise MeshError(f"{what} is too large for a float\n  It is {'seconds' if delay else 'at most 1.8e308'}.")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise MeshError(f"{what} is {value!r}\n  It is a number, {'seconds' if delay else 'positive'}.")
     if value < 0 or (math.isinf(value) if delay else value == 0):

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def in_formulas(name: str) -> bool:
+    """Whether the figures of clusters are called so in formulas of costs."""
+    return name in ("peak", "memory_bandwidth", "launch") or name.startswith(("latency_", "bandwidth_", "least_"))
+
+
 class Mesh:
     """`Mesh(data=2, tensor=4)`: axes outermost first, ranks row-major, so the last axis is the innermost.
 
@@ -31,6 +36,8 @@ class Mesh:
         if not 1 <= len(axes) <= 4:
             raise MeshError(f"a mesh of {len(axes)} axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4).")
         for name, size in axes.items():
+            if not name.isidentifier() or in_formulas(name):
+                raise MeshError(f"an axis is called {name!r}\n  Give it a word that formulas of costs do not use, such as 'data'.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}\n  The size of an axis is an integer from 1 on.")
         if math.prod(axes.values()) > 1 << 20:

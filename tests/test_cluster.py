@@ -57,6 +57,7 @@ BROKEN: list[tuple[Any, str]] = [
     ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 on."),
     ({"name": 3}, "cluster 3: name is 3\n  It is a text."),
     ({"speed": 3}, " has unknown speed\n  It needs name, peak, memory_bandwidth, "),
+    ({"peak": 10**400}, "cluster 'h100': peak is too large for a float"),
     ({"collectives": {"all_reduce": 1}}, ": collectives is {'all_reduce': 1}\n  It is a list of rates"),
     ({"collectives": [1]}, ": a rate of collectives is 1\n  It is a JSON object with collective."),
     ({"collectives": [{"efficiency": 1}]}, ": a rate of collectives lacks collective\n  It needs collective; it may"),
@@ -105,6 +106,12 @@ def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:
             Cluster.load(path)
     with pytest.raises(MeshError, match="No such file"):
         Cluster.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "data+tensor", "peak", "launch", "memory_bandwidth", "latency_x", "bandwidth_x", "least_x"])
+def test_an_axis_is_not_called_as_something_in_formulas(name: str) -> None:
+    with pytest.raises(MeshError, match="an axis is called .*\n  Give it a word that formulas of costs do not use"):
+        Mesh(**{name: 2})
 
 
 def test_shared_links_are_slower_for_axes_that_leave_a_node() -> None:

@@ -120,6 +120,7 @@ WRONG: list[tuple[Any, str]] = [
     ),
     ({"x": ("b*s", "b/s", "h")}, "dynamic: the number of b, s cannot be told\n  Give it, as in {'b': 12}."),
     ({"x": ("t", "s", "h")}, "dynamic: 't' is the name of something else in the formula\n  Call the dim otherwise."),
+    ({"x": ("b", "s", "latency_t")}, "dynamic: 'latency_t' is the name of something else in the formula\n  Call the dim otherwise."),
     ({"heads": 1}, "dynamic: heads is 1\n  Plan at sizes from 2 on"),
 ]
 

@@ -15,6 +15,7 @@ import numpy as np
 from sbpc.solver.network import Edge, Node, Port
 from sbpc.solver.share import FAINT, LEAST, RARE, STEP, Star, shares
 
+
 def columns(names: str) -> np.dtype:
     """The row of a table as sweeps.c declares it: addresses and counts, and with a point numbers that are not whole."""
     return np.dtype([(name.rstrip("."), np.float64 if name.endswith(".") else np.int64) for name in names.split()])
@@ -103,6 +104,6 @@ class Tables:
             branches.append((*addresses, len(places), len(at), star.late[number]))
         sizes = star.seconds.shape
         self.most(star.seconds.size, max(*sizes, layouts), len(branches) * layouts, len(branches) * sizes[1])
-        arrays = star.seconds, share.price, parts, star.made, np.array(branches, BRANCH)
-        found = [self.address(array) for array in arrays]
+        whole = star.seconds, share.price, parts, star.made, np.array(branches, BRANCH)
+        found = [self.address(array) for array in whole]
         return *found, *sizes, layouts, len(branches), STEP, RARE, LEAST, FAINT
