@@ -110,7 +110,7 @@ def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "data+tensor", "peak", "launch", "memory_bandwidth", "latency_x", "bandwidth_x", "least_x"])
 def test_an_axis_is_not_called_as_something_in_formulas(name: str) -> None:
-    with pytest.raises(MeshError, match="an axis is called .*\n  Give it a word that formulas of costs do not use"):
+    with pytest.raises(MeshError, match=r"an axis is called .*\n  Give it a word that formulas of costs do not use"):
         Mesh(**{name: 2})
 
 
