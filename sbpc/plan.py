@@ -24,9 +24,6 @@ from sbpc.report import plan_text
 from sbpc.solver import Proof
 from sbpc.uncollected import uncollected
 
-ROUNDING = 1e-12  # relative: by so little a bound may be above what the plan itself costs, summed in another order
-
-
 @dataclass(frozen=True)
 class Assignment:
     """What `assign` decides.
@@ -206,8 +203,7 @@ class Plan:
         start = time.process_time()
         with uncollected():
             found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound, self.objective)
-        if found.paid < found.lower_bound <= found.paid * (1 + ROUNDING):
-            self.lower_bound = found.lower_bound = found.paid
+        self.lower_bound = found.lower_bound  # not above what the plan costs by rounding
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return found
 
