@@ -24,6 +24,7 @@ from sbpc.report import plan_text
 from sbpc.solver import Proof
 from sbpc.uncollected import uncollected
 
+
 @dataclass(frozen=True)
 class Assignment:
     """What `assign` decides.
