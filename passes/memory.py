@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
@@ -23,6 +24,7 @@ from sbpc.memory import POSITION, Life, local_bytes
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
+from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan, results
 from sbpc.ports import OUTPUT
 from sbpc.solver import Limit, Proof
@@ -33,6 +35,7 @@ SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least an
 FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 SURE = 0.6  # the part of these tries after which rows are guessed too
+SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 CLOSED = 1e-5  # relative gap of a plan that is the best of all that matter, but for rounding
@@ -176,6 +179,7 @@ class Search:
             if not self.near.complete:
                 self.find()
         if self.best is not None and self.gap > GOOD:
+            self.splice(self.best)
             self.sharpen(self.best)
         if self.best is not None and self.gap > GOOD and not self.near.complete:
             counted, most = self.proof.counted, self.best.seconds + self.proof.allowed
@@ -260,6 +264,25 @@ class Search:
         moment = self.at(name, sure=False)
         most = self.space.bytes_in(found.plan.assignment, moment) - (held - self.limit)
         return self.row(moment, max(most, APART * self.limit))
+
+    def splice(self, slow: Found) -> None:
+        """Of the best plan and faster ones that do not fit, plans with as many blocks of these as there is room for."""
+        along = blocks(self.gm, [variable.name for variable in self.space.variables])
+        count = len(np.unique(along[~np.isnan(along)]))
+        faster = [each for each in self.plans if not self.fits(each) and each.seconds < slow.seconds]
+        for fast in sorted(faster, key=lambda each: each.bytes)[:SPLICED]:
+            inside, rest = self.space.labels(fast.plan.assignment), self.space.labels(slow.plan.assignment)
+            many = int(count * (self.limit - slow.bytes) / (fast.bytes - slow.bytes))
+            fitted, over = 0, count
+            while fitted < many < over:
+                ways = [spliced(inside, rest, along, many / count, last) for last in (True, False)]
+                found = min(map(self.space.assignment, ways), key=self.space.seconds)
+                if self.space.seconds(found) >= slow.seconds:
+                    break
+                if self.fits(self.keep(found)):
+                    many, fitted = many + 1, many
+                else:
+                    many, over = many - 1, many
 
     def squeeze(self) -> None:
         """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the
