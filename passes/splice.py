@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch.fx import GraphModule
 
-BLOCK = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the first number in the name of a module: of a block of a run
+BLOCK = re.compile(r"(?:(.*?)\.)?(\d+)(?:\.|$)")  # a run of blocks, and the first number in the name of a module: of a block
 
 
 def blocks(gm: GraphModule, names: Sequence[str]) -> np.ndarray:
@@ -20,19 +20,19 @@ def blocks(gm: GraphModule, names: Sequence[str]) -> np.ndarray:
 
     The block is that of the module that the node belongs to, of a placeholder the first one that reads it.
     """
-    found: dict[str, tuple[str, int]] = {}
+    found: dict[str, tuple[str | None, int]] = {}
     for node in gm.graph.nodes:
         modules = [each.meta.get("module") for each in ([*node.users] if node.op == "placeholder" else [node])]
         match = BLOCK.match(next(filter(None, modules), ""))
         if match:
             found[node.name] = match[1], int(match[2])
-    runs: dict[str, list[int]] = {}
-    for run, number in sorted(set(found.values())):
-        runs.setdefault(run, []).append(number)
-    return np.array([
-        (runs[found[name][0]].index(found[name][1]) + 0.5) / len(runs[found[name][0]]) if name in found else np.nan
-        for name in names
-    ])
+    runs: dict[str | None, set[int]] = {}
+    for run, number in found.values():
+        runs.setdefault(run, set()).add(number)
+    along = {
+        (run, number): (at + 0.5) / len(numbers) for run, numbers in runs.items() for at, number in enumerate(sorted(numbers))
+    }
+    return np.array([along[found[name]] if name in found else np.nan for name in names])
 
 
 def spliced(one: Sequence[int], other: Sequence[int], along: np.ndarray, part: float, last: bool) -> list[int]:

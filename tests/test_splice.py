@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
@@ -23,6 +25,16 @@ def test_blocks_are_told_by_the_modules_of_nodes_forward_and_backward() -> None:
     for at in range(3):
         assert {along[node.name] for node in nodes if node.name.startswith(f"blocks_{at}_")} == {(at + 0.5) / 3}
     assert all(np.isnan(along[node.name]) for node in nodes if node.name in ("tokens_weight", "norm_weight", "output"))
+
+
+def test_blocks_of_a_sequence_are_told_by_their_numbers_too() -> None:
+    class Squared(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().sum()
+
+    plan = sbpc.plan(Squared(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(4, 4),), Mesh(x=2))
+    names = [node.name for node in plan.graph.graph.nodes if node.name in ("_0_weight", "_1_weight")]
+    assert blocks(plan.graph, names).tolist() == [0.25, 0.75]
 
 
 def test_spliced_labels_are_of_both() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.fold import Folded, Kind, Slot
-from sbpc.solver.network import Space, aliased
+from sbpc.solver.network import Space, aliased, distinct
 from sbpc.solver.problem import Problem, Value, Variable
 from sbpc.solver.smooth import smooth
 from sbpc.solver.trws import Messages
@@ -224,7 +224,7 @@ def ends(folded: Folded, dual: Dual) -> Part:
 
     def stand_in(slot: Slot, layouts: np.ndarray, paid: float) -> tuple[int, np.ndarray]:
         """A variable with a label per layout that costs what the class is not paid there."""
-        found, at = np.unique(layouts, return_inverse=True)
+        found, at = distinct(layouts)
         most = np.full(len(found), -np.inf)
         np.maximum.at(most, at, dual.multipliers.get(slot, np.zeros(len(layouts))))
         variables.append(Variable("", paid * (most.max() - most), np.zeros((len(found), digits), dtype=np.int64)))
