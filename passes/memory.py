@@ -19,14 +19,13 @@ import numpy as np
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
-from sbpc.layout import broadcast
-from sbpc.memory import POSITION, Life, local_bytes
+from sbpc.memory import POSITION
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
 from sbpc.passes.prices import PricedSpace
+from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
-from sbpc.plan import Assignment, Plan, results
-from sbpc.ports import OUTPUT
+from sbpc.plan import Assignment, Plan
 from sbpc.solver import Limit, Proof
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
@@ -34,6 +33,7 @@ EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
 FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
+CUT = 3  # programs on all labels that matter that end before their time, at most
 SURE = 0.6  # the part of these tries after which rows are guessed too
 SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
@@ -43,7 +43,6 @@ DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
 TIE = 1e-9  # relative: plans that differ by less are equally fast
-MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reason
 APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
 
 
@@ -108,12 +107,13 @@ def within(
     search = Search(limit, space, gm, copies, made, free.lower_bound)
     search.run(free.assignment)
     for part in TIGHTER if search.near.complete else ():  # other prices and rows lead to other plans
-        if search.best is None:
+        if search.best is None and search.bound < math.inf:
             tighter = Search(part * limit, space, gm, copies, made, free.lower_bound)
             tighter.run(free.assignment)
             search.plans += tighter.plans
     if search.best is None:
-        raise MemoryLimitError(shortage(min(search.plans, key=lambda found: found.bytes).plan, search.limit))
+        least = min(search.plans, key=lambda found: found.bytes).plan
+        raise MemoryLimitError(shortage(least, search.limit, search.bound == math.inf))
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
     plan.lower_bound = min(search.bound, search.best.seconds)  # which may differ by rounding
     plan.prover = search.proof
@@ -123,8 +123,8 @@ def within(
 class Search:
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
-    bound: seconds below which no such plan is. proof: what gave it. limits: rows that no such plan breaks; limited: the
-    calls of which the sure moment is among them.
+    bound: seconds below which no such plan is, infinite where there is none. proof: what gave it. limits: rows that no such
+    plan breaks; limited: the calls of which the sure moment is among them.
     It begins as that of the problem without the limit, which had bounded the plan `free` in its own space.
     """
 
@@ -157,8 +157,10 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """How far the best plan may be above the bound, as a part of it."""
-        return 1.0 if self.best is None else (self.best.seconds - self.bound) / (self.best.seconds or 1.0)
+        """How far the best plan may be above the bound, as a part of it; 0 where it is known that there is no plan."""
+        if self.best is None:
+            return float(self.bound < math.inf)
+        return (self.best.seconds - self.bound) / (self.best.seconds or 1.0)
 
     def run(self, free: Assignment) -> None:
         """Begin with the plan without the limit; find prices, then plans on the labels that were near on the way, if there
@@ -204,18 +206,19 @@ class Search:
         No plan under the limit is faster than what is found, or than the best one where only faster plans are looked at.
         long: programs may take long from the first on; else only once no row can be added, when the proof alone is missing.
         """
-        fastest = self.best.seconds if self.best else math.inf
+        fastest, cut = self.best.seconds if self.best else math.inf, 0
         for _ in range(max(TURNS, EASY // self.near.size)):
             answer = self.near.cheapest(self.limits, self.step, 0.0, long)
-            if min(answer.bound, fastest) < math.inf:
-                self.bound = max(self.bound, min(answer.bound, fastest))
+            self.bound = max(self.bound, min(answer.bound, fastest))
             if answer.labels is None:
                 return
             found = self.keep(self.space.assignment(answer.labels))
             new = self.hold(found)
             if self.gap <= CLOSED or (not new and (long or answer.proved)):
                 return
-            long |= not new
+            long, cut = long or not new, cut + (not answer.proved)
+            if cut == CUT:
+                return
 
     def find(self) -> None:
         """A cheap plan on the labels that are near, first with a little to spare. Rows that all plans keep are added for the
@@ -245,7 +248,7 @@ class Search:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
-            elif not self.hold(found) or turn >= SURE * tries:
+            elif not self.hold(found) or turn >= SURE * tries or self.near.complete:
                 for name in list(found.peaks)[:PEAKS]:
                     row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
                     most = row.most if last is None else min(row.most, last.most - APART * self.limit)
@@ -364,33 +367,3 @@ class Search:
         if (name, sure) not in self.known:
             self.known[name, sure] = at_call(self.gm, self.calls[name], self.copies, sure)
         return self.known[name, sure]
-
-
-def shortage(plan: Plan, limit: float) -> str:
-    """What is missing for a plan to fit, and the three tensors that hold most at its peak."""
-    memory = plan.cost.memory
-    sizes: Counter[str] = Counter()
-    for node, size in Life.of(plan.boxed, plan.mesh).at_peak():
-        sizes[node.name] += size
-    most = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
-    held = ", ".join(f"%{name} {sizes[name]:,}" for name in most)
-    parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
-    over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
-    return (
-        f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}\n"
-        f"  of which {parts}; the largest tensors: {held}\n"
-        f"  Give more memory, more ranks or a smaller batch{split_outputs(plan, memory['total'])}."
-    )
-
-
-def split_outputs(plan: Plan, most: int) -> str:
-    """What to do about results of the model that are whole on every rank, if one takes much of `most` bytes."""
-    found = [
-        (local_bytes(result, plan.mesh), int(port.name))
-        for port, result in zip(plan.boxed.meta["ports"].outputs, results(plan.boxed))
-        if port.kind == OUTPUT and result is not None and result.meta["sbp"] == broadcast(plan.mesh.axes)
-    ]
-    size, at = max(found, default=(0, 0))
-    if size <= MUCH * most or plan.mesh.ranks == 1:
-        return ""
-    return f", or leave output {at}, {size:,} bytes on every rank, split: see `outputs=`"

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import Life
 from sbpc.moments import at_call, at_optimizer, calls_of
+from sbpc.passes import memory
 from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.prices import PricedSpace
@@ -138,6 +140,20 @@ class Squared(nn.Sequential):
 def test_where_no_plan_is_found_one_is_looked_for_under_tighter_limits() -> None:
     model = Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),)
     assert sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=620).cost.memory["total"] <= 620
+
+
+def test_a_limit_that_no_plan_keeps_is_refused_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, search = list[float](), memory.Search.run
+
+    def run(self: memory.Search, *args: Any) -> None:
+        limits.append(self.limit)
+        search(self, *args)
+
+    monkeypatch.setattr(memory.Search, "run", run)
+    model = Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),)
+    with pytest.raises(MemoryLimitError, match="no plan takes as little as 560"):
+        sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=560)
+    assert limits == [560]
 
 
 def test_a_bound_is_not_above_the_plan_by_rounding() -> None:
