@@ -9,16 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
+from sbpc.kinds import shown
 from sbpc.plan import Plan
 from sbpc.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.programs import Programs
 from sbpc.structure import flatten, unflatten
 
 
+def check_plan(plan: Any) -> None:
+    """Refuse what is no plan."""
+    if not isinstance(plan, (Plan, Programs)):
+        raise PlanError(f"the plan is {shown(plan)}\n  Give what sbpc.plan or sbpc.load returns.")
+
+
 def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
     """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     if not isinstance(model, nn.Module):
-        raise PlanError(f"the model is {model!r:.80}\n  Give the nn.Module that was planned.")
+        raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     known = {*planned, *plan.ports.tied, *plan.ports.unused}

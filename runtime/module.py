@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, detached, on_dtensors, slots
 from sbpc.errors import PlanError
+from sbpc.kinds import shown
 from sbpc.layout import broadcast
 from sbpc.plan import Plan
 from sbpc.ports import PARAMETER
@@ -57,7 +58,7 @@ def parallelize(
     Raises MeshError if there are not as many processes as ranks, PlanError if model and plan do not belong together.
     """
     run = executor_of(executor)
-    check_kinds(model, plan, evaluate)
+    check_plans(model, plan, evaluate)
     where = groups.start(device)
     groups.check_ranks(plan.mesh)
     agree(plan)
@@ -102,13 +103,12 @@ def copied_of(model: nn.Module, where: torch.device) -> Callable[[str], Tensor]:
     return lambda name: of_rank_zero(held[name], where)
 
 
-def check_kinds(model: Any, plan: Any, evaluate: Any) -> None:
+def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
     """Refuse what is no module, what is no plan, and two plans that store the parameters differently."""
     if not isinstance(model, nn.Module):
-        raise PlanError(f"the model is {model!r:.80}\n  Give the nn.Module that was planned.")
+        raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
     for given in (plan,) if evaluate is None else (plan, evaluate):
-        if not isinstance(given, (Plan, Programs)):
-            raise PlanError(f"the plan is {given!r:.80}\n  Give what sbpc.plan or sbpc.load returns.")
+        bind.check_plan(given)
     if evaluate is None:
         return
     bind.stored(evaluate, model)

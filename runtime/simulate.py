@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
+from sbpc.kinds import check_kinds
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 from sbpc.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
@@ -54,6 +55,8 @@ def simulate(
 
     Raises PlanError if model or arguments are not like those planned.
     """
+    bind.check_plan(plan)
+    check_kinds(PlanError, seed=(seed, "an integer"))
     mesh = plan.mesh
     given, layouts = whole_inputs(plan, model, args, kwargs, tangents, seed), plan.given
     ranks: list[list[Tensor]] = [[] for _ in range(mesh.ranks)]

@@ -19,6 +19,7 @@ from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import PinError, PlanError, SbpcError
 from sbpc.experts import EXPERTS, expert_wishes
 from sbpc.formulas import declare
+from sbpc.kinds import check_kinds, is_number
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh, in_formulas
 from sbpc.pairs import Model
@@ -95,6 +96,7 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     PlanError if the scheme does not fit the model or the mesh, and what `plan` raises.
     """
     check_mesh(mesh)
+    check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
     check_options(**options)
     return prepare(model, args, **about).plan(mesh, **options, baseline=name)
@@ -182,11 +184,11 @@ def prepare(
 ) -> Task:
     """Capture and annotate a step; arguments are those of `plan`."""
     check_kinds(
-        model=(model, nn.Module),
-        kwargs=(kwargs, Mapping),
-        loss=(loss, Callable),
-        dump=(dump, (str, Path)),
-        train=(train, bool),
+        model=(model, "an nn.Module"),
+        kwargs=(kwargs, "a mapping whose keys are texts", "None"),
+        loss=(loss, "a function", "None"),
+        train=(train, "True or False"),
+        dump=(dump, "a path", "None"),
     )
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
@@ -242,22 +244,18 @@ def check_options(
 ) -> None:
     """Refuse options of the wrong kind and what cannot be planned, before anything is captured."""
     check_kinds(
-        pin=(pin, Mapping), inputs=(inputs, (tuple, list)), outputs=(outputs, (tuple, list)), spread=(spread, bool)
+        optimizer=(optimizer, "a text", "None"),
+        pin=(pin, "a mapping whose keys are texts", "None"),
+        inputs=(inputs, "a list", "None"),
+        outputs=(outputs, "a list", "None"),
+        spread=(spread, "True or False"),
     )
     if optimizer not in OPTIMIZER_STATE:
         raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
     if objective not in OBJECTIVES:
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
-    if memory is not None and (not isinstance(memory, (int, float)) or not memory > 0):
+    if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
-
-
-def check_kinds(**given: tuple[Any, Any]) -> None:
-    """Refuse arguments of the wrong kind; each by name with its value and what it may be besides None."""
-    for name, (value, kinds) in given.items():
-        if value is not None and not isinstance(value, kinds):
-            wanted = " or a ".join(kind.__name__.lower() for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-            raise SbpcError(f"{name} is {value!r}\n  Give a {wanted}.")
 
 
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, spread: bool) -> dict[str, Wish]:
@@ -332,9 +330,7 @@ def load(path: str | Path) -> Plan:
 
     Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
     """
-    if not isinstance(path, (str, Path)):
-        raise PlanError(f"{path!r} is no path\n  Give the file that plan.save wrote.")
-    decoder = codec.decode(Path(path))
+    decoder = codec.decode(path)
     with decoder.reading():
         mesh = decoder.mesh()
         gm = annotate(decoder.graph(decoder.body))

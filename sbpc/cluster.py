@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from sbpc.errors import MeshError
+from sbpc.kinds import check_kinds, is_number, shown
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # may be infinite, null in JSON
+RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
+    "peak": ("flop/s", 1.0, 1e30),
+    "memory_bandwidth": ("bytes/s", 1.0, 1e30),
+    "launch": ("seconds", 0.0, 1e6),
+    "intra_latency": ("seconds", 0.0, 1e6),
+    "intra_bandwidth": ("bytes/s", 1.0, 1e30),
+    "inter_latency": ("seconds", 0.0, 1e6),
+    "inter_bandwidth": ("bytes/s", 1.0, 1e30),
+    "memory": ("bytes", 1.0, 1e30),
+    "latency": ("seconds", 0.0, 1e6),
+    "efficiency": ("", 1e-12, 1e12),
+    "traffic": ("", 1e-12, 1e12),
+    "least": ("seconds", 0.0, 1e6),
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,9 @@ class Cluster:
             if not isinstance(getattr(self, name), str):
                 raise MeshError(f"cluster {self.name!r}: {name} is {getattr(self, name)!r}\n  It is a text.")
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
-        for field in fields(self):
-            if field.name not in ("name", "source", "ranks_per_node", "collectives"):
-                delay = field.name.endswith(("latency", "launch"))
-                check_figure(f"cluster {self.name!r}: {field.name}", getattr(self, field.name), delay)
+        check_figures(f"cluster {self.name!r}: ", self)
+        if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
+            raise MeshError(f"cluster {self.name!r}: collectives is {shown(self.collectives)}\n  It is a tuple of rates.")
         for rate in self.collectives:
             check_rate(self.name, rate)
 
@@ -100,11 +114,13 @@ class Cluster:
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON; infinity is written as null."""
+        check_kinds(MeshError, path=(path, "a path"))
         Path(path).write_text(json.dumps(self.figures(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read what `save` wrote. Raises MeshError for a file that lacks a figure or holds a bad one."""
+        check_kinds(MeshError, path=(path, "a path"))
         try:
             figures = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -112,9 +128,6 @@ class Cluster:
                 f"cluster file {path}: {error}\n  Write one with Cluster.save or `sbpc profile`."
             ) from error
         return cls.of(figures, f"cluster file {path}")
-
-
-UNBOUNDED = ("memory_bandwidth", "memory")  # may be infinite, which JSON writes as null
 
 
 def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
@@ -135,20 +148,22 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
     return dict(figures)
 
 
-def check_figure(what: str, value: Any, delay: bool) -> None:
-    """Raise MeshError unless a value is a positive number; a delay is finite, and may be zero."""
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise MeshError(f"{what} is too large for a float\n  It is {'seconds' if delay else 'at most 1.8e308'}.")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise MeshError(f"{what} is {value!r}\n  It is a number, {'seconds' if delay else 'positive'}.")
-    if value < 0 or (math.isinf(value) if delay else value == 0):
-        raise MeshError(f"{what} is {value!r}\n  It is {'not negative, and finite' if delay else 'positive'}.")
+def check_figures(what: str, given: Cluster | Rate) -> None:
+    """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it may be."""
+    for name, value in vars(given).items():
+        if name not in RANGES or (value is None and getattr(type(given), name, ...) is None):
+            continue
+        unit, least, most = RANGES[name]
+        endless = name in UNBOUNDED
+        if not is_number(value, (int, float)) or not (least <= value <= most or (endless and value == math.inf)):
+            limits = f"from {least:g} to {most:g} {unit}".rstrip() + ", or infinite" * endless
+            raise MeshError(f"{what}{name} is {shown(value)}\n  It is a number {limits}.")
 
 
 def check_count(what: str, value: Any, least: int) -> None:
     """Raise MeshError unless a value is an integer from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise MeshError(f"{what} is {value!r}\n  It is an integer from {least} on.")
+    if not is_number(value, int) or value < least:
+        raise MeshError(f"{what} is {shown(value)}\n  It is an integer from {least} on.")
 
 
 def check_rate(cluster: str, rate: Rate) -> None:
@@ -160,11 +175,7 @@ def check_rate(cluster: str, rate: Rate) -> None:
         raise MeshError(f"{what}link is {rate.link!r}\n  It is {' or '.join(LINKS)}, or left out for both.")
     if rate.ranks is not None:
         check_count(f"{what}ranks", rate.ranks, 2)
-    if rate.latency is not None:
-        check_figure(f"{what}latency", rate.latency, True)
-    check_figure(f"{what}efficiency", rate.efficiency, False)
-    check_figure(f"{what}traffic", rate.traffic, False)
-    check_figure(f"{what}least", rate.least, True)
+    check_figures(what, rate)
 
 
 NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"
@@ -209,7 +220,7 @@ CLUSTERS = {
 
 def named_cluster(name: str) -> Cluster:
     """The cluster called `name`. Raises MeshError if there is none."""
-    if name not in CLUSTERS:
+    if not isinstance(name, str) or name not in CLUSTERS:
         raise MeshError(
             f"no cluster is called {name!r}\n  Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
         )

@@ -19,6 +19,7 @@ from sbpc._compat import OpOverload
 from sbpc.choices import Candidates, Choice, signature_text
 from sbpc.cluster import Cluster
 from sbpc.errors import PlanError, SbpcError
+from sbpc.kinds import check_kinds
 from sbpc.layout import Layout
 from sbpc.mesh import Mesh
 from sbpc.ports import INPUTS, OUTPUTS, Port, Ports
@@ -324,6 +325,7 @@ def may_call(op: OpOverload) -> bool:
     return not schema.is_mutable and (row(op) is not None or (made and not texts))
 
 
-def decode(path: Path) -> Decoder:
+def decode(path: str | Path) -> Decoder:
     """A decoder for a plan's file. Raises PlanError as `read` does."""
-    return Decoder(read(path), path)
+    check_kinds(PlanError, path=(path, "a path"))
+    return Decoder(read(Path(path)), Path(path))

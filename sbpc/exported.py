@@ -30,7 +30,7 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
     They are checked: every value has the shape that its layout gives it, and the ranks of every group run the same
     collectives. Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """
-    decoder = codec.decode(Path(path))
+    decoder = codec.decode(path)
     with decoder.reading():
         bodies = steps_of(decoder.body)
         if step is None:

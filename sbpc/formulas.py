@@ -96,7 +96,7 @@ def declare(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[str, int]:
 
 def read(gm: GraphModule, dynamic: Mapping[str, Any]) -> tuple[dict[Node, Dims], dict[str, int]]:
     """The dims that are given, by placeholder, and the numbers of all symbols."""
-    if not isinstance(dynamic, Mapping):
+    if not isinstance(dynamic, Mapping) or not all(isinstance(name, str) for name in dynamic):
         raise SbpcError(f"dynamic is {dynamic!r}\n  Give a mapping such as {EXAMPLE}.")
     known = {name: size for name, size in dynamic.items() if isinstance(size, int)}
     ports = gm.meta["ports"]

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from sbpc.choices import Choice, value_of
 from sbpc.cost import Cost
 from sbpc.errors import PlanError
+from sbpc.kinds import check_kinds, shown
 from sbpc.layout import Layout
 from sbpc.measure import lacks_rule, measure, replicated
 from sbpc.mesh import Mesh
@@ -151,6 +152,7 @@ class Plan:
 
     def layout(self, name: str) -> Layout:
         """The layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
+        check_kinds(PlanError, name=(name, "a text"))
         if name not in self.layouts:
             near = ", ".join(closest(name, list(self.layouts)))
             raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {near}.")
@@ -168,6 +170,7 @@ class Plan:
 
     def local_at(self, rank: int) -> GraphModule:
         """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
+        check_kinds(PlanError, rank=(rank, "an integer"))
         if not 0 <= rank < self.mesh.ranks:
             raise PlanError(
                 f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}."
@@ -210,8 +213,9 @@ class Plan:
     def certify(self, *, seconds: float = 60.0) -> float:
         """Look for a tighter lower bound for about so many CPU seconds; the gap. The plan stays as it is.
 
-        Raises PlanError for a plan that was read from a file.
+        Raises PlanError for a plan that was read from a file, and for seconds that are no number from 0 on.
         """
+        check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         self.lower_bound = max(self.lower_bound, self.problem.certify(self.assignment, seconds))
         self.__dict__.pop("cost", None)
         return self.cost.gap
@@ -242,6 +246,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
+        check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
@@ -249,6 +254,9 @@ class Plan:
 
         The file holds no weights, no pickle and no code. Raises PlanError if it cannot be written.
         """
+        check_kinds(PlanError, path=(path, "a path"))
+        if inference is not None and not isinstance(inference, Plan):
+            raise PlanError(f"inference is {shown(inference)}\n  Give a plan made with train=False, or None.")
         self.rewriter.export(self, Path(path), inference)
 
     def __str__(self) -> str:

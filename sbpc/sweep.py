@@ -15,6 +15,7 @@ from sbpc.api import Task, check_options, prepare
 from sbpc.choices import may_cut
 from sbpc.cluster import COLLECTIVES, Cluster
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError
+from sbpc.kinds import check_kinds
 from sbpc.mesh import Mesh
 from sbpc.plan import Plan
 
@@ -57,6 +58,7 @@ def sweep(
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:
         raise MeshError(f"devices is {devices!r}\n  It is a number from 1 to {1 << 20:,}.")
+    check_kinds(axes=(axes, "an integer"), progress=(progress, "a function", "None"))
     if not 1 <= axes <= len(AXES):
         raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")
     options: dict[str, Any] = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory}

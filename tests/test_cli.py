@@ -187,7 +187,7 @@ def test_bad_targets_are_explained(target, capsys, tmp_path):
 def test_bad_options_are_explained(target, capsys, tmp_path):
     name, mesh = f"{target}:model", ("--mesh", "data=2")
     assert "there is no mesh" in refused(capsys, "plan", name)
-    assert "no cluster is called 'moon'" in refused(capsys, "plan", name, *mesh, "--cluster", "moon")
+    assert "no cluster is called 'moon.json', and there is no such file\n" in refused(capsys, "plan", name, *mesh, "--cluster", "moon.json")
     assert "no axis can have one of the names cluster" in refused(capsys, "plan", name, "--mesh", "cluster=2")
     assert "names no layout" in refused(capsys, "plan", name, *mesh, "--pin", "up.weight")
     assert "is given as 'S(0)' and as 'B'" in refused(capsys, "plan", name, *mesh, "--pin", "x=S(0)", "--pin", "x=B")
@@ -249,6 +249,8 @@ def test_wrong_arguments_end_with_2(capsys):
         ("plan", "x.py:f", "--dump", ""),
         ("plan", "x.py:f", "--cluster", ""),
         ("show", "x.py:f", "--svg", ""),
+        *(("sweep", "x.py:f", "--devices", "2", "--top", top) for top in ("0", "-1", "2.5", "all")),
+        ("profile", "--ranks", "0"),
         ("run", "x.py:f", "--plan", ""),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -12,7 +12,7 @@ import pytest
 
 import sbpc
 from sbpc import Cluster, Mesh
-from sbpc.cluster import CLUSTERS, COLLECTIVES, Rate
+from sbpc.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
 from sbpc.errors import MeshError
 from tests import models
 from tests.random_plans import random_plan
@@ -30,7 +30,10 @@ MEASURED = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("cluster", [*CLUSTERS.values(), MEASURED], ids=lambda cluster: cluster.name)
+ENDLESS = dataclasses.replace(H100, name="endless", **dict.fromkeys(UNBOUNDED, math.inf))
+
+
+@pytest.mark.parametrize("cluster", [*CLUSTERS.values(), MEASURED, ENDLESS], ids=lambda cluster: cluster.name)
 def test_a_cluster_file_is_read_back_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster
@@ -46,18 +49,21 @@ def test_a_plan_file_holds_its_cluster(tmp_path: Path) -> None:
 
 
 BROKEN: list[tuple[Any, str]] = [
-    ({"peak": "fast"}, "cluster 'h100': peak is 'fast'\n  It is a number, positive."),
-    ({"peak": None}, "cluster 'h100': peak is None\n  It is a number, positive."),
-    ({"peak": True}, "cluster 'h100': peak is True\n  It is a number, positive."),
-    ({"inter_bandwidth": -1}, "cluster 'h100': inter_bandwidth is -1\n  It is positive."),
-    ({"inter_bandwidth": 0}, "cluster 'h100': inter_bandwidth is 0\n  It is positive."),
-    ({"memory": math.nan}, "cluster 'h100': memory is nan\n  It is a number, positive."),
-    ({"intra_latency": -1e-6}, "cluster 'h100': intra_latency is -1e-06\n  It is not negative, and finite."),
-    ({"launch": math.inf}, "cluster 'h100': launch is inf\n  It is not negative, and finite."),
+    ({"peak": "fast"}, "cluster 'h100': peak is 'fast'\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
+    ({"peak": 5e-324}, "cluster 'h100': peak is 5e-324\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
+    ({"launch": None}, "cluster 'h100': launch is None\n  It is a number from 0 to 1e+06 seconds."),
+    ({"peak": True}, "cluster 'h100': peak is True\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
+    ({"inter_bandwidth": -1}, "cluster 'h100': inter_bandwidth is -1\n  It is a number from 1 to 1e+30 bytes/s, or infinite."),
+    ({"inter_bandwidth": 0}, "cluster 'h100': inter_bandwidth is 0\n  It is a number from 1 to 1e+30 bytes/s, or infinite."),
+    ({"intra_bandwidth": 1e308}, "cluster 'h100': intra_bandwidth is 1e+308\n  It is a number from 1 to 1e+30 bytes/s"),
+    ({"memory": math.nan}, "cluster 'h100': memory is nan\n  It is a number from 1 to 1e+30 bytes, or infinite."),
+    ({"intra_latency": -1e-6}, "cluster 'h100': intra_latency is -1e-06\n  It is a number from 0 to 1e+06 seconds."),
+    ({"launch": math.inf}, "cluster 'h100': launch is inf\n  It is a number from 0 to 1e+06 seconds."),
+    ({"inter_latency": 1e308}, "cluster 'h100': inter_latency is 1e+308\n  It is a number from 0 to 1e+06 seconds."),
     ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 on."),
     ({"name": 3}, "cluster 3: name is 3\n  It is a text."),
     ({"speed": 3}, " has unknown speed\n  It needs name, peak, memory_bandwidth, "),
-    ({"peak": 10**400}, "cluster 'h100': peak is too large for a float"),
+    ({"peak": 10**400}, "cluster 'h100': peak is an integer of 1329 bits\n  It is a number from 1 to"),
     ({"collectives": {"all_reduce": 1}}, ": collectives is {'all_reduce': 1}\n  It is a list of rates"),
     ({"collectives": [1]}, ": a rate of collectives is 1\n  It is a JSON object with collective."),
     ({"collectives": [{"efficiency": 1}]}, ": a rate of collectives lacks collective\n  It needs collective; it may"),
@@ -75,11 +81,11 @@ BROKEN: list[tuple[Any, str]] = [
     ),
     (
         {"collectives": [{"collective": "all_reduce", "efficiency": -0.5}]},
-        "cluster 'h100': of all_reduce, efficiency is -0.5\n  It is positive.",
+        "cluster 'h100': of all_reduce, efficiency is -0.5\n  It is a number from 1e-12 to 1e+12.",
     ),
     (
         {"collectives": [{"collective": "all_reduce", "latency": "short"}]},
-        "cluster 'h100': of all_reduce, latency is 'short'\n  It is a number, seconds.",
+        "cluster 'h100': of all_reduce, latency is 'short'\n  It is a number from 0 to 1e+06 seconds.",
     ),
 ]
 
@@ -91,6 +97,20 @@ def test_a_bad_figure_in_a_cluster_file_is_refused(changed: dict[str, Any], mess
     with pytest.raises(MeshError) as error:
         Cluster.load(path)
     assert str(error.value).startswith(f"cluster file {path}") and message in str(error.value)
+
+
+ENDS = [(name, end, number) for name, (_, *ends) in RANGES.items() for end, number in zip(("least", "most"), ends)]
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, number) for name, _, number in ENDS], ids=[f"{end} {name}" for name, end, _ in ENDS])
+def test_no_figure_in_its_range_makes_a_cost_overflow(name: str, number: float) -> None:
+    rates = tuple(Rate(kind, **({name: number} if name in vars(Rate) else {})) for kind in COLLECTIVES)
+    figures: dict[str, Any] = {} if name in vars(Rate) else {name: number}
+    model, args = models.mlp()
+    plan = sbpc.plan(model, args, Mesh(a=2, b=2, cluster=dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures)))
+    for each in (plan, random_plan(plan, seed=1)):
+        assert math.isfinite(each.cost.seconds) and each.cost.subs() == pytest.approx(each.cost.seconds, rel=1e-9)
+    assert plan.cost.gap <= 1e-3
 
 
 def test_a_cluster_file_that_lacks_figures_names_them(tmp_path: Path) -> None:

@@ -98,15 +98,22 @@ def test_data_dependent_branch_names_the_users_line() -> None:
     assert 'test_plan.py", line' in message and "in forward" in message and "if x.sum() > 0:" in message
 
 
+OTHERS = "Known are ideal, a100, h100, perlmutter, frontier, workstation, ethernet; load others with Cluster.load."
 MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(), "a mesh of 0 axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4)."),
     (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
     (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
     (
         lambda: Mesh(x=2, cluster="h1000"),
-        "no cluster is called 'h1000'\n  Known are ideal, a100, h100, perlmutter, frontier, workstation, ethernet; load others with Cluster.load.",
+        f"no cluster is called 'h1000'\n  {OTHERS}",
     ),
-    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is positive."),
+    (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
+    (
+        lambda: Cluster("c", *[1] * 8, collectives=[3]),  # type: ignore[arg-type]
+        "cluster 'c': collectives is [3]\n  It is a tuple of rates.",
+    ),
+    (lambda: Cluster.load(None), "path is None\n  Give a path."),  # type: ignore[arg-type]
+    *((lambda name=name: Mesh(x=2, cluster=name), f"no cluster is called {name!r}\n  {OTHERS}") for name in (["h100"], 3, 0, "")),
 ]
 
 
@@ -126,14 +133,21 @@ def test_what_plan_cannot_do_is_refused() -> None:
 KINDS: list[dict[str, Any]] = [
     {"pin": {"up.weight": 3}},
     {"pin": "up.weight"},
+    {"pin": {3: "S(0)"}},
     {"inputs": "S(0)"},
     {"inputs": [3]},
     {"outputs": 5},
     {"kwargs": [1]},
+    {"kwargs": {3: 4}},
+    {"dump": 3},
+    {"train": None},
+    {"optimizer": ["adamw"]},
+    {"dynamic": {3: 4}},
     {"loss": 3},
     {"memory": "80G"},
     {"memory": float("nan")},
     {"memory": -1},
+    {"memory": True},
     {"spread": "yes"},
 ]
 
@@ -155,6 +169,32 @@ def test_error_in_the_models_own_forward_names_its_line() -> None:
 
 def test_a_mesh_of_too_many_ranks_is_refused() -> None:
     assert refused(MeshError, lambda: Mesh(x=10**14)).endswith("There may be 1,048,576 at most.")
+
+
+WRONG: list[tuple[Any, str]] = [
+    (lambda plan: plan.certify(seconds="x"), "seconds is 'x'\n  Give a number of seconds."),
+    (lambda plan: plan.certify(seconds=float("nan")), "seconds is nan\n  Give a number of seconds."),
+    (lambda plan: plan.certify(seconds=-1), "seconds is -1\n  Give a number of seconds."),
+    (lambda plan: plan.certify(seconds=10**5000), "seconds is an integer of 16610 bits\n  Give a number of seconds."),
+    (lambda plan: plan.layout(3), "name is 3\n  Give a text."),
+    (lambda plan: plan.local_at("0"), "rank is '0'\n  Give an integer."),
+    (lambda plan: plan.save(None), "path is None\n  Give a path."),
+    (lambda plan: plan.export(None), "path is None\n  Give a path."),
+    (lambda plan: plan.export("file", 3), "inference is 3\n  Give a plan made with train=False, or None."),
+    (lambda plan: sbpc.load(None), "path is None\n  Give a path."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.load_module(None), "path is None\n  Give a path."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.load_rules(None), "path is None\n  Give a path."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.plan(None, (), plan.mesh), "model is None\n  Give an nn.Module."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.baseline(["data"], nn.ReLU(), (), plan.mesh), "name is ['data']\n  Give a text."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.simulate(3, nn.ReLU(), ()), "the plan is 3\n  Give what sbpc.plan or sbpc.load returns."),  # type: ignore[arg-type]
+    (lambda plan: sbpc.simulate(plan, nn.ReLU(), (), seed="x"), "seed is 'x'\n  Give an integer."),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[f"{at} {message.splitlines()[0]}" for at, (_, message) in enumerate(WRONG)])
+def test_every_call_refuses_arguments_of_the_wrong_kind(call: Any, message: str) -> None:
+    plan = two_layers()()
+    assert refused(sbpc.SbpcError, lambda: call(plan)) == message
 
 
 def test_unknown_names_and_ranks_are_refused() -> None:

@@ -304,6 +304,16 @@ def test_every_command_that_plans_takes_rules(target, tmp_path, capsys, command,
     assert os.listdir(tmp_path) == [f"probed_{tmp_path.name}.py"]
 
 
+def test_a_file_is_written_where_no_op_lacks_a_rule_too(tmp_path, capsys):
+    file = tmp_path / "rules.txt"
+    target = Path(__file__).parent.parent / "examples" / "01_two_layers.py"
+    for _ in range(2):
+        assert main(["probe", f"{target}:two_layers", "-o", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert out == f"every op of the model has a rule\nwritten   {file}: 0 added; there is no more than it holds\n"
+        assert file.read_text().startswith("# Rules for sbpc.load_rules") and sbpc.load_rules(file) == []
+
+
 def test_the_command_probes_a_call_that_is_described(capsys):
     command = ["probe", own_ops.__file__, "--op", "own::norm", "--json"]
     assert main([*command, "--args", "float64[3, 4, 5], float64[5], b=float64[5]"]) == 0

@@ -98,6 +98,8 @@ def test_what_sweep_cannot_do_is_refused() -> None:
         sbpc.sweep(model, args, devices=8, axes=5)
     with pytest.raises(sbpc.SbpcError, match="no objective 'joy' is known"):
         sbpc.sweep(model, args, devices=8, objective="joy")
+    with pytest.raises(sbpc.SbpcError, match=r"axes is 2\.5\n  Give an integer"):
+        sbpc.sweep(model, args, devices=8, axes=2.5)  # type: ignore[arg-type]
 
 
 def test_sweep_on_the_command_line_prints_rows_or_json(capsys: pytest.CaptureFixture[str]) -> None:

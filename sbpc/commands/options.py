@@ -93,6 +93,14 @@ def quantity(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as in 80G")
 
 
+def positive(text: str) -> int:
+    """A number of things."""
+    with contextlib.suppress(ValueError):
+        if (found := int(text)) > 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1 on")
+
+
 def rate(text: str) -> float:
     """A learning rate."""
     with contextlib.suppress(ValueError):
@@ -128,9 +136,15 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
 
 def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
     """The cluster that the options name, or the one in the file that they name."""
-    cluster: str | None = options.cluster
-    known = cluster is None or cluster in CLUSTERS or not Path(cluster).exists()
-    return cluster if known else Cluster.load(str(cluster))
+    name: str | None = options.cluster
+    if name is None or name in CLUSTERS:
+        return name
+    if not Path(name).exists():
+        raise MeshError(
+            f"no cluster is called {name!r}, and there is no such file\n"
+            f"  Known are {', '.join(CLUSTERS)}; `sbpc profile -o` and Cluster.save write files of others."
+        )
+    return Cluster.load(name)
 
 
 def pins_of(options: argparse.Namespace) -> dict[str, str]:

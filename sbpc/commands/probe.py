@@ -27,7 +27,7 @@ from sbpc.rules.own import resolve
 from sbpc.rules.probe import Probe, name_of, probe_call
 from sbpc.rules.prove import short
 from sbpc.rules.registry import applied, named_arguments
-from sbpc.rules.reviewed import add_entry
+from sbpc.rules.reviewed import add_entries
 from sbpc.rules.scale import Call, Drawn, small_calls
 from sbpc.target import import_file
 
@@ -63,18 +63,20 @@ def run(options: argparse.Namespace) -> int:
     check_file(options.output)
     with quiet(options):
         rows = of_call(options) if options.args is not None else of_target(options)
-        added = [add_entry(options.output, entry) for row in rows for entry in entries(row)] if options.output else []
+        found = [entry for row in rows for entry in entries(row)]
+        added = add_entries(options.output, found) if options.output else 0
     if options.json:
-        print_json({"ops": [row_json(row) for row in rows], "file": options.output, "added": sum(added)})
+        print_json({"ops": [row_json(row) for row in rows], "file": options.output, "added": added})
         return 0
-    if not rows:
+    if rows:
+        Console(soft_wrap=True).print(table(rows))
+    else:
         print("every op of the model has a rule")
-        return 0
-    Console(soft_wrap=True).print(table(rows))
-    for entry in () if options.output else (entry for row in rows for entry in entries(row)):
+    for entry in () if options.output else found:
         print(f"\n{entry}")
     if options.output:
-        print(f"written   {options.output}: {sum(added)} added; review them, and give the file to --rules or sbpc.load_rules")
+        todo = "review them, and give the file to --rules or sbpc.load_rules" if added else "there is no more than it holds"
+        print(f"written   {options.output}: {added} added; {todo}")
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sbpc.cluster import Cluster
-from sbpc.commands.options import file_name
+from sbpc.commands.options import file_name, positive
 from sbpc.commands.output import check_file, print_json, write
 from sbpc.errors import SbpcError
 from sbpc.report import si
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=file_name, metavar="FILE", help="write the figures to this file (*.json)"
     )
     parser.add_argument("--name", default="measured", help="what plans call the cluster (default: measured)")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks to start here (default: one per GPU, or 2)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="ranks to start here (default: one per GPU, or 2)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: 7)")
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.commands.options import add_planning, cluster_of, target_of
+from sbpc.commands.options import add_planning, cluster_of, positive, target_of
 from sbpc.commands.output import print_json, quiet
 from sbpc.report import si
 from sbpc.sweep import Row, sweep
@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axes", type=int, default=4, metavar="N", help="axes of a mesh at most (default: 4)")
     parser.add_argument("--objective", choices=("seconds", "bytes"), default="seconds", help="(default: seconds)")
     parser.add_argument("--spread", action="store_true", help="store inputs, parameters and outputs exactly once")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="how many meshes to print (default: 10)")
+    parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many meshes to print (default: 10)")
     add_planning(parser, mesh=False)
 
 

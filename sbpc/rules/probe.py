@@ -25,7 +25,7 @@ from sbpc.rules.infer import Evidence, Inferred, extent, infer, left_over, place
 from sbpc.rules.own import TOLERANCE, case_arguments, detached, require_function, require_pure, resolve, wide
 from sbpc.rules.prove import Case, short, swapped, tensors
 from sbpc.rules.registry import named_arguments, row
-from sbpc.rules.reviewed import UNREVIEWED, add_entry
+from sbpc.rules.reviewed import UNREVIEWED, add_entries
 from sbpc.rules.scale import Call
 from sbpc.rules.worker import Lost, attempt
 from sbpc.states import P, Partial
@@ -76,7 +76,7 @@ class Probe:
         known = row(self.op)
         if known is not None and not known.source.startswith("reviewed"):
             raise RuleError(f"{self.op} has a rule already, and a file can add none\n  Put another in its place with sbpc.rule.")
-        return add_entry(path, str(self))
+        return add_entries(path, [str(self)]) == 1
 
 
 def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:

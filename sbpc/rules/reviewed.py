@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
+from sbpc.kinds import check_kinds
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
 from sbpc.rules.own import Registered, factors_of, fits, require_pure, resolve
@@ -39,6 +40,7 @@ def load_rules(path: str | Path) -> list[Registered]:
     Several lines for one op are alternatives: the first that fits a call is taken, and a call that none fits has no
     rule. Raises RuleError with the file and line of what is wrong, and for a line that nobody has reviewed.
     """
+    check_kinds(RuleError, path=(path, "a path"))
     file = Path(path)
     texts: dict[OpOverload, list[str]] = {}
     first: dict[OpOverload, int] = {}
@@ -65,22 +67,25 @@ def load_rules(path: str | Path) -> list[Registered]:
     return done
 
 
-def add_entry(path: str | Path, entry: str) -> bool:
-    """Add an entry, remarks and a line, at the end of a file of rules, or to a new one; whether it was not there before.
+def add_entries(path: str | Path, entries: Iterable[str]) -> int:
+    """Add entries, each remarks and a line, at the end of a file of rules, or to a new one; how many were not there before.
 
-    Raises RuleError if the file is no file of rules or cannot be written.
+    A new file is written for no entries as well. Raises RuleError if it is no file of rules or cannot be written.
     """
+    check_kinds(RuleError, path=(path, "a path"))
     file = Path(path)
-    text = read(file) if file.exists() else HEADER
+    text, added = read(file) if file.exists() else HEADER, 0
     there = [(line.name, line.text) for line in lines_of(file, text)]
-    added = [(line.name, line.text) for line in lines_of(file, entry)]
-    if all(line in there for line in added) if added else entry in text:
-        return False
-    try:
-        file.write_text(f"{text.rstrip()}\n\n{entry}\n")
-    except OSError as error:
-        raise RuleError(f"cannot write the rules to {file}: {error.strerror}\n  Name a file that may be written to.") from error
-    return True
+    for new in entries:
+        lines = [(line.name, line.text) for line in lines_of(file, new)]
+        if not (all(line in there for line in lines) if lines else new in text):
+            text, added, there = f"{text.rstrip()}\n\n{new}\n", added + 1, there + lines
+    if added or not file.exists():
+        try:
+            file.write_text(text)
+        except OSError as error:
+            raise RuleError(f"cannot write the rules to {file}: {error.strerror}\n  Name a file that may be written to.") from error
+    return added
 
 
 def read(file: Path) -> str:
