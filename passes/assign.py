@@ -43,6 +43,7 @@ HOME, MADE = (
     -1,
     1 << 20,
 )  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+ENDS = 1, 2, 4  # blocks at either end of a run that are on their own, where that is needed for a bound
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
@@ -85,9 +86,7 @@ class Space:
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
-    def solve(
-        self, prices: Prices | None = None, starts: Sequence[Assignment] = (), quick: bool = False
-    ) -> tuple[Assignment, float]:
+    def solve(self, prices: Prices | None = None, starts: Sequence[Assignment] = (), quick: bool = False) -> tuple[Assignment, float]:
         """The cheapest assignment and its bound, in seconds and what is paid for bytes.
 
         starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
@@ -95,7 +94,8 @@ class Space:
         Raises LayoutError if no assignment has finite cost.
         """
         problem, known = self.priced(prices), [self.labels(start) for start in starts]
-        solution = solve(problem, known, alike=self.classes(prices), finer=self.classes(prices, 1), quick=quick)
+        ends = (self.classes(prices, apart) for apart in ENDS)
+        solution = solve(problem, known, self.classes(prices), next(ends), ends, quick)
         if not np.isfinite(solution.seconds):
             raise LayoutError(
                 "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
@@ -137,7 +137,7 @@ class Space:
 
     def certified(self, seconds: float, limit: float, prices: Prices | None = None) -> tuple[float, Proof]:
         """A bound and its proof; seconds: of a plan, and what it pays for bytes."""
-        partitions = [self.classes(prices, apart) for apart in (0, 1, 2, 4)]
+        partitions = [self.classes(prices, apart) for apart in (0, *ENDS)]
         return certify(self.priced(prices), partitions, seconds, limit)
 
     def priced(self, prices: Prices | None) -> Problem:

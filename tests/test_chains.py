@@ -12,7 +12,8 @@ from sbpc.solver import chains as chains_module
 from sbpc.solver.check import checked_bound
 from sbpc.solver.network import Space
 from sbpc.solver.problem import total
-from sbpc.solver.solve import untied_proof, whole
+from sbpc.solver.search import whole
+from sbpc.solver.solve import untied_proof
 from sbpc.solver.trws import Messages, ceiling
 from tests.test_solver import brute_force, closed
 

@@ -18,7 +18,8 @@ from sbpc.repeats import Run, runs
 from sbpc.solver import Problem, Value, Variable, solve, total, untied_proof
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.fold import fold
-from sbpc.solver.solve import ceiling
+from sbpc.solver.moves import nearest
+from sbpc.solver.trws import ceiling
 from tests import models
 from tests.test_solver import brute_force, closed, problems
 
@@ -190,6 +191,19 @@ def test_where_a_gap_is_left_the_bound_of_a_folded_problem_is_sharpened(labels, 
     assert sharp.seconds <= plain.seconds and sharp.gap < 0.9 * plain.gap
 
 
+def test_where_a_gap_is_left_more_and_more_ends_are_proved_on_their_own(monkeypatch):
+    monkeypatch.setattr(solver, "TIED", ((0.0, 0.0),) * 2)
+    bounds = []
+    for seed in (8, 20):
+        problem, classes, finer = chain(8, 12, 8, seed, True)
+        every = list(range(len(problem.variables)))
+        found = [solve(problem, alike=classes, finer=finer, finest=parts) for parts in ((), (every,))]
+        bounds.append([each.lower_bound for each in found])
+        assert found[1].lower_bound == pytest.approx(checked_bound(problem, found[1].proof), rel=1e-9)
+        assert found[1].lower_bound <= solve(problem).seconds * (1 + 1e-9)
+    assert all(more >= few for few, more in bounds) and any(more > few * 1.001 for few, more in bounds), bounds
+
+
 def on_three_axes(problem: Problem) -> Problem:
     """The problem, the digits of its eight labels their bits."""
     bits = np.arange(8)[:, None] >> np.arange(3) & 1
@@ -201,11 +215,31 @@ def test_where_two_axes_are_free_the_third_stays_as_it_is():
     folded = fold(on_three_axes(problem), classes).problem
     search = solver.Search(folded, first=False)
     labels, extra = search.labels, [np.zeros(8) for _ in folded.variables]
-    search.widen(extra, 8, (0, 2))
+    search.pair(extra, (0, 2))
     assert search.seconds < total(folded, labels)
     assert all(found & 2 == label & 2 for found, label in zip(search.labels, labels))
-    search.widen(extra, 8)
+    search.widen(extra, solver.Look(8, 8))
     assert any(found & 2 != label & 2 for found, label in zip(search.labels, labels))
+
+
+def test_the_nearest_labels_are_near_among_all_and_in_their_variable():
+    extra = [np.array([0.0, 3.0, 1.0, 2.0]), np.array([5.0, 9.0]), np.array([0.5, 0.5, 0.5])]
+    assert [found.tolist() for found in nearest(extra, 4)] == [[0, 2], [], [0, 1, 2]]
+    assert [found.tolist() for found in nearest(extra, 5, 2)] == [[0, 2], [], [0, 1]]
+    assert [found.tolist() for found in nearest(extra, 99, 2)] == [[0, 2], [0, 1], [0, 1]]
+
+
+def test_a_second_look_is_at_labels_near_other_bounds_and_around_the_plan(monkeypatch):
+    """Where what the bound says of labels is of no use the others find a better plan."""
+    problem, classes, _ = chain(5, 8, 6, 1, True)
+    folded = fold(problem, classes).problem
+    search = solver.Search(folded)
+    before = search.seconds
+    useless = [np.where(np.arange(8) == label, 0.0, 1.0) for label in search.labels]
+    search.widen(useless, solver.Look(1, 1))
+    assert search.seconds == before
+    search.widen(useless, solver.Look(1, 1, 2))
+    assert search.seconds < before
 
 
 def test_on_three_axes_pairs_of_them_are_freed(monkeypatch):
@@ -216,10 +250,10 @@ def test_on_three_axes_pairs_of_them_are_freed(monkeypatch):
     monkeypatch.setattr(solver, "LABELS", 0)
     tried = []
 
-    def watched(self, extra, times, axes):
+    def watched(self, extra, axes):
         tried.append(axes)
 
-    monkeypatch.setattr(solver.Search, "widen", watched)
+    monkeypatch.setattr(solver.Search, "pair", watched)
     found = solve(on_three_axes(problem), alike=classes, finer=finer)
     assert tried == [(0, 1), (0, 2), (1, 2)] and found.gap > 0.03
 

@@ -140,7 +140,7 @@ def test_ends_go_on_with_the_last_multipliers_of_the_blocks(heats, monkeypatch):
     dual, _ = between_ends(folded, cap, Effort(np.inf), plain)
     first, _ = prove(problem, dual, apart, cap, Effort(np.inf))
     begun, before = [], [messages for messages, _ in heats]
-    assert plain.messages is None and len(before) == 6 and before[0] is before[2] is not before[3]
+    assert len(before) == 6 and before[0] is before[2] is plain.messages is not before[3]
     monkeypatch.setattr("sbpc.solver.dual.passed", lambda *args: begun.append(passed(*args)) or begun[-1])
     dual, _ = between_ends(folded, cap, Effort(np.inf), dual)
     second, proof = prove(problem, dual, apart, cap, Effort(np.inf))
@@ -165,6 +165,7 @@ def test_where_a_gap_is_left_smooth_sweeps_take_turns(heats, monkeypatch):
     """In `solve` and in `certify`: of the blocks, the largest problem, at three heats, then at lower ones."""
     problem, classes, finer = chain(8, 12, 8, 20, True)
     monkeypatch.setattr(sys.modules["sbpc.solver.solve"], "TIED", ((0.0, 0.0),) * 2)
+    monkeypatch.setattr(sys.modules["sbpc.solver.solve"], "STALLED", -1.0)
     for run in (lambda: solve(problem, alike=classes, finer=finer), lambda: certify(problem, [classes], 1e9, 60.0)):
         heats.clear()
         run()

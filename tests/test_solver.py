@@ -17,7 +17,7 @@ from sbpc.solver.exact import build, highs
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
-from sbpc.solver.solve import whole
+from sbpc.solver.search import whole
 from sbpc.solver.trws import Messages, ceiling
 
 INF = float("inf")
@@ -128,7 +128,7 @@ def test_two_axes_equal_brute_force(problem):
 @given(problems(variables=5, labels=9, axes=2))
 def test_where_nothing_is_solved_exactly_the_bound_lies_below_and_the_plan_above_brute_force(problem):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["sbpc.solver.solve"], "SMALL", -1)
+        patch.setattr("sbpc.solver.search.SMALL", -1)
         found = solve(problem)
     best = brute_force(problem)
     assert found.lower_bound <= best * (1 + 1e-8) and best <= found.seconds * (1 + 1e-8)

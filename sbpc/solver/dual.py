@@ -56,9 +56,9 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
     rest = ends(folded, found)
     if not rest.problem.variables:
         return checked(problem, found)
-    before = dual.ends.get(tuple(folded.classes)) if effort.aim else None
+    before = dual.ends.get(tuple(folded.classes))
     if before is None:
-        messages = passed(rest.problem, cap, dual.bound, effort)
+        messages = passed(rest.problem, cap, dual.bound)
     else:
         messages = before.restrict(before.space, rest.problem)
         messages.soft = before.soft
@@ -73,6 +73,7 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
     if best[0] < effort.aim:
         smooth(messages, messages.bound + effort.aim - best[0], effort.until)
         best = max(best, said(), key=lambda pair: pair[0])
+    if kept(rest.problem, effort):
         dual.ends[tuple(folded.classes)] = messages
     free = [dual.folded.classes[at] for at, number in enumerate(folded.classes) if folded.sizes[number] == 1]
     for at, extra in zip(free, messages.extra()):
@@ -92,26 +93,32 @@ def between_ends(
 ) -> tuple[Dual, list[int]]:
     """Multipliers of the equal blocks, as if there were no ends, and labels that were read off on the way.
 
-    effort: its aim is a bound of the blocks. known: what was found before; if that took an effort, smooth messages go on from
-    there, and it is not to be used any more.
+    effort: its aim is a bound of the blocks. known: what was found before; messages go on from there, and it is not to be
+    used any more.
     """
     part = blocks(folded)
     if known is None or known.messages is None:
-        messages, found = passed(part.problem, cap, 0.0, effort), Dual(folded)
+        messages, found = passed(part.problem, cap), Dual(folded)
     else:
         messages, found = known.messages, Dual(folded, ends=known.ends)
     if messages.bound < effort.aim:
         smooth(messages, effort.aim, effort.until)
-    found.messages = messages if effort.aim else None
+    found.messages = messages if kept(part.problem, effort) else None
     found.take(part, messages, lambda slot: True)
     found.extra, found.bound = messages.extra(), messages.bound
     return found, messages.decode()
 
 
+def kept(problem: Problem, effort: Effort) -> bool:
+    """Whether messages go on from where they ended, if they are asked for more: without an effort not on more than two axes, where
+    they take hundreds of megabytes."""
+    return effort.aim > 0 or problem.variables[0].digits.shape[1] <= 2
+
+
 @dataclass(eq=False)
 class Dual:
     """Multipliers and charges in the making. extra: by class and label, about how much dearer than the bound a plan is
-    that has the label. bound: of the equal blocks. messages: those of the blocks, if there was an effort; ends: the same of ends, by the
+    that has the label. bound: of the equal blocks. messages: those of the blocks, if they are kept; ends: the same of ends, by the
     classes of the folded problem."""
 
     folded: Folded
@@ -250,11 +257,8 @@ def ends(folded: Folded, dual: Dual) -> Part:
     return part
 
 
-def passed(problem: Problem, cap: float, rest: float = 0.0, effort: Effort = NONE) -> Messages:
-    """Messages over all layouts, until they raise the bound no more, or where smooth ones follow until there is one.
-
-    rest: what else there is of it. effort: what follows.
-    """
+def passed(problem: Problem, cap: float, rest: float = 0.0) -> Messages:
+    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
@@ -263,6 +267,6 @@ def passed(problem: Problem, cap: float, rest: float = 0.0, effort: Effort = NON
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest) or (effort.aim and messages.bound > 0):
+        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest):
             break
     return messages

@@ -62,8 +62,9 @@ class Program:
 
     def add(self, rows: np.ndarray, columns: np.ndarray, entry: float) -> None:
         """Put `entry` at each of `rows` and `columns`, broadcast against each other."""
-        at, columns = np.broadcast_arrays(rows, columns)
-        self.entries.append((at.ravel(), columns.ravel(), np.full(at.size, entry)))
+        if rows.shape != columns.shape:
+            rows, columns = (found.ravel() for found in np.broadcast_arrays(rows, columns))
+        self.entries.append((rows, columns, np.full(rows.size, entry)))
 
     def choose(self, costs: np.ndarray) -> np.ndarray:
         """New columns that sum to 1."""

@@ -141,16 +141,20 @@ def freed(problem: Problem, labels: Sequence[int], axes: Sequence[int]) -> Space
     return Space(kept, [nearby(value, kept, labels) for value in problem.values])
 
 
-def nearest(
-    problem: Problem, extra: Sequence[np.ndarray], labels: Sequence[int], size: int, space: Space | None = None
-) -> Space:
-    """About `size` labels with the least `extra`, by variable and label, those of `space` if one is given, and of a plan."""
-    if space is not None:
-        extra = [np.where(np.isin(np.arange(len(found)), kept), found, np.inf) for found, kept in zip(extra, space.labels)]
+def nearest(extra: Sequence[np.ndarray], size: int, each: int | None = None) -> list[np.ndarray]:
+    """By variable those of about `size` labels with the least `extra`, by variable and label; of each variable at most so many."""
     every = np.concatenate(extra)
     most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
-    kept = [np.union1d(np.flatnonzero(found <= most), [label]) for found, label in zip(extra, labels)]
-    return Space(kept, [nearby(value, kept, labels) for value in problem.values])
+    if each is None:
+        return [np.flatnonzero(found <= most) for found in extra]
+    first = [np.argsort(found, kind="stable")[:each] for found in extra]
+    return [found[distances[found] <= most] for found, distances in zip(first, extra)]
+
+
+def around(problem: Problem, labels: Sequence[int], *kept: Sequence[np.ndarray]) -> Space:
+    """The labels that are kept, by variable, those of a plan, and aliases among the layouts of those and of the plan."""
+    every = [np.unique(np.concatenate([*parts, [label]])) for *parts, label in zip(*kept, labels)]
+    return Space(every, [nearby(value, every, labels) for value in problem.values])
 
 
 def nearby(value: Value, kept: list[np.ndarray], *plans: Sequence[int]) -> np.ndarray | None:
