@@ -47,6 +47,9 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
         "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
     ]
+    if cost.memory["total"] > mesh.cluster.memory:
+        device = f"a device of {mesh.cluster.name!r} has {si(mesh.cluster.memory)}B"
+        lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
     if mesh.cluster.name == "ideal":
         lines.append(IDEAL)
     for line in lines:

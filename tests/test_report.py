@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.cluster import CLUSTERS
 from sbpc.report import plan_text, some
 
 
@@ -28,6 +31,14 @@ def test_a_star_stands_for_all_numbers_and_a_list_for_some() -> None:
     assert "an_attention_layer_with_a_long_name.3.weight        [8, 8]  [S(1)]           1" in mixed
     alike = plan_text(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin={"*.weight": "S(0)"}))
     assert "an_attention_layer_with_a_long_name.*.weight  [8, 8]  [S(0)]           5" in alike
+
+
+def test_it_is_told_where_a_plan_takes_more_than_a_device_has() -> None:
+    told = "          a device of 'tiny' has 1 kB: ask for a plan that fits with memory=1000\n"
+    for memory, tells in ((1000.0, True), (1e6, False)):
+        tiny = dataclasses.replace(CLUSTERS["h100"], name="tiny", memory=memory)
+        plan = sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2, cluster=tiny))
+        assert plan.cost.memory["total"] > 1000 and (told in plan_text(plan)) == tells
 
 
 def test_names_that_differ_only_in_numbers_are_one() -> None:
