@@ -50,9 +50,9 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     try:
         result = function(*args)
-    except Exception as error:
+    except Exception as error:  # the test looks at what the rank returns, this text as well
         result = f"{type(error).__name__}: {error}"
-        if not isinstance(error, (RuntimeError, AssertionError)) or isinstance(error, AssertionError):
+        if not isinstance(error, RuntimeError):  # which tests ask for
             traceback.print_exc()
     torch.save(result, os.path.join(folder, f"result{rank}.part"))
     os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))
