@@ -20,7 +20,7 @@ from sbpc.solver.least import least, least_of_runs, lesser
 from sbpc.solver.near import all_of
 from sbpc.solver.network import Space
 from sbpc.solver.relax import supported
-from sbpc.solver.smooth import mix, mixture, put, smooth, state
+from sbpc.solver.smooth import mix, mixture, products, put, smooth
 from sbpc.solver.trws import Messages, ceiling
 from tests.test_fold import chain
 from tests.test_solver import brute_force, problems
@@ -107,10 +107,10 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
     heats, begun, ended = [], [], []
 
     def watched(messages, heat, sweeps, until):
-        begun.append(state(messages))
+        begun.append(messages.state.copy())
         mix(messages, heat, sweeps, until)
         heats.append(heat)
-        ended.append(state(messages))
+        ended.append(messages.state.copy())
 
     monkeypatch.setattr("sbpc.solver.smooth.mix", watched)
     monkeypatch.setattr("sbpc.solver.smooth.GAINED", np.inf)
@@ -120,7 +120,7 @@ def test_smooth_sweeps_go_on_where_they_ended_at_lower_heats(monkeypatch):
     smooth(messages, np.inf)
     assert first == 3 and len(heats) == 5 and messages.bound >= before
     assert heats[3:] == pytest.approx([heats[2], heats[2] / 2], rel=0.3)
-    assert all(np.array_equal(begin, end) for begin, end in zip(begun[1:], ended)) and not np.array_equal(begun[3], state(messages))
+    assert all(np.array_equal(begin, end) for begin, end in zip(begun[1:], ended)) and not np.array_equal(begun[3], messages.state.copy())
 
 
 @pytest.mark.parametrize(("gained", "more"), [(1e-4, True), (0.5, False)])
@@ -140,7 +140,7 @@ def test_ends_go_on_with_the_last_multipliers_of_the_blocks(heats, monkeypatch):
     dual, _ = between_ends(folded, cap, Effort(np.inf), plain)
     first, _ = prove(problem, dual, apart, cap, Effort(np.inf))
     begun, before = [], [messages for messages, _ in heats]
-    assert len(before) == 6 and before[0] is before[2] is plain.messages is not before[3]
+    assert len(before) == 6 and before[0] is before[2] is plain.messages.single is not before[3]
     monkeypatch.setattr("sbpc.solver.dual.passed", lambda *args: begun.append(passed(*args)) or begun[-1])
     dual, _ = between_ends(folded, cap, Effort(np.inf), dual)
     second, proof = prove(problem, dual, apart, cap, Effort(np.inf))
@@ -194,7 +194,7 @@ def test_a_state_that_is_put_back_gives_the_same_sweeps():
     problem, _, _ = chain(5, 4, 4, 3, True)
     messages = passed(problem, ceiling(problem))
     assert messages.stars  # charges are part of the state
-    kept, sweeps = state(messages), messages.sweeps
+    kept, sweeps = messages.state.copy(), messages.sweeps
     first = [messages.sweep() for _ in range(4)]
     mix(messages, 0.1, 20, np.inf)
     put(messages, kept)
@@ -212,7 +212,8 @@ def test_sweeps_are_mixed_to_their_fixed_point():
         ends.append(matrix @ at + offset)
         steps.append(ends[-1] - at)
         turns, moves = np.diff(steps, axis=0), np.diff(ends, axis=0)
-        at = mixture(turns, moves, steps[-1], ends[-1]) if len(ends) > 1 else ends[-1]
+        square = np.array([products(turns, turn) for turn in turns])
+        at = mixture(square, turns, moves, steps[-1], ends[-1]) if len(ends) > 1 else ends[-1]
     assert np.allclose(at, fixed, rtol=1e-4)
 
 

@@ -87,6 +87,18 @@ class Node:
         """Costs and messages, by label."""
         return self.costs + np.add.reduce(inbox[self.gather], axis=0) if len(self.gather) else self.costs.copy()
 
+    def lay(self, inbox: np.ndarray) -> None:
+        """Take this memory for the messages; the ports are told."""
+        self.inbox, at = inbox, 0
+        for found in self.ports if len(self.gather) else ():
+            found.inbox = inbox[at : at + len(found.layouts)]
+            at += len(found.layouts)
+
+    @property
+    def ports(self) -> list[Port]:
+        """Where messages come in: over the earlier edges, then over the later ones."""
+        return [edge.last for edge in self.earlier.edges] + [edge.first for edge in self.later.edges]
+
 
 def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
     """The nodes, (0, variable) or (1, value of an alias): variables as they stand, an alias after its producer."""
@@ -115,18 +127,17 @@ def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool =
         return Node(costs, before, after, np.zeros(0, costs.dtype), none, 1 / max(len(earlier), len(later)))
     ports = [edge.last for edge in earlier] + [edge.first for edge in later]
     ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
-    inbox = np.zeros(ends[-1], costs.dtype)
-    for found, start, stop in zip(ports, ends, ends[1:]):
-        found.inbox = inbox[start:stop]
     gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), len(costs))
-    return Node(
+    found = Node(
         costs,
         side(earlier, ports[: len(earlier)]),
         side(later, ports[len(earlier) :]),
-        inbox,
+        np.zeros(0, costs.dtype),
         gather.astype(np.intp),
         1 / max(len(earlier), len(later), 1),
     )
+    found.lay(np.zeros(ends[-1], costs.dtype))
+    return found
 
 
 def side(edges: list[Edge], ports: list[Port]) -> Side:

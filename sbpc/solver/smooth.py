@@ -34,30 +34,31 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
     """
     if messages.bound <= np.finfo(messages.real).eps * messages.cap or not messages.edges:
         return
-    best, kept = messages.bound, state(messages)
+    best, kept = messages.bound, messages.state.copy()
     wide = messages.problem.variables[0].digits.shape[1] > 2
+    soft = messages.single
     if messages.soft is None:
         heats = list(COLD if wide else HEATS)
-        for star in messages.stars.values():
+        put(soft, kept)
+        for star in soft.stars.values():
             star.share.fill(BEGIN)
     else:
         heats = further(messages.soft[0])
-        put(messages, messages.soft[1])
+        put(soft, messages.soft[1])
     for heat in heats:
         if best >= aim or time.process_time() > until:
             break
         before = best
-        mix(messages, heat * best / len(messages.names), SWEEPS, until)
-        soft, messages.bound = state(messages), -np.inf
-        if not np.isfinite(soft).all():
-            soft = kept
-            put(messages, kept)
+        mix(soft, heat * best / len(messages.names), SWEEPS, until)
+        if not np.isfinite(soft.state).all():
+            put(soft, kept)
+        messages.soft, messages.bound = (heat, soft.state.copy()), -np.inf
+        put(messages, soft.state)
         for _ in range(SHARP):
             messages.sweep()
         if messages.bound > best:
-            best, kept = messages.bound, state(messages)
-        messages.soft = heat, soft
-        put(messages, soft)
+            best, kept = messages.bound, messages.state.copy()
+        put(soft, messages.soft[1])
         if heat == heats[-1] and best - before > GAINED * best:
             heats += further(heat)
     put(messages, kept)
@@ -75,7 +76,8 @@ def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:
     """Sweeps at a heat, each from a mixture of where the last ones ended."""
     end = vector(messages, heat)
     step = np.zeros_like(end)
-    turns, moves = np.empty((2, MIXED - 1, len(end)), end.dtype)  # by how much steps and ends differ from the last ones
+    turns, moves = np.zeros((2, MIXED - 1, len(end)), end.dtype)  # by how much steps and ends differ from the last ones
+    square = np.zeros((MIXED - 1, MIXED - 1))  # of turns
     for turn in range(sweeps):
         before, last, row = vector(messages, heat), end, (turn - 1) % len(turns)
         messages.forward(heat)
@@ -86,49 +88,43 @@ def mix(messages: Messages, heat: float, sweeps: int, until: float) -> None:
         np.subtract(end, before, out=step)
         turns[row] += step
         if PLAIN <= turn < sweeps - 1:
-            put_vector(messages, mixture(turns[:turn], moves[:turn], step, end), heat)
+            used = slice(turn)
+            if turn == PLAIN:
+                square[used, used] = [products(turns[used], found) for found in turns[used]]
+            square[row, used] = square[used, row] = products(turns[used], turns[row])
+            put_vector(messages, mixture(square[used, used], turns[used], moves[used], step, end), heat)
         if time.process_time() > until:
             break
 
 
-def mixture(turns: np.ndarray, moves: np.ndarray, step: np.ndarray, end: np.ndarray) -> np.ndarray:
+def mixture(square: np.ndarray, turns: np.ndarray, moves: np.ndarray, step: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Of where sweeps ended, a mixture for which the same mixture of their steps is least.
 
-    step, end: of the last sweep. turns, moves: by how much the steps and the ends of others differ from the ones before them.
+    step, end: of the last sweep. turns, moves: by how much the steps and the ends of others differ from the ones before them;
+    square: the products of turns.
     """
-    square = (turns @ turns.T).astype(np.float64)
-    square += RIDGE * np.trace(square) * np.eye(len(square)) + np.finfo(float).tiny * np.eye(len(square))
-    return end - np.linalg.solve(square, turns @ step).astype(end.dtype) @ moves
+    ridge = RIDGE * np.trace(square) + np.finfo(float).tiny
+    found = end.copy()
+    for part, move in zip(np.linalg.solve(square + ridge * np.eye(len(square)), products(turns, step)), moves):
+        found -= end.dtype.type(part) * move
+    return found
 
 
-def parts(messages: Messages) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """All that a sweep begins with: messages to earlier nodes and what stars hear from later ones; charges."""
-    stars = messages.stars.values()
-    sent = [sent for star in stars for sent in star.later if sent is not None]
-    charges = [charges for star in stars for charges in star.share.charges]
-    return [edge.first.inbox for edge in messages.edges] + sent, charges
-
-
-def state(messages: Messages) -> np.ndarray:
-    """Those numbers, one after the other."""
-    sent, charges = parts(messages)
-    return np.concatenate([part.ravel() for part in sent + charges])
+def products(vectors: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Of each vector with another one. Matrix products would begin threads, of which each takes the time of a core."""
+    return (vectors * other).sum(1).astype(np.float64)
 
 
 def put(messages: Messages, found: np.ndarray, fill: bool = False) -> None:
     """Set messages to a state; fill: charges to as much as there may be."""
-    sent, charges = parts(messages)
-    at = 0
-    for part in sent + charges:
-        part[...] = found[at : at + part.size].reshape(part.shape)
-        at += part.size
+    messages.state[:] = found
     messages.hear(fill)
 
 
 def vector(messages: Messages, heat: float) -> np.ndarray:
     """The state, in which charges are `heat` times their logarithms."""
-    found = state(messages)
-    charges = found[len(found) - sum(part.size for part in parts(messages)[1]) :]
+    found = messages.state.copy()
+    charges = found[messages.charged :]
     np.maximum(charges, np.finfo(found.dtype).tiny, out=charges)
     np.log(charges, out=charges)
     charges *= heat
@@ -137,6 +133,8 @@ def vector(messages: Messages, heat: float) -> np.ndarray:
 
 def put_vector(messages: Messages, found: np.ndarray, heat: float) -> None:
     """Set messages to the state of a vector, which is changed."""
-    charges = found[len(found) - sum(part.size for part in parts(messages)[1]) :]
-    np.exp(np.clip(charges / heat, -80, 80), out=charges)
+    charges = found[messages.charged :]
+    charges /= heat
+    np.clip(charges, -80, 80, out=charges)
+    np.exp(charges, out=charges)
     put(messages, found, fill=True)

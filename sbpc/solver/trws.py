@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from sbpc.solver.chains import contract, least_by
 from sbpc.solver.compiled import BACKWARD, FILL, FORWARD, HEAR, Tables, machine
 from sbpc.solver.least import least
-from sbpc.solver.network import Edge, Port, Space, node, order, port, slots
+from sbpc.solver.network import Edge, Node, Port, Space, node, order, port, slots
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star, star_of
 
@@ -66,6 +66,7 @@ class Messages:
             for at, (falling, sides) in enumerate(zip(costs, by_node))
             if at not in gone
         }
+        self.state, self.charged = lay(self.nodes, self.stars, real)
         self.bound, self.sweeps = -np.inf, 0
         self.soft: tuple[float, np.ndarray] | None = None  # where `smooth` goes on: its last heat, and a state
         sizes = [e.seconds.size for e in self.edges] + [2 * found.seconds.size for found in self.stars.values()]
@@ -340,6 +341,13 @@ class Messages:
         values = {self.place[1, at]: at for at, alias in enumerate(self.space.aliases) if alias is not None}
         return {values[middle]: star.share.charges for middle, star in self.stars.items()}
 
+    @functools.cached_property
+    def single(self) -> Messages:
+        """The same in single precision, its messages not yet: half the time of a sweep, enough for a heat."""
+        if self.real is np.float32:
+            return self
+        return Messages(self.problem, self.space, self.cap, np.float32, [inner.node for inner in self.inner])
+
     def restrict(self, space: Space, problem: Problem | None = None) -> Messages:
         """The same messages and charges over a part of the space. No chain costs less there, so the bound stays.
 
@@ -355,6 +363,25 @@ class Messages:
         for middle, star in self.stars.items():
             found.stars[middle].inherit(star)
         return found
+
+
+def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floating]) -> tuple[np.ndarray, int]:
+    """Put all that sweeps go on from into one array: messages, then charges; the array, and where charges begin in it."""
+    inboxes = [node.inbox for node in nodes.values()]
+    charges = [found for star in stars.values() for found in star.share.charges]
+    parts = inboxes + [found for star in stars.values() for found in star.sent] + charges
+    ends = np.cumsum([0, *(part.size for part in parts)]).tolist()
+    state = np.zeros(ends[-1], real)
+    places = [state[start:stop].reshape(part.shape) for part, start, stop in zip(parts, ends, ends[1:])]
+    for place, part in zip(places, parts):
+        place[...] = part
+    for node, inbox in zip(nodes.values(), places):
+        node.lay(inbox)
+    sent, charged = iter(places[len(inboxes) :]), iter(places[len(places) - len(charges) :])
+    for star in stars.values():
+        star.sent[:] = [next(sent) for _ in star.sent]
+        star.share.charges[:] = [next(charged) for _ in star.share.charges]
+    return state, ends[len(ends) - 1 - len(charges)]
 
 
 def ceiling(problem: Problem, seconds: float = math.inf) -> float:
