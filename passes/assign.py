@@ -39,11 +39,9 @@ from sbpc.tables import Table, Tensors, narrowed, renames, tabulate
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
-HOME, MADE = (
-    -1,
-    1 << 20,
-)  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
 ENDS = 1, 2, 4  # blocks at either end of a run that are on their own, where that is needed for a bound
+FEW, ALL = 2_000, 1 << 20  # variables, at most, where then all are on their own; more blocks than there are
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
@@ -94,12 +92,10 @@ class Space:
         Raises LayoutError if no assignment has finite cost.
         """
         problem, known = self.priced(prices), [self.labels(start) for start in starts]
-        ends = (self.classes(prices, apart) for apart in ENDS)
+        ends = (self.classes(prices, apart) for apart in self.ends)
         solution = solve(problem, known, self.classes(prices), next(ends), ends, quick)
         if not np.isfinite(solution.seconds):
-            raise LayoutError(
-                "no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one."
-            )
+            raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
         self.multipliers, self.extra = solution.proof, solution.extra
         labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
         if known:  # a start whose blocks are not alike may be better than what is folded from it
@@ -137,8 +133,12 @@ class Space:
 
     def certified(self, seconds: float, limit: float, prices: Prices | None = None) -> tuple[float, Proof]:
         """A bound and its proof; seconds: of a plan, and what it pays for bytes."""
-        partitions = [self.classes(prices, apart) for apart in (0, *ENDS)]
-        return certify(self.priced(prices), partitions, seconds, limit)
+        return certify(self.priced(prices), [self.classes(prices, apart) for apart in (0, *self.ends)], seconds, limit)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """How many blocks at either end of a run are on their own, one after the other."""
+        return ENDS if len(self.variables) > FEW else (ENDS[0], ALL, ALL)
 
     def priced(self, prices: Prices | None) -> Problem:
         """The problem, where the bytes of an output or of an operand cost so many seconds each."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -9,13 +11,14 @@ from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Value, Variable
 from sbpc.solver import chains as chains_module
+from sbpc.solver.chains import shrink
 from sbpc.solver.check import checked_bound
 from sbpc.solver.network import Space
 from sbpc.solver.problem import total
 from sbpc.solver.search import whole
 from sbpc.solver.solve import untied_proof
 from sbpc.solver.trws import Messages, ceiling
-from tests.test_solver import brute_force, closed
+from tests.test_solver import brute_force, closed, problems
 
 
 def joined_by(pairs: list[tuple[int, int]], seed: int, labels: int, impossible: float) -> Problem:
@@ -123,3 +126,35 @@ def test_where_labels_are_dropped_the_same_nodes_stay_left_out_and_no_sweep_lowe
         assert fewer.backward() >= messages.bound - 1e-9 * abs(messages.bound)
         assert total(problem, fewer.decode()) >= brute_force(problem) * (1 - 1e-9)
     assert more
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(problems(variables=6, labels=5, axes=1), trees()), st.booleans())
+def test_plans_of_a_shrunk_problem_cost_what_they_cost_in_the_whole_one(problem, narrow):
+    """The best one, and any other with the best labels for the variables that are left out."""
+    best = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        if narrow:
+            patch.setattr(chains_module, "MOST", 6)  # what is larger stays
+        small = shrink(problem, ceiling(problem))
+    sizes = [len(v.costs) for v in small.problem.variables]
+    plans = list(itertools.product(*map(range, sizes)))
+    costs = [total(small.problem, labels) for labels in plans]
+    if np.isfinite(best):
+        assert min(costs) == pytest.approx(best, rel=1e-9, abs=1e-15)
+    for labels, seconds in zip(plans, costs):
+        found = small.expand(labels)
+        if np.isfinite(total(problem, found)):
+            assert small.part(found) == list(labels) and total(problem, found) == pytest.approx(seconds, rel=1e-9, abs=1e-15)
+        else:
+            assert seconds > best or np.isinf(best)
+
+
+def test_of_a_chain_the_ends_fall_and_the_middle_becomes_one_boxing():
+    problem = joined_by([(0, 1), (1, 2), (2, 3), (3, 4)], 3, labels=4, impossible=0.0)
+    small = shrink(problem, ceiling(problem))
+    assert len(small.kept) == 1 and not small.problem.values and len(small.inner) == 4
+    assert small.problem.variables[0].costs.min() == brute_force(problem)
+    ring = joined_by([(0, 1), (1, 2), (2, 3), (3, 0)], 3, labels=4, impossible=0.0)
+    small = shrink(ring, ceiling(ring))
+    assert len(small.kept) == 2 and len(small.problem.values) == 2 and len(small.inner) == 2

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from sbpc.solver.network import Edge, Port
+from sbpc.solver.network import Edge, Port, aliased, port, slots
+from sbpc.solver.problem import Problem, Value
 
 MOST = 1 << 16  # sums, at most, to make one edge of two: with more it takes longer than the messages that it saves
 
@@ -109,3 +111,69 @@ def least_by(costs: np.ndarray, port: Port) -> np.ndarray:
     found = np.full(len(port.layouts), np.inf, costs.dtype)
     np.minimum.at(found, port.at, costs)
     return found
+
+
+@dataclass(eq=False)
+class Shrunk:
+    """A problem without its inner variables, which cost the same there at their best: what is looked for is half as large.
+
+    kept: the variables that are left, by their numbers in the whole problem; inner: the others.
+    """
+
+    whole: Problem
+    problem: Problem
+    kept: list[int]
+    inner: list[Inner]
+
+    def part(self, found: Sequence[Any]) -> list[Any]:
+        """Labels of the whole problem, or what else is known by variable, of those that are left."""
+        return [found[at] for at in self.kept]
+
+    def expand(self, labels: Sequence[int]) -> list[int]:
+        """The labels of the whole problem."""
+        found = [0] * len(self.whole.variables)
+        for at, label in zip(self.kept, labels):
+            found[at] = label
+        for inner in reversed(self.inner):
+            found[inner.node] = inner.choose(found)
+        return found
+
+
+def shrink(problem: Problem, cap: float) -> Shrunk:
+    """The problem without variables that only values with one consumer meet, at most two of them. cap: what a boxing costs there
+    at most, an impossible one too: more than any plan."""
+    direct: dict[int, tuple[Edge, Value]] = {}
+    left, fixed = [], set[int]()
+    for value in problem.values:
+        taken = slots(value)
+        if not taken:
+            continue
+        tail, head = port(value.producer, value.out), port(*taken[0])
+        if aliased(value) or len(tail.layouts) * len(head.layouts) > MOST:
+            left.append(value)
+            fixed |= {value.producer, *(at for at, _ in taken)}
+            continue
+        seconds = np.minimum(value.closure[np.ix_(tail.layouts, head.layouts)], cap)
+        edge = Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
+        direct[id(edge)] = edge, value
+    costs = [variable.costs for variable in problem.variables]
+    edges, inner = contract([edge for edge, _ in direct.values()], costs, fixed, cap)
+    gone = {found.node for found in inner}
+    kept = [at for at in range(len(costs)) if at not in gone]
+    number = {at: place for place, at in enumerate(kept)}
+
+    def moved(value: Value) -> Value:
+        return replace(value, producer=number[value.producer], consumers=[(number[at], wants) for at, wants in value.consumers])
+
+    left += [direct[id(edge)][1] if id(edge) in direct else joined(edge) for edge in edges]
+    variables = [replace(problem.variables[at], costs=costs[at]) for at in kept]
+    return Shrunk(problem, Problem(variables, [moved(value) for value in left]), kept, inner)
+
+
+def joined(edge: Edge) -> Value:
+    """The value that costs what an edge does: it is made in layouts of its first port, and wanted in others, of the last."""
+    one, other = edge.seconds.shape
+    closure = np.full((one + other, one + other), np.inf)
+    closure[:one, one:] = edge.seconds
+    np.fill_diagonal(closure, 0.0)
+    return Value(edge.first.node, edge.first.at, [(edge.last.node, one + edge.last.at)], closure)

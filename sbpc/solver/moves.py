@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sbpc.solver.network import Port, Space, aliased, port, slots
-from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars
+from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars, total
 
 FEWER = 1e-9  # relative: what a boxing costs more where fewer are better
 
@@ -70,6 +70,13 @@ class Neighbours:
             return None if label == labels[at] else label
 
         return self.change(labels, fewer)
+
+    def tidied(self, labels: list[int], seconds: float) -> list[int]:
+        """What `tidy` finds, if it costs no more, else the labels."""
+        if not np.isfinite(seconds):
+            return labels
+        found = self.tidy(labels, seconds)
+        return found if total(self.problem, found) <= seconds * (1 + SLACK) else labels
 
     def better(self, at: int, labels: Sequence[int]) -> int | None:
         """The cheapest label of variable `at`, if it is cheaper than the one it has."""

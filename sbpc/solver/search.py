@@ -14,7 +14,7 @@ from sbpc.solver.dual import passed
 from sbpc.solver.exact import Answer, cheapest
 from sbpc.solver.moves import Neighbours, around, freed, nearest, union
 from sbpc.solver.network import Space, aliased, slots
-from sbpc.solver.problem import SLACK, Problem, Solution, total
+from sbpc.solver.problem import Problem, Solution, total
 from sbpc.solver.relax import relaxed, supported
 from sbpc.solver.trws import Messages, ceiling
 
@@ -70,10 +70,7 @@ class Search:
 
     def tidied(self) -> list[int]:
         """The best plan, or one that costs the same with fewer boxings."""
-        if not math.isfinite(self.seconds):
-            return self.labels
-        labels = self.near.tidy(self.labels, self.seconds)
-        return labels if total(self.problem, labels) <= self.seconds * (1 + SLACK) else self.labels
+        return self.near.tidied(self.labels, self.seconds)
 
     def run(self) -> Solution:
         """Message passing and pruning; steps to better plans until three in a row find none; what is left by a program."""

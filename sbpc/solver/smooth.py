@@ -18,6 +18,7 @@ from sbpc.solver.trws import Messages
 SWEEPS = 20  # at each heat
 HEATS = 0.8, 0.16, 0.03  # in what a node costs of the bound, on average
 COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a tenth of a second
+AGAIN = 6, 3, 1.5, 0.75  # heats at which a later call goes on, in the last one
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
@@ -43,7 +44,7 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
         for star in soft.stars.values():
             star.share.fill(BEGIN)
     else:
-        heats = further(messages.soft[0])
+        heats = [messages.soft[0] * times for times in AGAIN]
         put(soft, messages.soft[1])
     for heat in heats:
         if best >= aim or time.process_time() > until:

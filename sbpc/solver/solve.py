@@ -10,18 +10,21 @@ from dataclasses import replace
 
 import numpy as np
 
+from sbpc.solver.chains import shrink
 from sbpc.solver.check import Proof
 from sbpc.solver.dual import NONE, Effort, between_ends, passed, prove
-from sbpc.solver.fold import Folded, fold
+from sbpc.solver.fold import fold
+from sbpc.solver.moves import Neighbours
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
-from sbpc.solver.search import ENOUGH, NEAR, STALLED, Look, Search
+from sbpc.solver.search import ENOUGH, NEAR, TIE, Look, Search
 from sbpc.solver.trws import ceiling
 
-LOOKS = Look(16, 3), Look(8, 6, 2)  # one after the other, where two axes are free
+SOME, MANY = Look(16, 3), Look(8, 6, 2)  # labels that are looked at
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
-TURNS = 3  # of smooth messages, each from where the one before ended
+TURNS = 3  # of messages, at most, for a certificate
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
 # search goes on, above the second all is tried
+FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
 FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 
@@ -60,78 +63,116 @@ def solve_folded(
     finest: Iterable[Sequence[int]],
     quick: bool,
 ) -> Solution:
-    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small.
+    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small."""
+    both = Both(problem, alike, starts)
+    both.better(finer if quick and not both.wide else alike)
+    if both.gap > ENOUGH:
+        both.search.approach(both.extra, NEAR)
+    if not quick and both.wide:
+        both.free()
+    elif not quick:
+        both.widen(finer)
+        both.turns((alike, finer, *finest) if both.gap > FINER else (finer, *finest))
+    if both.gap > both.most and both.wide:
+        both.better(finer)
+    if both.gap > both.most and not quick and both.labels <= LABELS:
+        if not both.wide:
+            both.search.move()
+        both.search.run()
+    return both.solution(quick)
+
+
+class Both:
+    """The labels and the bound of a folded problem, each of which says where the other can be bettered.
 
     The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
     at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
-    is bettered, which also says better which labels are near; ends of runs are proved on their own where that may close it,
-    or last, with more and more blocks. On more axes, where labels are too many, one axis is freed at a time, then two.
+    is bettered, which also says better which labels are near, with more and more blocks at the ends of runs on their own. On more
+    axes, where labels are too many, one axis is freed at a time, then two.
     """
-    folded = fold(problem, alike)
-    search = Search(folded.problem, [folded.fold(labels) for labels in starts], first=False)
-    axes = folded.problem.variables[0].digits.shape[1]
-    wide = axes > 2
-    enough, most = TIED[wide]
-    dual, labels = between_ends(folded, search.cap)
-    search.offer(labels)
-    found = 0.0, Proof(folded.classes)
 
-    def gap() -> float:
-        if not math.isfinite(search.seconds):
-            return 1.0  # no plan is known yet
-        return (search.seconds - found[0]) / search.seconds if search.seconds else 0.0
+    def __init__(self, problem: Problem, alike: Sequence[int], starts: Sequence[Sequence[int]]):
+        self.problem, self.alike = problem, alike
+        self.folded = folded = fold(problem, alike)
+        self.small = shrink(folded.problem, ceiling(folded.problem))
+        self.search = Search(self.small.problem, [self.small.part(folded.fold(labels)) for labels in starts], first=False)
+        self.axes = folded.problem.variables[0].digits.shape[1]
+        self.wide = self.axes > 2
+        self.enough, self.most = TIED[self.wide]
+        self.dual, labels = between_ends(folded, self.search.cap)
+        self.search.offer(self.small.part(labels))
+        self.bound, self.proof = 0.0, Proof(folded.classes)
 
-    def better(part: Folded, effort: Effort = NONE) -> None:
-        nonlocal found
-        found = max(found, prove(problem, dual, part, search.cap, effort), key=lambda pair: pair[0])
+    @property
+    def labels(self) -> int:
+        """How many there are in the folded problem."""
+        return sum(len(v.costs) for v in self.folded.problem.variables)
 
-    def look(enough: float) -> None:
-        for at, least in zip(LOOKS, (enough, most)):
-            if gap() > least:
-                search.widen(dual.extra, at)
+    @property
+    def gap(self) -> float:
+        """How far the best plan may be above the bound, as a part of it; 1 where none is known yet."""
+        seconds = self.search.seconds
+        if not math.isfinite(seconds):
+            return 1.0
+        return (seconds - self.bound) / seconds if seconds else 0.0
 
-    better(folded if wide or not quick else fold(problem, finer))
-    if gap() > ENOUGH:
-        search.approach(dual.extra, NEAR)
-    if wide and not quick:
-        if gap() > enough:
-            search.move()
-        for pair in itertools.combinations(range(axes), 2):
-            if gap() > most:
-                search.pair(dual.extra, pair)
-                search.move()
-    elif not quick:
-        apart = most < gap() <= FINER
+    @property
+    def extra(self) -> list[np.ndarray]:
+        """By variable that is left and label, about how far plans with the label are from the bound."""
+        return self.small.part(self.dual.extra)
+
+    def better(self, partition: Sequence[int], effort: Effort = NONE) -> None:
+        """The bound in which these classes are tied, if it is better."""
+        part = self.folded if partition is self.alike else fold(self.problem, partition)
+        bound, proof = prove(self.problem, self.dual, part, self.search.cap, effort)
+        if bound > self.bound:
+            self.bound, self.proof = bound, proof
+
+    def free(self) -> None:
+        """Free one axis at a time, then two."""
+        if self.gap > self.enough:
+            self.search.move()
+        for pair in itertools.combinations(range(self.axes), 2):
+            if self.gap > self.most:
+                self.search.pair(self.extra, pair)
+                self.search.move()
+
+    def widen(self, finer: Sequence[int]) -> None:
+        """Look at some labels, and at more unless the bound is far; ends of runs on their own once they may close the gap."""
+        apart = self.most < self.gap <= FINER
         if apart:
-            better(fold(problem, finer))
-        look(enough)
-        if most < gap() <= FINER and not apart:
-            better(fold(problem, finer))
-    if gap() > most and wide:
-        better(fold(problem, finer))
-    if gap() > most and not wide and not quick:
-        for left in reversed(range(TURNS)):
-            before, effort = gap(), Effort(search.seconds * (1 - NEARLY * most))
-            dual, labels = between_ends(folded, search.cap, Effort(effort.aim + dual.bound - found[0]), dual)
-            search.offer(labels)
-            better(folded, effort)
-            look(most)
-            last = not left or gap() > (1 - STALLED) * before
-            if most < gap() and (gap() <= FINER or last):
-                better(fold(problem, finer), effort)
-            if gap() <= most or last:
-                break
-        if gap() > most:
-            search.move()
-        for partition in finest:
-            if gap() <= most:
-                break
-            better(fold(problem, partition), effort)
-    if gap() > most and not quick and sum(len(v.costs) for v in folded.problem.variables) <= LABELS:
-        search.run()
-    labels = folded.unfold(search.labels if quick else search.tidied())
-    seconds = total(problem, labels)
-    return Solution(labels, seconds, min(found[0], seconds), False, found[1], folded.unfold(dual.extra))
+            self.better(finer)
+        if self.gap > self.enough:
+            self.search.widen(self.extra, SOME)
+        if self.most < self.gap <= FAR:
+            self.search.widen(self.extra, MANY)
+        if self.most < self.gap <= FINER and not apart:
+            self.better(finer)
+
+    def turns(self, partitions: Iterable[Sequence[int]]) -> None:
+        """Better the bound by smooth messages, with more of the ends of runs on their own in each turn; look again at many labels,
+        until that finds no more."""
+        settled = False
+        for partition in partitions:
+            if self.gap <= self.most:
+                return
+            before = self.search.seconds
+            aim = before * (1 - NEARLY * self.most)
+            self.dual, labels = between_ends(self.folded, self.search.cap, Effort(aim + self.dual.bound - self.bound), self.dual)
+            self.search.offer(self.small.part(labels))
+            self.better(partition, Effort(aim))
+            if not settled and self.gap > self.most:
+                self.search.widen(self.extra, MANY)
+                settled = self.search.seconds > before * (1 - TIE)
+
+    def solution(self, quick: bool) -> Solution:
+        """Labels of the whole problem, of plans that cost the same those with fewer boxings unless it is to be quick."""
+        labels = self.small.expand(self.search.labels)
+        if not quick:
+            labels = Neighbours(self.folded.problem).tidied(labels, self.search.seconds)
+        found = self.folded.unfold(labels)
+        seconds = total(self.problem, found)
+        return Solution(found, seconds, min(self.bound, seconds), False, self.proof, self.folded.unfold(self.dual.extra))
 
 
 def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> tuple[float, Proof]:

@@ -367,7 +367,7 @@ class Messages:
 
 def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floating]) -> tuple[np.ndarray, int]:
     """Put all that sweeps go on from into one array: messages, then charges; the array, and where charges begin in it."""
-    inboxes = [node.inbox for node in nodes.values()]
+    inboxes = [found.inbox for found in nodes.values()]
     charges = [found for star in stars.values() for found in star.share.charges]
     parts = inboxes + [found for star in stars.values() for found in star.sent] + charges
     ends = np.cumsum([0, *(part.size for part in parts)]).tolist()
@@ -375,8 +375,8 @@ def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floa
     places = [state[start:stop].reshape(part.shape) for part, start, stop in zip(parts, ends, ends[1:])]
     for place, part in zip(places, parts):
         place[...] = part
-    for node, inbox in zip(nodes.values(), places):
-        node.lay(inbox)
+    for found, inbox in zip(nodes.values(), places):
+        found.lay(inbox)
     sent, charged = iter(places[len(inboxes) :]), iter(places[len(places) - len(charges) :])
     for star in stars.values():
         star.sent[:] = [next(sent) for _ in star.sent]
