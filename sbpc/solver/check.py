@@ -35,32 +35,43 @@ class Proof:
     charges: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
 
 
-def checked_bound(problem: Problem, proof: Proof) -> float:
-    """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are."""
+Terms = tuple[list[tuple[int, Any, dict]], list[tuple[int, int, tuple[int, ...], np.ndarray]]]
+
+
+def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) -> float:
+    """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are. terms: what
+    `terms_of` has found of its classes before."""
+    values, variables = terms_of(problem, proof.classes) if terms is None else terms
+    total = [count * value_bound(value, groups, proof) for count, value, groups in values]
+    for count, number, places, costs in variables:
+        for place in places:
+            costs = costs + multiplier(proof, number, place, len(costs))
+        total.append(count * float(costs.min()))
+    if not all(map(math.isfinite, total)):
+        return math.inf if min(total) > -math.inf and not any(map(math.isnan, total)) else 0.0
+    return max(math.fsum(total) - 1e-12 * math.fsum(map(abs, total)), 0.0)
+
+
+def terms_of(problem: Problem, classes: Sequence[int]) -> Terms:
+    """Equal values once: how many, one of them, its consumers; equal variables: how many, their class, where they meet values,
+    and what they cost."""
     ports: list[list[int]] = [[] for _ in problem.variables]  # by variable, where it meets values
-    terms: dict[tuple[Any, ...], list[Any]] = {}  # equal values once: how many, and one of them
+    values: dict[tuple[Any, ...], list[Any]] = {}
     for value in problem.values:
-        groups = consumers(value, proof.classes)
+        groups = consumers(value, classes)
         ports[value.producer].append(value.places[0])
         for group in groups.values():
             for at, place in group:
                 ports[at].append(place)
-        key = (name(value, proof.classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups))
-        terms.setdefault(key, [0, value, groups])[0] += 1
-    total: list[float] = []
-    for count, value, groups in terms.values():
-        total.append(count * value_bound(value, groups, proof))
-    alike: dict[tuple[Any, ...], list[int]] = {}
+        key = (name(value, classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups))
+        values.setdefault(key, [0, value, groups])[0] += 1
+    variables: dict[tuple[Any, ...], list[int]] = {}
     for at, variable in enumerate(problem.variables):
-        alike.setdefault((proof.classes[at], tuple(sorted(ports[at])), id(variable.costs)), []).append(at)
-    for (number, places, _), members in alike.items():
-        costs = problem.variables[members[0]].costs.copy()
-        for place in places:
-            costs = costs + multiplier(proof, number, place, len(costs))
-        total.append(len(members) * float(costs.min()))
-    if not all(map(math.isfinite, total)):
-        return math.inf if min(total) > -math.inf and not any(map(math.isnan, total)) else 0.0
-    return max(math.fsum(total) - 1e-12 * math.fsum(map(abs, total)), 0.0)
+        variables.setdefault((classes[at], tuple(sorted(ports[at])), id(variable.costs)), []).append(at)
+    return [(count, value, groups) for count, value, groups in values.values()], [
+        (len(members), number, places, problem.variables[members[0]].costs)
+        for (number, places, _), members in variables.items()
+    ]
 
 
 def consumers(value: Any, classes: Sequence[int]) -> dict[tuple[int, int, int], list[tuple[int, int]]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbpc.solver.check import Proof, checked_bound
+from sbpc.solver.check import Proof, checked_bound, terms_of
 from sbpc.solver.fold import Folded, Kind, Slot
 from sbpc.solver.network import Space, aliased, distinct
 from sbpc.solver.problem import Problem, Value, Variable
@@ -84,8 +84,9 @@ def prove(problem: Problem, dual: Dual, folded: Folded, cap: float, effort: Effo
 
 def checked(problem: Problem, dual: Dual) -> tuple[float, Proof]:
     """The bound that multipliers give, and the proof of it."""
-    proof = dual.proof()
-    return checked_bound(problem, proof), proof
+    proof, folded = dual.proof(), dual.folded
+    folded.terms = folded.terms or terms_of(problem, folded.classes)
+    return checked_bound(problem, proof, folded.terms), proof
 
 
 def between_ends(

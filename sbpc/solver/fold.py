@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sbpc.solver.check import Terms
 from sbpc.solver.problem import Problem, Value, Variable
 
 Slot = tuple[int, int]  # a class, and the number of the port where its members meet a value
@@ -34,12 +35,14 @@ class Kind:
 
 @dataclass(eq=False)
 class Folded:
-    """The folded problem, the class of every variable of the whole, and the sizes of the classes."""
+    """The folded problem, the class of every variable of the whole, and the sizes of the classes. terms: what the check of a
+    bound has found of the whole."""
 
     problem: Problem
     classes: list[int]
     sizes: list[int]
     kinds: list[Kind]
+    terms: Terms | None = None
 
     def unfold(self, labels: Sequence[Any]) -> list[Any]:
         """The labels of the whole problem, or what else is known by class."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ import numpy as np
 from sbpc.solver.least import least_of_runs
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star
+
+SHORT = 256  # layouts of a port, at most, that are looked up
 
 
 @dataclass(eq=False)
@@ -59,17 +62,30 @@ class Edge:
 
 @dataclass(eq=False)
 class Side:
-    """The edges of a node to one side: beliefs over its labels become beliefs over the layouts of all those ports."""
+    """The edges of a node to one side, and the ports where they meet it: none at a star."""
 
     edges: list[Edge]
-    sorted: np.ndarray  # labels by layout, port after port
-    starts: np.ndarray  # where each layout begins in `sorted`
-    run: np.ndarray  # the number of the layout of each of `sorted`
-    cuts: list[tuple[int, int]]  # by edge: its part of the layouts
+    ports: list[Port]
 
     def project(self, belief: np.ndarray, heat: float) -> np.ndarray:
         """The least belief of the labels of each layout, edge after edge."""
-        return least_of_runs(belief[self.sorted], self.starts, self.run, heat)
+        return least_of_runs(belief[self.sorted[0]], *self.sorted[1:], heat)
+
+    @functools.cached_property
+    def sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Labels by layout, port after port; where each layout begins among them; the number of the layout of each of them."""
+        labels = len(self.ports[0].at)
+        runs = [np.argsort(p.at, kind="stable") for p in self.ports]
+        starts = [np.searchsorted(p.at[run], np.arange(len(p.layouts))) for p, run in zip(self.ports, runs)]
+        offset = [start + labels * number for number, start in enumerate(starts)]
+        layouts = [first + p.at[run] for p, run, (first, _) in zip(self.ports, runs, self.cuts)]
+        return np.concatenate(runs), np.concatenate(offset), np.concatenate(layouts)
+
+    @functools.cached_property
+    def cuts(self) -> list[tuple[int, int]]:
+        """By edge: its part of the layouts."""
+        ends = itertools.accumulate((len(p.layouts) for p in self.ports), initial=0)
+        return list(itertools.pairwise(ends))
 
 
 @dataclass(eq=False)
@@ -90,14 +106,9 @@ class Node:
     def lay(self, inbox: np.ndarray) -> None:
         """Take this memory for the messages; the ports are told."""
         self.inbox, at = inbox, 0
-        for found in self.ports if len(self.gather) else ():
+        for found in self.earlier.ports + self.later.ports:
             found.inbox = inbox[at : at + len(found.layouts)]
             at += len(found.layouts)
-
-    @property
-    def ports(self) -> list[Port]:
-        """Where messages come in: over the earlier edges, then over the later ones."""
-        return [edge.last for edge in self.earlier.edges] + [edge.first for edge in self.later.edges]
 
 
 def order(problem: Problem, space: Space) -> list[tuple[int, int]]:
@@ -113,7 +124,19 @@ def port(node: int, layouts: np.ndarray) -> Port:
 
 
 def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The layouts that there are, and the place of each among them; as np.unique says it, in a third of the time."""
+    """The layouts that there are, and the place of each among them, not to be changed; as np.unique says it, in a third of the
+    time, and found once for the many ports that are alike."""
+    return distinct_in(layouts.tobytes(), layouts.dtype) if len(layouts) <= SHORT else found_in(layouts)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def distinct_in(layouts: bytes, kind: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The same of their bytes."""
+    return found_in(np.frombuffer(layouts, kind))
+
+
+def found_in(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same anew."""
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
     seen[layouts] = True
     return np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
@@ -121,34 +144,13 @@ def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool = False) -> Node:
     """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
-    if star:
-        none = np.zeros(0, np.intp)
-        before, after = (Side(edges, none, none, none, [(0, 0)] * len(edges)) for edges in (earlier, later))
-        return Node(costs, before, after, np.zeros(0, costs.dtype), none, 1 / max(len(earlier), len(later)))
-    ports = [edge.last for edge in earlier] + [edge.first for edge in later]
-    ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
-    gather = np.array([p.at + start for p, start in zip(ports, ends)]).reshape(len(ports), len(costs))
-    found = Node(
-        costs,
-        side(earlier, ports[: len(earlier)]),
-        side(later, ports[len(earlier) :]),
-        np.zeros(0, costs.dtype),
-        gather.astype(np.intp),
-        1 / max(len(earlier), len(later), 1),
-    )
+    before = Side(earlier, [] if star else [edge.last for edge in earlier])
+    after = Side(later, [] if star else [edge.first for edge in later])
+    ports = before.ports + after.ports
+    ends = list(itertools.accumulate((len(p.layouts) for p in ports), initial=0))
+    gather = np.zeros((len(ports), len(costs)), np.intp)
+    for row, p, start in zip(gather, ports, ends):
+        np.add(p.at, start, out=row)
+    found = Node(costs, before, after, np.zeros(0, costs.dtype), gather, 1 / max(len(earlier), len(later), 1))
     found.lay(np.zeros(ends[-1], costs.dtype))
     return found
-
-
-def side(edges: list[Edge], ports: list[Port]) -> Side:
-    """The edges of one side of a node, which meet it in `ports`."""
-    if not edges:
-        none = np.zeros(0, np.intp)
-        return Side([], none, none, none, [])
-    labels = len(ports[0].at)
-    runs = [np.argsort(p.at, kind="stable") for p in ports]
-    starts = [np.searchsorted(p.at[run], np.arange(len(p.layouts))) for p, run in zip(ports, runs)]
-    ends = np.cumsum([0, *(len(p.layouts) for p in ports)]).tolist()
-    offset = [start + labels * number for number, start in enumerate(starts)]
-    layouts = [start + p.at[run] for p, run, start in zip(ports, runs, ends)]
-    return Side(edges, np.concatenate(runs), np.concatenate(offset), np.concatenate(layouts), list(itertools.pairwise(ends)))

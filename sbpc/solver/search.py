@@ -150,10 +150,10 @@ class Search:
     def finish(self, space: Space, nodes: int = 50, gap: float = 0.0) -> tuple[float, bool]:
         """Look for the cheapest plan on `space`, or one within `gap`, among the nearest labels where many are left; a
         bound, and whether it is known that nothing there is cheaper."""
-        answer = relaxed(self.problem, space, self.scale, CROSSED)
+        answer = relaxed(self.problem, space, self.scale, CROSSED, gap)
         if answer is not None:
             self.take(answer)
-            return answer.bound, True
+            return answer.bound, answer.proved
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
@@ -174,7 +174,7 @@ class Search:
 
     def settle(self, messages: Messages, nodes: int, gap: float = 0.0) -> tuple[float, bool]:
         """As `finish`, by a program."""
-        answer = relaxed(self.problem, messages.space, self.scale, SMALL)
+        answer = relaxed(self.problem, messages.space, self.scale, SMALL, gap)
         if answer is None:
             answer = cheapest(self.problem, messages.space, self.scale, nodes, gap)
         self.take(answer)
