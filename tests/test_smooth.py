@@ -295,3 +295,19 @@ def test_a_bound_that_was_bettered_is_that_of_its_proof(seed):
     dual, _ = between_ends(folded, ceiling(folded.problem))
     bound, proof = prove(problem, dual, fold(problem, finer), ceiling(folded.problem), Effort(np.inf))
     assert checked_bound(problem, proof) == bound
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_sweeps_at_a_heat_are_the_same_in_single_precision(seed):
+    """Its messages lie in an array of their own, in the order of those in double precision."""
+    problem, _, _ = chain(6, 6, 5, seed, True)
+    messages = passed(problem, ceiling(problem))
+    single, heat = messages.single, 0.1 * messages.bound / len(messages.names)
+    assert single is messages.single and single.state.dtype == np.float32 and single.single is single
+    assert messages.stars and single.charged == messages.charged and not np.shares_memory(single.state, messages.state)
+    put(single, messages.state)
+    assert np.array_equal(single.state[single.charged :], messages.state[messages.charged :].astype(np.float32))
+    for each in (messages, single):
+        each.forward(heat)
+        each.backward(heat)
+    assert np.allclose(single.state, messages.state, rtol=1e-3, atol=1e-5 * messages.bound)

@@ -17,6 +17,7 @@ from sbpc.solver.exact import build, highs
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
+from sbpc.solver.relax import relaxed
 from sbpc.solver.search import whole
 from sbpc.solver.trws import Messages, ceiling
 
@@ -278,3 +279,18 @@ def test_a_tidied_plan_costs_no_more(problem, seed):
     seconds = total(problem, labels)
     assume(0 < seconds < np.inf)
     assert total(problem, near.tidy(labels, seconds)) <= seconds * (1 + 1e-10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(variables=6, labels=8, axes=1), st.sampled_from([0.0, 0.02, 0.2]))
+def test_a_relaxation_gives_labels_within_the_gap_that_is_asked_for_or_none(problem, gap):
+    best, space = brute_force(problem), whole(problem)
+    answer = relaxed(problem, space, best if np.isfinite(best) else 1.0, 10**6, gap)
+    if answer is None:
+        return
+    if answer.labels is None:
+        assert np.isinf(best)
+        return
+    found = total(problem, answer.labels)
+    assert answer.bound <= best * (1 + 1e-6) + 1e-12 and found <= answer.bound * (1 + gap + 1e-6) + 1e-12
+    assert not answer.proved or found == pytest.approx(best, rel=1e-6, abs=1e-12)
