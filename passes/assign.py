@@ -41,7 +41,7 @@ ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is s
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
 HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
 ENDS = 1, 2, 4  # blocks at either end of a run that are on their own, where that is needed for a bound
-FEW, ALL = 2_000, 1 << 20  # variables, at most, where then all are on their own; more blocks than there are
+FEW, ALL = 2_000, 1 << 20  # of so few variables all are on their own after one block at either end; more than there are
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
@@ -137,7 +137,7 @@ class Space:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """How many blocks at either end of a run are on their own, one after the other."""
+        """How many blocks at either end of a run are on their own, turn by turn; the second turn of all goes on with the first."""
         return ENDS if len(self.variables) > FEW else (ENDS[0], ALL, ALL)
 
     def priced(self, prices: Prices | None) -> Problem:

@@ -311,3 +311,15 @@ def test_sweeps_at_a_heat_are_the_same_in_single_precision(seed):
         each.forward(heat)
         each.backward(heat)
     assert np.allclose(single.state, messages.state, rtol=1e-3, atol=1e-5 * messages.bound)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_charges_that_come_from_single_precision_are_not_above_the_price(seed):
+    problem, _, _ = chain(6, 6, 5, seed, True)
+    messages = passed(problem, ceiling(problem))
+    smooth(messages, np.inf)
+    for star in messages.stars.values():
+        charges = np.zeros((len(star.share.charges), *star.share.price.shape))
+        for row, columns, found in zip(charges, star.share.columns, star.share.charges):
+            row[:, columns] = found
+        assert (charges.sum(0) - charges.min(0) <= star.share.price * (1 + 1e-12)).all()

@@ -115,7 +115,7 @@ def least_by(costs: np.ndarray, port: Port) -> np.ndarray:
 
 @dataclass(eq=False)
 class Shrunk:
-    """A problem without its inner variables, which cost the same there at their best: what is looked for is half as large.
+    """A problem without the variables that lie between others or at an end: what they cost at least falls on those that are left.
 
     kept: the variables that are left, by their numbers in the whole problem; inner: the others.
     """
@@ -140,8 +140,8 @@ class Shrunk:
 
 
 def shrink(problem: Problem, cap: float) -> Shrunk:
-    """The problem without variables that only values with one consumer meet, at most two of them. cap: what a boxing costs there
-    at most, an impossible one too: more than any plan."""
+    """The problem without variables that only values with one consumer meet, at most two of them. cap: what falls
+    on a label, or a boxing made of several costs at most, where it is impossible: more than any plan."""
     direct: dict[int, tuple[Edge, Value]] = {}
     left, fixed = [], set[int]()
     for value in problem.values:

@@ -35,12 +35,13 @@ class Proof:
     charges: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
 
 
-Terms = tuple[list[tuple[int, Any, dict]], list[tuple[int, int, tuple[int, ...], np.ndarray]]]
+Groups = Mapping[tuple[int, int, int], list[tuple[int, int]]]  # consumers by class, port and wanted layouts
+Terms = tuple[list[tuple[int, Any, Groups]], list[tuple[int, int, tuple[int, ...], np.ndarray]]]  # see `terms_of`
 
 
 def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) -> float:
     """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are. terms: what
-    `terms_of` has found of its classes before."""
+    `terms_of` has found of the problem and its classes."""
     values, variables = terms_of(problem, proof.classes) if terms is None else terms
     total = [count * value_bound(value, groups, proof) for count, value, groups in values]
     for count, number, places, costs in variables:

@@ -12,7 +12,7 @@ from sbpc.solver.least import least_of_runs
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star
 
-SHORT = 256  # layouts of a port, at most, that are looked up
+SHORT = 256  # labels of a port, at most, of which the layouts are found once
 
 
 @dataclass(eq=False)

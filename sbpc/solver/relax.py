@@ -13,7 +13,7 @@ from sbpc.solver.problem import Limit, Problem, total
 
 PIVOTS = 2  # most steps of the simplex method on the relaxation, times its rows: it mostly takes half as many as there are
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 than that is taken for it
-EXACT = 1e-7  # by so much at most the labels cost more than the relaxation says
+EXACT = 1e-7  # labels that cost no more than the relaxation says, but for rounding: the part that is that
 MUCH = 1e4  # how many times a limit can be had beyond it
 
 

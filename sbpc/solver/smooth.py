@@ -18,7 +18,7 @@ from sbpc.solver.trws import Messages
 SWEEPS = 20  # at each heat
 HEATS = 0.8, 0.16, 0.03  # in what a node costs of the bound, on average
 COLD = 0.1, 0.03, 0.01  # the same on more than two axes, where a sweep takes a tenth of a second
-AGAIN = 6, 3, 1.5, 0.75  # heats at which a later call goes on, in the last one
+AGAIN = 6, 3, 1.5, 0.75  # heats at which a later call goes on, as multiples of the last one
 PLAIN = 2  # sweeps at a heat before the first mixture
 MIXED = 8  # most sweeps that are mixed
 SHARP = 6  # sweeps on the true bound after each heat
@@ -28,8 +28,8 @@ RIDGE = 1e-10  # relative: what keeps mixtures of nearly equal steps small
 
 
 def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
-    """Better the bound of messages over all layouts at a few heats. A later call, and this one where the last heat gave much,
-    goes on at that heat and at half of it.
+    """Better the bound of messages over all layouts at a few heats; where the last one gave much, at that heat again and at half
+    of it. A later call goes on from where the heats ended, at higher ones again.
 
     aim: a bound in seconds that is good enough. until: CPU time of this process at which no more is begun.
     """
@@ -54,7 +54,7 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
         if not np.isfinite(soft.state).all():
             put(soft, kept)
         messages.soft, messages.bound = (heat, soft.state.copy()), -np.inf
-        put(messages, soft.state)
+        put(messages, soft.state, fill=messages is not soft)  # charges are rounded: not above the price
         for _ in range(SHARP):
             messages.sweep()
         if messages.bound > best:

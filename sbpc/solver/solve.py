@@ -72,7 +72,7 @@ def solve_folded(
         both.free()
     elif not quick:
         both.widen(finer)
-        both.turns((alike, finer, *finest) if both.gap > FINER else (finer, *finest))
+        both.turns(itertools.chain((alike, finer) if both.gap > FINER else (finer,), finest))
     if both.gap > both.most and both.wide:
         both.better(finer)
     if both.gap > both.most and not quick and both.labels <= LABELS:
@@ -110,7 +110,7 @@ class Both:
 
     @property
     def gap(self) -> float:
-        """How far the best plan may be above the bound, as a part of it; 1 where none is known yet."""
+        """How far the best plan may be above the bound, as a part of it; about 1 where none is known yet."""
         seconds = self.search.seconds
         if not math.isfinite(seconds):
             return 1.0
@@ -152,10 +152,8 @@ class Both:
     def turns(self, partitions: Iterable[Sequence[int]]) -> None:
         """Better the bound by smooth messages, with more of the ends of runs on their own in each turn; look again at many labels,
         until that finds no more."""
-        settled = False
-        for partition in partitions:
-            if self.gap <= self.most:
-                return
+        settled, left = False, iter(partitions)
+        while self.gap > self.most and (partition := next(left, None)) is not None:
             before = self.search.seconds
             aim = before * (1 - NEARLY * self.most)
             self.dual, labels = between_ends(self.folded, self.search.cap, Effort(aim + self.dual.bound - self.bound), self.dual)

@@ -343,7 +343,7 @@ class Messages:
 
     @functools.cached_property
     def single(self) -> Messages:
-        """The same in single precision, its messages not yet: half the time of a sweep, enough for a heat."""
+        """The same in single precision, where a sweep takes half the time; its state is to be set, see `put` in smooth.py."""
         if self.real is np.float32:
             return self
         return Messages(self.problem, self.space, self.cap, np.float32, [inner.node for inner in self.inner])
@@ -366,7 +366,8 @@ class Messages:
 
 
 def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floating]) -> tuple[np.ndarray, int]:
-    """Put all that sweeps go on from into one array: messages, then charges; the array, and where charges begin in it."""
+    """Put messages, then charges into one array; it, and where charges begin. A sweep goes on from it: from the messages to earlier
+    nodes, those of later consumers and the charges; it finds the others anew, which are in it as a node's lie side by side."""
     inboxes = [found.inbox for found in nodes.values()]
     charges = [found for star in stars.values() for found in star.share.charges]
     parts = inboxes + [found for star in stars.values() for found in star.sent] + charges
