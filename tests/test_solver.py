@@ -294,3 +294,16 @@ def test_a_relaxation_gives_labels_within_the_gap_that_is_asked_for_or_none(prob
     found = total(problem, answer.labels)
     assert answer.bound <= best * (1 + 1e-6) + 1e-12 and found <= answer.bound * (1 + gap + 1e-6) + 1e-12
     assert not answer.proved or found == pytest.approx(best, rel=1e-6, abs=1e-12)
+
+
+def test_labels_of_a_relaxation_that_is_a_mixture_are_near_enough_or_none_and_not_proved():
+    """Three variables, of which any two want different ones of two layouts: half of each, the relaxation says."""
+    variables = [Variable(f"v{at}", np.array([10.0, 10.0]), np.arange(2)[:, None]) for at in range(3)]
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    values = [Value(one, np.array([0, 1]), [(other, np.array([1, 0]))], 1 - np.eye(2)) for one, other in pairs]
+    problem = Problem(variables, values)
+    space = whole(problem)
+    assert relaxed(problem, space, 31.0, 10**6) is None and relaxed(problem, space, 31.0, 10**6, 0.01) is None
+    answer = relaxed(problem, space, 31.0, 10**6, 0.2)
+    assert answer is not None and answer.labels is not None and not answer.proved
+    assert answer.bound == pytest.approx(30.0) and total(problem, answer.labels) >= brute_force(problem) == 31.0
