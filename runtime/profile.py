@@ -1,9 +1,10 @@
 """profile: measure what a flop, a byte of memory and every collective cost on the machine that runs this.
 
 Every figure is the median over repeats, after a warm-up, with all ranks measuring at the same time, as they compute and
-communicate in a step; before each collective they compute, as they do there. A collective takes as long as its slowest
-rank; its time is fitted as rounds * latency + bytes / rate, or what it takes at least, over messages of many sizes, with
-the rounds and bytes of the textbook's ring, so that whatever the backend does instead shows in its own figures.
+communicate in a step. Before each collective they compute, as they do there, and none computes again before all are
+through it: it would take the core of a rank that shares it. A collective takes as long as its slowest rank; its time is
+fitted as rounds * latency + bytes / rate, or what it takes at least, over messages of many sizes, with the rounds and
+bytes of the textbook's ring, so that whatever the backend does instead shows in its own figures.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def measure(collective: str, team: Team, where: torch.device, repeats: int, sent
             run()
             settle(where)
             seconds.append(time.perf_counter() - start)
-        dist.barrier()
+            dist.barrier()
         after = wire_bytes()
         slowest = [max(column) for column in zip(*everyone(seconds))]
         points.append((textbook, statistics.median(slowest)))

@@ -1,7 +1,7 @@
 """The cost model against reality: real processes over links of known speed. `python -m tests.bench.testbed` (root).
 
 On four hosts of 200 and of 400 Mbit/s `sbpc profile` writes a cluster file. With it, ten plans of a small GPT are held
-against what is measured: seconds of communication (every collective by itself, all ranks ready: the median over steps,
+against what is measured: seconds of communication (every collective by itself, between barriers: the median over steps,
 summed), and bytes through the interfaces. Then a VGG-like net trains by the solver's plan, by DistributedDataParallel
 and by a hand-written hybrid (data-parallel convolutions, tensor-parallel classifier), in turns in one run.
 """
@@ -104,7 +104,8 @@ def ten_plans(cluster: Cluster) -> dict[str, Plan]:
 
 # --- what runs on a host ----------------------------------------------------------------------------------------------
 class Timed(torch.fx.Interpreter):
-    """Runs a program, every collective by itself once all ranks stand at it; its seconds are noted."""
+    """Runs a program, every collective by itself, from when all ranks stand at it until all are through; its seconds are
+    noted. A rank that went on to compute would take the core of one that is not through, which hosts do not share."""
 
     noted: list[float] = []  # noqa: RUF012
 
@@ -115,6 +116,7 @@ class Timed(torch.fx.Interpreter):
         start = time.perf_counter()
         found = torch.ops._c10d_functional.wait_tensor(super().call_function(target, args, kwargs))
         self.noted.append(time.perf_counter() - start)
+        dist.barrier()
         return found
 
 
