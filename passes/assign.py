@@ -40,8 +40,7 @@ from sbpc.tables import Table, Tensors, narrowed, renames, tabulate
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
 HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
-ENDS = 1, 2, 4  # blocks at either end of a run that are on their own, where that is needed for a bound
-FEW, ALL = 2_000, 1 << 20  # of so few variables all are on their own after one block at either end; more than there are
+ENDS = 0, 1, 2, 4  # blocks at either end of a run that are on their own, turn by turn, for a tighter bound
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
@@ -92,8 +91,7 @@ class Space:
         Raises LayoutError if no assignment has finite cost.
         """
         problem, known = self.priced(prices), [self.labels(start) for start in starts]
-        ends = (self.classes(prices, apart) for apart in self.ends)
-        solution = solve(problem, known, self.classes(prices), next(ends), ends, quick)
+        solution = solve(problem, known, self.classes(prices), self.classes(prices, 1), quick)
         if not np.isfinite(solution.seconds):
             raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
         self.multipliers, self.extra = solution.proof, solution.extra
@@ -133,12 +131,7 @@ class Space:
 
     def certified(self, seconds: float, limit: float, prices: Prices | None = None) -> tuple[float, Proof]:
         """A bound and its proof; seconds: of a plan, and what it pays for bytes."""
-        return certify(self.priced(prices), [self.classes(prices, apart) for apart in (0, *self.ends)], seconds, limit)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """How many blocks at either end of a run are on their own, turn by turn; the second turn of all goes on with the first."""
-        return ENDS if len(self.variables) > FEW else (ENDS[0], ALL, ALL)
+        return certify(self.priced(prices), [self.classes(prices, apart) for apart in ENDS], seconds, limit)
 
     def priced(self, prices: Prices | None) -> Problem:
         """The problem, where the bytes of an output or of an operand cost so many seconds each."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Value, Variable, compiled, trws
 from sbpc.solver.network import Space, aliased, distinct
+from sbpc.solver.paths import HALF, LITTLE
 from sbpc.solver.trws import Messages, ceiling
 from tests.test_fold import chain
 from tests.test_solver import closed
@@ -79,7 +80,8 @@ def assert_passes_are_the_same(problem: Problem, real: type[np.floating], heat: 
     cold = [lambda m: m.forward(), lambda m: m.backward()]
     hot = [lambda m: m.forward(heat), lambda m: m.backward(heat)]
     refill = [lambda m: m.hear(), lambda m: m.backward(heat / 3), lambda m: m.hear(fill=True)]
-    for act in (*cold * 6, *hot, *refill, *hot, *cold):
+    little, alike, half = (lambda m, rest=rest: m.split(rest) for rest in (LITTLE, None, HALF))
+    for act in (*cold * 3, little, *cold * 3, alike, *cold, *hot, *refill, *hot, half, *cold):
         wanted, said = twice(one, other, act)
         most = max([dearest, heat, *(float(np.abs(part[np.isfinite(part)]).max(initial=0)) for part in numbers(one))])
         if wanted is not None:

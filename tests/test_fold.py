@@ -15,10 +15,12 @@ import sbpc
 from sbpc import Mesh
 from sbpc.passes.assign import Space
 from sbpc.repeats import Run, runs
-from sbpc.solver import Problem, Value, Variable, solve, total, untied_proof
+from sbpc.solver import Problem, Solution, Value, Variable, solve, total, untied_proof
 from sbpc.solver.check import Proof, checked_bound
+from sbpc.solver.dual import between_ends, prove
 from sbpc.solver.fold import fold
 from sbpc.solver.moves import nearest
+from sbpc.solver.resume import resumed, untied
 from sbpc.solver.trws import ceiling
 from tests import models
 from tests.test_solver import brute_force, closed, problems
@@ -70,17 +72,24 @@ def chain(blocks: int, labels: int, layouts: int, seed: int, shared: bool) -> tu
     return Problem(variables, values), classes, finer
 
 
+def tied(problem: Problem, classes: list[int], finer: list[int]) -> Solution:
+    """What is found where variables are too many to be looked at one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "FEW", 0)
+        return solve(problem, alike=classes, finer=finer)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1), st.booleans())
 def test_a_folded_plan_costs_the_same_unfolded_and_its_bound_holds_for_every_plan(
     blocks, labels, layouts, seed, shared
 ):
     problem, classes, finer = chain(blocks, labels, layouts, seed, shared)
-    found = solve(problem, alike=classes, finer=finer)
+    found = tied(problem, classes, finer)
     folded = fold(problem, classes)
-    tied = folded.fold(found.labels)
-    assert folded.unfold(tied) == found.labels
-    assert total(folded.problem, tied) == pytest.approx(total(problem, found.labels), rel=1e-9)
+    one = folded.fold(found.labels)
+    assert folded.unfold(one) == found.labels
+    assert total(folded.problem, one) == pytest.approx(total(problem, found.labels), rel=1e-9)
     assert found.seconds == pytest.approx(total(problem, found.labels), rel=1e-12)
     best = solve(problem).seconds if blocks > 3 else brute_force(problem)
     assert found.lower_bound <= best * (1 + 1e-9) and best <= found.seconds * (1 + 1e-9)
@@ -94,7 +103,7 @@ def test_a_folded_plan_is_found_where_most_boxings_are_impossible(labels, layout
     for closure in {id(value.closure): value.closure for value in problem.values}.values():
         closure[rng.random(closure.shape) < 0.6] = np.inf
         closure[:] = closed(closure)
-    found, best = solve(problem, alike=classes, finer=finer), solve(fold(problem, classes).problem)
+    found, best = tied(problem, classes, finer), solve(fold(problem, classes).problem)
     assert np.isfinite(found.seconds) == np.isfinite(best.seconds)
     assert best.seconds * (1 - 1e-9) <= found.seconds and found.lower_bound <= solve(problem).seconds * (1 + 1e-9)
 
@@ -110,11 +119,11 @@ def test_of_a_folded_problem_with_many_labels_not_everything_is_tried(monkeypatc
     run = module.Search.run
     monkeypatch.setattr(module.Search, "run", lambda search: tried.append(search.problem) or run(search))
     problem, classes, finer = chain(6, 3, 5, 2, True)
-    everything = solve(problem, alike=classes, finer=finer)
+    everything = tied(problem, classes, finer)
     assert tried and everything.gap > module.TIED[0][1]
     tried.clear()
     monkeypatch.setattr(module, "LABELS", 0)
-    left = solve(problem, alike=classes, finer=finer)
+    left = tied(problem, classes, finer)
     assert not tried and left.proof is not None
     assert left.lower_bound <= everything.seconds * (1 + 1e-9) and everything.seconds <= left.seconds * (1 + 1e-9)
 
@@ -184,24 +193,49 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
 @pytest.mark.parametrize(("labels", "layouts", "seed"), [(12, 8, 20), (20, 10, 8)])
 def test_where_a_gap_is_left_the_bound_of_a_folded_problem_is_sharpened(labels, layouts, seed, monkeypatch):
     problem, classes, finer = chain(8, labels, layouts, seed, True)
-    sharp, best = solve(problem, alike=classes, finer=finer), solve(problem)
+    monkeypatch.setattr(solver.Both, "resume", lambda both: None)
+    sharp, best = tied(problem, classes, finer), solve(problem)
     monkeypatch.setattr("sbpc.solver.smooth.HEATS", ())
-    plain = solve(problem, alike=classes, finer=finer)
+    plain = tied(problem, classes, finer)
     assert best.exact and sharp.lower_bound <= best.seconds * (1 + 1e-9)
     assert sharp.seconds <= plain.seconds and sharp.gap < 0.9 * plain.gap
 
 
-def test_where_a_gap_is_left_more_and_more_ends_are_proved_on_their_own(monkeypatch):
+def test_where_a_gap_is_left_nothing_is_tied_for_the_bound(monkeypatch):
     monkeypatch.setattr(solver, "TIED", ((0.0, 0.0),) * 2)
     bounds = []
     for seed in (8, 20):
         problem, classes, finer = chain(8, 12, 8, seed, True)
-        every = list(range(len(problem.variables)))
-        found = [solve(problem, alike=classes, finer=finer, finest=parts) for parts in ((), (every,))]
-        bounds.append([each.lower_bound for each in found])
-        assert found[1].lower_bound == pytest.approx(checked_bound(problem, found[1].proof), rel=1e-9)
-        assert found[1].lower_bound <= solve(problem).seconds * (1 + 1e-9)
+        found = tied(problem, classes, finer)
+        assert found.lower_bound == pytest.approx(checked_bound(problem, found.proof), rel=1e-9)
+        assert found.lower_bound <= solve(problem).seconds * (1 + 1e-9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(solver.Both, "resume", lambda both: None)
+            bounds.append([tied(problem, classes, finer).lower_bound, found.lower_bound])
     assert all(more >= few for few, more in bounds) and any(more > few * 1.001 for few, more in bounds), bounds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_few_variables_each_may_have_a_label_of_its_own(seed):
+    problem, classes, finer = chain(8, 6, 5, seed, True)
+    found, alike, best = solve(problem, alike=classes, finer=finer), tied(problem, classes, finer), solve(problem)
+    assert best.exact and best.seconds * (1 - 1e-9) <= found.seconds <= alike.seconds and found.gap <= solver.TIED[0][1]
+    assert found.lower_bound == pytest.approx(min(checked_bound(problem, found.proof), found.seconds), rel=1e-9)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_go_on_where_a_proof_of_tied_variables_ends(seed, shared):
+    """At its bound, but for what is rounded, and for boxings of which several members of a class pay equal parts."""
+    problem, classes, _ = chain(7, 5, 4, seed, shared)
+    folded = fold(problem, classes)
+    cap = ceiling(folded.problem)
+    before, proof = prove(problem, between_ends(folded, cap)[0], folded, cap)
+    messages = resumed(Problem(problem.variables, [value for value in problem.values if value.consumers]), proof, cap)
+    begun = messages.sweep()
+    assert begun >= before * (0.9 if shared else 1 - 1e-9) > 0
+    bound, better = untied(problem, proof, cap, np.inf)
+    assert begun * (1 - 1e-9) <= bound <= solve(problem).seconds * (1 + 1e-9) and bound == checked_bound(problem, better)
 
 
 def on_three_axes(problem: Problem) -> Problem:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sbpc.solver import Problem, Value, Variable, certify, solve
 from sbpc.solver.arcs import arcs
 from sbpc.solver.check import checked_bound
-from sbpc.solver.dual import Effort, between_ends, passed, prove
+from sbpc.solver.dual import Effort, between_ends, everywhere, passed, prove
 from sbpc.solver.exact import build, cheapest, highs, unit_of
 from sbpc.solver.fold import fold
 from sbpc.solver.least import least, least_of_runs, lesser
@@ -67,7 +67,10 @@ def test_no_smoothed_bound_is_above_brute_force(problem):
 def test_messages_that_rest_too_low_come_to_the_best_bound(seed):
     """That of the program without integers, where consumers that share boxings do not make it the better one."""
     problem, _, _ = chain(8, 12, 8, seed, True)
-    messages = passed(problem, ceiling(problem))
+    messages = everywhere(problem, ceiling(problem))
+    messages.split(None)
+    for _ in range(60):
+        messages.sweep()
     before = messages.bound
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], messages.space.aliases)
     program, _ = build(problem, everything)
@@ -304,6 +307,7 @@ def test_sweeps_at_a_heat_are_the_same_in_single_precision(seed):
     messages = passed(problem, ceiling(problem))
     single, heat = messages.single, 0.1 * messages.bound / len(messages.names)
     assert single is messages.single and single.state.dtype == np.float32 and single.single is single
+    single.split(None)
     assert messages.stars and single.charged == messages.charged and not np.shares_memory(single.state, messages.state)
     put(single, messages.state)
     assert np.array_equal(single.state[single.charged :], messages.state[messages.charged :].astype(np.float32))

@@ -43,7 +43,8 @@ def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) ->
     """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are. terms: what
     `terms_of` has found of the problem and its classes."""
     values, variables = terms_of(problem, proof.classes) if terms is None else terms
-    total = [count * value_bound(value, groups, proof) for count, value, groups in values]
+    known = Layouts()
+    total = [count * value_bound(value, groups, proof, known) for count, value, groups in values]
     for count, number, places, costs in variables:
         for place in places:
             costs = costs + multiplier(proof, number, place, len(costs))
@@ -96,20 +97,50 @@ def name(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int
 def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray:
     """The multipliers of a port by label; 0 where there are none, or numbers that are none or of which sums may be none."""
     found = proof.multipliers.get((number, place))
-    if found is None or found.shape != (labels,) or not (np.abs(found) < HUGE).all():
+    if found is None or found.shape != (labels,) or not np.abs(found).max(initial=0.0) < HUGE:
         return np.zeros(labels)
     return found
 
 
-def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof) -> float:
+class Layouts:
+    """What is found once of the many ports that have one array of layouts."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
+
+    def distinct(self, layouts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The distinct layouts, and by label the place of its own among them."""
+        key = (id(layouts),)
+        if key not in self.found:
+            self.found[key] = *np.unique(layouts, return_inverse=True), layouts  # which is kept, so that no other has its id
+        return self.found[key][:2]
+
+    def both(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Where among the distinct layouts of each those lie that are among both."""
+        key = (id(one), id(other))
+        if key not in self.found:
+            first, second = self.distinct(one)[0], self.distinct(other)[0]
+            self.found[key] = np.intersect1d(first, second, assume_unique=True, return_indices=True)[1:]
+        return self.found[key]
+
+    def paid(self, layouts: np.ndarray, multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct layouts of a port, and the most that is paid in each."""
+        found, at = self.distinct(layouts)
+        most = np.full(len(found), -np.inf)
+        np.maximum.at(most, at, multipliers)
+        return found, most
+
+
+def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof, known: Layouts) -> float:
     """The least that one value costs, less what it is paid."""
     wants = {(at, place): wanted for (at, wanted), place in zip(value.consumers, value.places[1:])}
     producer = proof.classes[value.producer]
-    made = paid(value.out, multiplier(proof, producer, value.places[0], len(value.out)))
-    taken = []
+    made = known.paid(value.out, multiplier(proof, producer, value.places[0], len(value.out)))
+    taken, ports = [], []
     for (number, place, _), group in groups.items():
         wanted = wants[group[0]]
-        taken.append(paid(wanted, len(group) * multiplier(proof, number, place, len(wanted))))
+        taken.append(known.paid(wanted, len(group) * multiplier(proof, number, place, len(wanted))))
+        ports.append(wanted)
     if not taken:
         return -float(made[1].max())
     reached = value.closure[made[0]] - made[1][:, None]  # from each source to each alias
@@ -118,20 +149,12 @@ def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int
         prices = charges(
             value.closure, [layouts for layouts, _ in taken], proof.charges.get(name(value, proof.classes, groups))
         )
-    for price, (layouts, pays) in zip(prices, taken):
+    for price, (_, pays), wanted in zip(prices, taken, ports):
         direct = np.full(len(made[0]), np.inf)
-        _, at, to = np.intersect1d(made[0], layouts, assume_unique=True, return_indices=True)
+        at, to = known.both(value.out, wanted)
         direct[at] = -pays[to]
         reached += np.minimum((price - pays).min(1), direct[:, None])
     return float(reached.min())
-
-
-def paid(layouts: np.ndarray, multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct layouts of a port, and the most that is paid in each."""
-    found, at = np.unique(layouts, return_inverse=True)
-    most = np.full(len(found), -np.inf)
-    np.maximum.at(most, at, multipliers)
-    return found, most
 
 
 def charges(closure: np.ndarray, wanted: Sequence[np.ndarray], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ def columns(names: str) -> np.dtype:
 
 FORWARD, BACKWARD, HEAR, FILL = range(4)  # what a pass does
 NODE = columns("costs inbox gather weight. labels star links earlier later")
-LINK = columns("seconds inbox here there by_row star branch")
+LINK = columns("seconds inbox part. here there by_row star branch")
 STAR = columns("seconds price parts made branch sources aliases layouts branches step. rare. least. faint.")
 BRANCH = columns("charges over direct sent columns at to count straight late")
 
@@ -59,8 +59,10 @@ class Tables:
             star = number.get(id(stars.get(at)), -1)
             sides = len(node.earlier.edges), len(node.later.edges)
             rows.append((*arrays, node.weight, len(node.costs), star, len(links), *sides))
-            links += [self.link(edge, edge.last, edge.first, number.get(id(edge.star), -1)) for edge in node.earlier.edges]
-            links += [self.link(edge, edge.first, edge.last, number.get(id(edge.star), -1)) for edge in node.later.edges]
+            for edge, part in zip(node.earlier.edges, node.earlier.parts):
+                links.append(self.link(edge, edge.last, edge.first, part, number.get(id(edge.star), -1)))
+            for edge, part in zip(node.later.edges, node.later.parts):
+                links.append(self.link(edge, edge.first, edge.last, part, number.get(id(edge.star), -1)))
             self.most(len(node.costs), len(node.inbox))
         self.nodes, self.links = np.array(rows, NODE), np.array(links, LINK)
 
@@ -68,6 +70,10 @@ class Tables:
         """`Messages.forward`, `.backward` or `.hear`. balance: charges of stars, 1 from the first consumer on, 2 from the last."""
         assert machine is not None
         return machine.pass_on(self.nodes, self.links, self.stars, self.sizes, self.single, kind, heat, balance)
+
+    def split(self, nodes: Mapping[int, Node]) -> None:
+        """Divide what nodes say as they do now."""
+        self.links["part"] = [part for node in nodes.values() for side in (node.earlier, node.later) for part in side.parts]
 
     def address(self, found: np.ndarray) -> int:
         """Where the numbers of an array lie, one after the other."""
@@ -82,14 +88,14 @@ class Tables:
         """There is room for so much."""
         self.sizes[: len(sizes)] = np.maximum(self.sizes[: len(sizes)], sizes)
 
-    def link(self, edge: Edge, here: Port, there: Port, star: int) -> tuple:
+    def link(self, edge: Edge, here: Port, there: Port, part: float, star: int) -> tuple:
         """The row of an edge as one end sees it; star: its number, -1 if there is none. The port of a star has no labels."""
         inbox, counts = self.address(there.inbox), [len(port.layouts) if len(port.at) else 0 for port in (here, there)]
         if edge.star is not None:
-            return 0, inbox, *counts, 0, star, edge.branch
+            return 0, inbox, part, *counts, 0, star, edge.branch
         by_row = edge.seconds if here is edge.first else edge.seconds.T  # [here, there]
         stored = by_row if by_row.flags.c_contiguous else by_row.T
-        return self.address(stored), inbox, *counts, stored is by_row, -1, 0
+        return self.address(stored), inbox, part, *counts, stored is by_row, -1, 0
 
     def star(self, star: Star) -> tuple:
         """The row of a star, and those of its branches."""

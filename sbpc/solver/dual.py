@@ -8,7 +8,7 @@ of its members meet), then the ends, with the multipliers of the blocks as they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +16,15 @@ import numpy as np
 from sbpc.solver.check import Proof, checked_bound, terms_of
 from sbpc.solver.fold import Folded, Kind, Slot
 from sbpc.solver.network import Space, aliased, distinct
+from sbpc.solver.paths import HALF, LITTLE
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.smooth import smooth
+from sbpc.solver.smooth import put, smooth
 from sbpc.solver.trws import Messages
 
 ROUNDS = 16  # at most so many times SWEEPS sweeps; before smooth ones mostly once
+ALIKE = 6  # sweeps in which nodes say as much over all edges, after which multipliers lie in the middle of what they may be
 SWEEPS = 3  # as many as there are from one balance of charges to the next
+FEW = 2_000  # variables of which nothing is tied that are told in two ways
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
 
@@ -99,7 +102,7 @@ def between_ends(
     """
     part = blocks(folded)
     if known is None or known.messages is None:
-        messages, found = passed(part.problem, cap), Dual(folded)
+        messages, found = (far if max(folded.sizes) == 1 else passed)(part.problem, cap), Dual(folded)
     else:
         messages, found = known.messages, Dual(folded, ends=known.ends)
     if messages.bound < effort.aim:
@@ -258,16 +261,55 @@ def ends(folded: Folded, dual: Dual) -> Part:
     return part
 
 
-def passed(problem: Problem, cap: float, rest: float = 0.0) -> Messages:
-    """Messages over all layouts, until they raise the bound no more; rest: what else there is of it."""
+def passed(problem: Problem, cap: float, rest: float = 0.0, parts: Sequence[float] = (HALF,)) -> Messages:
+    """Messages over all layouts, until they raise the bound no more, at last divided alike; rest: what else there is of it.
+
+    parts: how they are divided before, see `paths`, one after the other.
+    """
+    return settle(everywhere(problem, cap), parts, rest)
+
+
+def everywhere(problem: Problem, cap: float) -> Messages:
+    """Messages over all layouts that say nothing yet; on more than two axes in single precision."""
     aliases = [np.arange(len(v.closure)) if aliased(v) else None for v in problem.values]
     wide = problem.variables[0].digits.shape[1] > 2
     everything = Space([np.arange(len(v.costs)) for v in problem.variables], aliases)
-    messages = Messages(problem, everything, cap, np.float32 if wide else np.float64)
+    return Messages(problem, everything, cap, np.float32 if wide else np.float64)
+
+
+def settle(messages: Messages, parts: Sequence[float], rest: float = 0.0, aim: float = math.inf) -> Messages:
+    """See `passed`; aim: a bound with which it is enough."""
+    wide = messages.problem.variables[0].digits.shape[1] > 2
+    for part in parts:
+        messages.split(part)
+        rise(messages, IDLE[wide], rest, aim)
+    messages.split(None)
+    for _ in range(ALIKE):
+        messages.sweep()
+    return messages
+
+
+def rise(messages: Messages, idle: float, rest: float, aim: float) -> None:
+    """Sweeps, until they add less than a part `idle` to the bound, of which there is `rest` elsewhere."""
     for _ in range(ROUNDS):
         before = messages.bound
         for _ in range(SWEEPS):
             messages.sweep()
-        if messages.bound - before < IDLE[wide] * max(abs(messages.bound), rest):
+        if messages.bound >= aim or messages.bound - before < idle * max(abs(messages.bound), rest):
             break
+
+
+def far(problem: Problem, cap: float) -> Messages:
+    """The better of messages that begin with much for all edges, and with all for paths."""
+    messages = everywhere(problem, cap)
+    begin, found = messages.state.copy(), list[tuple[float, np.ndarray]]()
+    for parts in ((HALF, LITTLE), (LITTLE, HALF)):
+        put(messages, begin)
+        messages.bound = -np.inf
+        settle(messages, parts)
+        found.append((messages.bound, messages.state.copy()))
+    bound, state = max(found, key=lambda pair: pair[0])
+    put(messages, state)
+    messages.bound = bound
+    messages.sweep()
     return messages

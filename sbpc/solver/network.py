@@ -66,10 +66,12 @@ class Side:
 
     edges: list[Edge]
     ports: list[Port]
+    parts: list[float]  # of what the node says, by edge
 
     def project(self, belief: np.ndarray, heat: float) -> np.ndarray:
-        """The least belief of the labels of each layout, edge after edge."""
-        return least_of_runs(belief[self.sorted[0]], *self.sorted[1:], heat)
+        """The least part of the belief of the labels of each layout, edge after edge."""
+        parts = np.repeat(np.array(self.parts, belief.dtype), len(belief))
+        return least_of_runs(belief[self.sorted[0]] * parts, *self.sorted[1:], heat)
 
     @functools.cached_property
     def sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -144,13 +146,14 @@ def found_in(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool = False) -> Node:
     """A node and its inbox; its ports are told where their messages lie. A star has messages of its own."""
-    before = Side(earlier, [] if star else [edge.last for edge in earlier])
-    after = Side(later, [] if star else [edge.first for edge in later])
+    weight = 1 / max(len(earlier), len(later), 1)
+    before = Side(earlier, [] if star else [edge.last for edge in earlier], [weight] * len(earlier))
+    after = Side(later, [] if star else [edge.first for edge in later], [weight] * len(later))
     ports = before.ports + after.ports
     ends = list(itertools.accumulate((len(p.layouts) for p in ports), initial=0))
     gather = np.zeros((len(ports), len(costs)), np.intp)
     for row, p, start in zip(gather, ports, ends):
         np.add(p.at, start, out=row)
-    found = Node(costs, before, after, np.zeros(0, costs.dtype), gather, 1 / max(len(earlier), len(later), 1))
+    found = Node(costs, before, after, np.zeros(0, costs.dtype), gather, weight)
     found.lay(np.zeros(ends[-1], costs.dtype))
     return found

@@ -38,6 +38,8 @@ def smooth(messages: Messages, aim: float, until: float = math.inf) -> None:
     best, kept = messages.bound, messages.state.copy()
     wide = messages.problem.variables[0].digits.shape[1] > 2
     soft = messages.single
+    soft.split(None)
+    messages.split(None)
     if messages.soft is None:
         heats = list(COLD if wide else HEATS)
         put(soft, kept)

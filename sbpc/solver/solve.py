@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from sbpc.solver.chains import shrink
 from sbpc.solver.check import Proof
-from sbpc.solver.dual import NONE, Effort, between_ends, passed, prove
+from sbpc.solver.dual import FEW, NONE, Effort, between_ends, passed, prove
 from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
+from sbpc.solver.resume import untied
 from sbpc.solver.search import ENOUGH, NEAR, TIE, Look, Search
 from sbpc.solver.trws import ceiling
 
@@ -34,16 +35,14 @@ def solve(
     starts: Sequence[Sequence[int]] = (),
     alike: Sequence[int] | None = None,
     finer: Sequence[int] | None = None,
-    finest: Iterable[Sequence[int]] = (),
     quick: bool = False,
 ) -> Solution:
     """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run. Of labels
     that cost the same those with fewer boxings are looked for.
 
     alike: a number per variable; those with the same number get the same label. finer: the same with the ends of runs of
-    equal blocks on their own, which makes the bound tighter; finest: the same with more and more such blocks, the last to be tried
-    on at most two axes. The bound holds for all labels. quick: of a problem with equal variables the labels next to the bound will
-    do.
+    equal blocks on their own, which makes the bound tighter. The bound holds for all labels. quick: of a problem with equal variables
+    the labels next to the bound will do.
     """
     check(problem)
     if not problem.variables:
@@ -52,7 +51,7 @@ def solve(
         search = Search(problem, starts)
         found = search.run()
         return replace(found, labels=search.tidied()) if found.labels is search.labels else found
-    return solve_folded(problem, starts, alike, alike if finer is None else finer, finest, quick)
+    return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
 
 
 def solve_folded(
@@ -60,19 +59,23 @@ def solve_folded(
     starts: Sequence[Sequence[int]],
     alike: Sequence[int],
     finer: Sequence[int],
-    finest: Iterable[Sequence[int]],
     quick: bool,
 ) -> Solution:
     """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small."""
     both = Both(problem, alike, starts)
     both.better(finer if quick and not both.wide else alike)
-    if both.gap > ENOUGH:
+    if both.gap > ENOUGH and both.tied:
         both.search.approach(both.extra, NEAR)
     if not quick and both.wide:
         both.free()
     elif not quick:
         both.widen(finer)
-        both.turns(itertools.chain((alike, finer) if both.gap > FINER else (finer,), finest))
+        if both.gap > both.most and both.tied and len(problem.variables) <= FEW:
+            return both.apart(quick)
+        for partition in (alike, finer):
+            if both.gap > both.most:
+                both.turn(partition)
+                both.resume()
     if both.gap > both.most and both.wide:
         both.better(finer)
     if both.gap > both.most and not quick and both.labels <= LABELS:
@@ -101,6 +104,9 @@ class Both:
         self.enough, self.most = TIED[self.wide]
         self.dual, labels = between_ends(folded, self.search.cap)
         self.search.offer(self.small.part(labels))
+        self.tied, self.settled = max(folded.sizes) > 1, False
+        if not self.tied:
+            self.search.own = self.extra
         self.bound, self.proof = 0.0, Proof(folded.classes)
 
     @property
@@ -142,26 +148,36 @@ class Both:
         apart = self.most < self.gap <= FINER
         if apart:
             self.better(finer)
-        if self.gap > self.enough:
+        if self.gap > self.enough and self.tied:
             self.search.widen(self.extra, SOME)
         if self.most < self.gap <= FAR:
             self.search.widen(self.extra, MANY)
         if self.most < self.gap <= FINER and not apart:
             self.better(finer)
 
-    def turns(self, partitions: Iterable[Sequence[int]]) -> None:
-        """Better the bound by smooth messages, with more of the ends of runs on their own in each turn; look again at many labels,
-        until that finds no more."""
-        settled, left = False, iter(partitions)
-        while self.gap > self.most and (partition := next(left, None)) is not None:
-            before = self.search.seconds
-            aim = before * (1 - NEARLY * self.most)
-            self.dual, labels = between_ends(self.folded, self.search.cap, Effort(aim + self.dual.bound - self.bound), self.dual)
-            self.search.offer(self.small.part(labels))
-            self.better(partition, Effort(aim))
-            if not settled and self.gap > self.most:
-                self.search.widen(self.extra, MANY)
-                settled = self.search.seconds > before * (1 - TIE)
+    def turn(self, partition: Sequence[int]) -> None:
+        """Better the bound by smooth messages; look again at many labels, unless that has found no more."""
+        before = self.search.seconds
+        aim = before * (1 - NEARLY * self.most)
+        self.dual, labels = between_ends(self.folded, self.search.cap, Effort(math.inf), self.dual)
+        self.search.offer(self.small.part(labels))
+        self.better(partition, Effort(aim))
+        if not self.settled and self.gap > self.most:
+            self.search.widen(self.extra, MANY)
+            self.settled = self.search.seconds > before * (1 - TIE)
+
+    def resume(self) -> None:
+        """The bound of the problem in which nothing is tied, from the best one so far on."""
+        if self.gap > self.most and self.tied:
+            aim = self.search.seconds * (1 - NEARLY * self.most)
+            found = untied(self.problem, self.proof, self.search.cap, aim)
+            self.bound, self.proof = max((self.bound, self.proof), found, key=lambda pair: pair[0])
+
+    def apart(self, quick: bool) -> Solution:
+        """The solution where nothing is tied; its bound or that of this problem, whichever is better."""
+        every = range(len(self.problem.variables))
+        found = solve_folded(self.problem, [self.solution(quick).labels], every, every, quick)
+        return found if found.lower_bound >= self.bound else replace(found, lower_bound=self.bound, proof=self.proof)
 
     def solution(self, quick: bool) -> Solution:
         """Labels of the whole problem, of plans that cost the same those with fewer boxings unless it is to be quick."""
@@ -175,19 +191,26 @@ class Both:
 
 def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> tuple[float, Proof]:
     """The best bound found within about `limit` CPU seconds, and its proof; partitions: classes of variables, coarse ones
-    first. seconds: what a plan takes. Half the time is for equal blocks, the rest for ends of more and more blocks."""
+    first. seconds: what a plan takes. Half the time is for equal blocks, the rest for ends of more and more blocks; on at most
+    two axes, where all messages have room, for ends of one block and then for all blocks."""
     start = time.process_time()
     coarse = fold(problem, partitions[0])
+    wide = problem.variables[0].digits.shape[1] > 2
+    steps = [*partitions] if wide else [*partitions[:2], None]
     cap = ceiling(coarse.problem, seconds)
     found, dual = (0.0, Proof(coarse.classes)), None
     for _ in range(TURNS):
         dual, _ = between_ends(coarse, cap, Effort(math.inf, start + limit / 2), dual)
-        for at, partition in enumerate(partitions):
+        for at, partition in enumerate(steps):
             left = start + limit - time.process_time()
             if found[0] >= seconds * (1 - SLACK) or (found[0] and left < 0):
                 return min(found[0], seconds), found[1]
-            effort = Effort(seconds, time.process_time() + left / (len(partitions) - at))
-            found = max(found, prove(problem, dual, fold(problem, partition), cap, effort), key=lambda pair: pair[0])
+            effort = Effort(seconds, time.process_time() + left / (len(steps) - at))
+            if partition is None:
+                better = untied(problem, found[1], cap, seconds, effort.until)
+            else:
+                better = prove(problem, dual, fold(problem, partition), cap, effort)
+            found = max(found, better, key=lambda pair: pair[0])
     return min(found[0], seconds), found[1]
 
 
@@ -196,7 +219,10 @@ def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds:
     folded = fold(problem, alike)
     cap = ceiling(folded.problem, seconds)
     dual, _ = between_ends(folded, cap, Effort(math.inf))
-    return prove(problem, dual, fold(problem, finer), cap, Effort(seconds))
+    found = prove(problem, dual, fold(problem, finer), cap, Effort(seconds))
+    if problem.variables[0].digits.shape[1] > 2:
+        return found
+    return max(found, untied(problem, found[1], cap, seconds), key=lambda pair: pair[0])
 
 
 def untied_proof(problem: Problem) -> Proof:

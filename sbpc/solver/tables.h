@@ -11,6 +11,7 @@ typedef struct {
 typedef struct {
     const real *seconds;
     real *inbox;
+    double part;
     int64_t here, there, by_row, star, branch;
 } NAME(Link);
 
@@ -36,7 +37,7 @@ typedef struct {
 } NAME(Tables);
 
 typedef struct {
-    real *belief, *rest;        /* by label, or by pair of a star */
+    real *belief, *rest, *part; /* by label, or by pair of a star */
     real *sent;                 /* by layout */
     real *lines;                /* three of them, each `longest` */
     real *needs, *pays, *odds;  /* by branch and layout of a star */

@@ -42,8 +42,8 @@ static void NAME(node_project)(const NAME(Node) *node, int64_t e, const real *be
 }
 
 /* Send messages from a node over its edges to one side; what is taken off the messages. */
-static double NAME(node_send)(const NAME(Tables) *tables, const NAME(Node) *node, int back, real heat, real *belief,
-                              const NAME(Scratch) *scratch)
+static double NAME(node_send)(const NAME(Tables) *tables, const NAME(Node) *node, int back, real heat, const real *belief,
+                              int64_t size, const NAME(Scratch) *scratch)
 {
     int64_t edges = back ? node->earlier : node->later, start = 0, e = 0;
     double taken = 0;
@@ -52,11 +52,13 @@ static double NAME(node_send)(const NAME(Tables) *tables, const NAME(Node) *node
             start += tables->links[node->links + e].here;
     for (int64_t i = 0; i < edges; i++, e++) {
         const NAME(Link) *link = tables->links + node->links + e;
-        real *sent = scratch->sent, *inbox = link->inbox;
+        real *sent = scratch->sent, *inbox = link->inbox, *part = scratch->part;
+        for (int64_t k = 0; k < size; k++)
+            part[k] = belief[k] * (real)link->part;
         if (node->star >= 0)
-            NAME(star_tell)(tables->stars + node->star, link->branch, belief, heat, scratch, inbox);
+            NAME(star_tell)(tables->stars + node->star, link->branch, part, heat, scratch, inbox);
         else {
-            NAME(node_project)(node, e, belief, start, link->here, heat, scratch, sent);
+            NAME(node_project)(node, e, part, start, link->here, heat, scratch, sent);
             start += link->here;
             if (link->star >= 0 && back)  /* heard when its turn comes */
                 memcpy(tables->stars[link->star].branch[link->branch - 1].sent, sent, link->here * sizeof(real));
@@ -106,9 +108,7 @@ static double NAME(pass)(const NAME(Tables) *tables, int kind, real heat, int ba
             floor = NAME(node_belief)(node, belief);
         if (isnan(NAME(sum_of)(belief, size)))  /* comparisons pass over what is not a number */
             bound = Py_NAN;
-        for (int64_t i = 0; i < size; i++)
-            belief[i] *= (real)node->weight;
-        bound += floor + NAME(node_send)(tables, node, back, heat, belief, scratch);
+        bound += floor + NAME(node_send)(tables, node, back, heat, belief, size, scratch);
     }
     return bound;
 }
@@ -120,12 +120,13 @@ static int NAME(pass_on)(const Py_buffer *nodes, const Py_buffer *links, const P
 {
     NAME(Tables) tables = {nodes->buf, links->buf, stars->buf, nodes->len / (int64_t)sizeof(NAME(Node))};
     NAME(Scratch) scratch;
-    real *room = PyMem_Malloc((2 * sizes[0] + 4 * sizes[1] + 3 * sizes[2] + sizes[3] + 1) * sizeof(real));
+    real *room = PyMem_Malloc((3 * sizes[0] + 4 * sizes[1] + 3 * sizes[2] + sizes[3] + 1) * sizeof(real));
     if (!room)
         return -1;
     scratch.belief = room;
     scratch.rest = scratch.belief + sizes[0];
-    scratch.sent = scratch.rest + sizes[0];
+    scratch.part = scratch.rest + sizes[0];
+    scratch.sent = scratch.part + sizes[0];
     scratch.lines = scratch.sent + sizes[1];
     scratch.needs = scratch.lines + 3 * sizes[1];
     scratch.pays = scratch.needs + sizes[2];

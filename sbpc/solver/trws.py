@@ -22,6 +22,7 @@ from sbpc.solver.chains import contract, least_by
 from sbpc.solver.compiled import BACKWARD, FILL, FORWARD, HEAR, Tables, machine
 from sbpc.solver.least import least
 from sbpc.solver.network import Edge, Node, Port, Space, node, order, port, slots
+from sbpc.solver.paths import HALF, along, divide
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star, star_of
 
@@ -66,6 +67,8 @@ class Messages:
             for at, (falling, sides) in enumerate(zip(costs, by_node))
             if at not in gone
         }
+        self.paths = along(self.edges)
+        divide(self.nodes, self.paths, HALF)
         self.state, self.charged = lay(self.nodes, self.stars, real)
         self.bound, self.sweeps = -np.inf, 0
         self.soft: tuple[float, np.ndarray] | None = None  # where `smooth` goes on: its last heat, and a state
@@ -76,6 +79,12 @@ class Messages:
     def tables(self) -> Tables:
         """What machine code reads."""
         return Tables(self.nodes, self.stars, self.real)
+
+    def split(self, rest: float | None) -> None:
+        """Divide what nodes say as `divide` does, from now on; at first as with HALF."""
+        divide(self.nodes, self.paths, rest)
+        if "tables" in self.__dict__:
+            self.tables.split(self.nodes)
 
     @functools.cached_property
     def columns(self) -> int:
@@ -139,15 +148,13 @@ class Messages:
             if not at.later.edges:
                 continue
             if number in self.stars:
-                belief = self.stars[number].belief(self.buffer, heat)
-                belief *= at.weight
-                for edge in at.later.edges:
-                    message = self.stars[number].tell(edge.branch, belief, self.buffer, heat)
+                belief = self.stars[number].belief(self.buffer, heat).copy()
+                for edge, part in zip(at.later.edges, at.later.parts):
+                    message = self.stars[number].tell(edge.branch, part * belief, self.buffer, heat)
                     edge.last.inbox[:] = message - message.min()
                 continue
             belief = at.belief(at.inbox)
             belief -= np.minimum.reduce(belief)  # what is added to all messages over an edge changes no bound
-            belief *= at.weight
             sent = at.later.project(belief, heat)
             sent -= at.inbox[len(at.inbox) - len(sent) :]
             for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
@@ -178,16 +185,15 @@ class Messages:
                     if self.turn:
                         star.share.balance(star.later, self.turn == 2)
                     bound += star.hear_later()
-            belief = at.belief(at.inbox) if star is None else star.belief(self.buffer, heat)
+            belief = at.belief(at.inbox) if star is None else star.belief(self.buffer, heat).copy()
             floor = float(belief.min())
             bound += floor
             belief -= floor
             if not at.earlier.edges:
                 continue
-            belief *= at.weight
             if star is not None:
-                for edge in at.earlier.edges:
-                    message = star.tell(edge.branch, belief, self.buffer, heat)
+                for edge, part in zip(at.earlier.edges, at.earlier.parts):
+                    message = star.tell(edge.branch, part * belief, self.buffer, heat)
                     floor = float(message.min())
                     edge.first.inbox[:] = message - floor
                     bound += floor
@@ -257,9 +263,9 @@ class Messages:
                 continue
             belief = found[number] = at.belief(at.inbox)
             belief -= belief.min()
-            for edge in (*at.earlier.edges, *at.later.edges):
+            for edge, part in zip((*at.earlier.edges, *at.later.edges), (*at.earlier.parts, *at.later.parts)):
                 end = edge.first if edge.first.node == number else edge.last
-                pulls[id(end)] = least_by(belief * at.weight, end) - end.inbox
+                pulls[id(end)] = least_by(part * belief, end) - end.inbox
         for inner in reversed(self.inner):
             if inner.joined is None:
                 ((seconds, theirs, own),) = inner.sides
@@ -313,7 +319,7 @@ class Messages:
         message: dict[int, np.ndarray] = {}
         for at in (at for number, at in self.nodes.items() if at.earlier.edges and number not in self.stars):
             belief = at.belief(at.inbox)
-            left = at.earlier.project((belief - belief.min()) * at.weight, 0.0)
+            left = at.earlier.project(belief - belief.min(), 0.0)
             for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
                 message[id(edge.last)] = edge.last.inbox - left[start:stop]
         for edge in self.edges:
