@@ -193,7 +193,7 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
 @pytest.mark.parametrize(("labels", "layouts", "seed"), [(12, 8, 20), (20, 10, 8)])
 def test_where_a_gap_is_left_the_bound_of_a_folded_problem_is_sharpened(labels, layouts, seed, monkeypatch):
     problem, classes, finer = chain(8, labels, layouts, seed, True)
-    monkeypatch.setattr(solver.Both, "resume", lambda both: None)
+    monkeypatch.setattr(solver.Both, "resume", lambda both, until: None)
     sharp, best = tied(problem, classes, finer), solve(problem)
     monkeypatch.setattr("sbpc.solver.smooth.HEATS", ())
     plain = tied(problem, classes, finer)
@@ -210,7 +210,7 @@ def test_where_a_gap_is_left_nothing_is_tied_for_the_bound(monkeypatch):
         assert found.lower_bound == pytest.approx(checked_bound(problem, found.proof), rel=1e-9)
         assert found.lower_bound <= solve(problem).seconds * (1 + 1e-9)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(solver.Both, "resume", lambda both: None)
+            patch.setattr(solver.Both, "resume", lambda both, until: None)
             bounds.append([tied(problem, classes, finer).lower_bound, found.lower_bound])
     assert all(more >= few for few, more in bounds) and any(more > few * 1.001 for few, more in bounds), bounds
 
@@ -252,7 +252,7 @@ def test_where_two_axes_are_free_the_third_stays_as_it_is():
     search.pair(extra, (0, 2))
     assert search.seconds < total(folded, labels)
     assert all(found & 2 == label & 2 for found, label in zip(search.labels, labels))
-    search.widen(extra, solver.Look(8, 8))
+    search.widen(extra)
     assert any(found & 2 != label & 2 for found, label in zip(search.labels, labels))
 
 
@@ -263,16 +263,19 @@ def test_the_nearest_labels_are_near_among_all_and_in_their_variable():
     assert [found.tolist() for found in nearest(extra, 99, 2)] == [[0, 2], [0, 1], [0, 1]]
 
 
-def test_a_second_look_is_at_labels_near_other_bounds_and_around_the_plan(monkeypatch):
+def test_labels_near_other_bounds_and_around_the_plan_are_looked_at(monkeypatch):
     """Where what the bound says of labels is of no use the others find a better plan."""
     problem, classes, _ = chain(5, 8, 6, 1, True)
     folded = fold(problem, classes).problem
     search = solver.Search(folded)
     before = search.seconds
     useless = [np.where(np.arange(8) == label, 0.0, 1.0) for label in search.labels]
-    search.widen(useless, solver.Look(1, 1))
+    for name, many in (("TIMES", 1), ("EACH", 1), ("OWN", 0)):
+        monkeypatch.setattr(sys.modules["sbpc.solver.search"], name, many)
+    search.widen(useless)
     assert search.seconds == before
-    search.widen(useless, solver.Look(1, 1, 2))
+    monkeypatch.setattr(sys.modules["sbpc.solver.search"], "OWN", 2)
+    search.widen(useless)
     assert search.seconds < before
 
 

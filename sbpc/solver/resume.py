@@ -17,7 +17,7 @@ from sbpc.solver.fold import Slot
 from sbpc.solver.network import Port
 from sbpc.solver.paths import HALF, LITTLE
 from sbpc.solver.problem import Problem, Value
-from sbpc.solver.smooth import smooth
+from sbpc.solver.smooth import HEATS, smooth
 from sbpc.solver.trws import Messages
 
 
@@ -30,6 +30,7 @@ def untied(problem: Problem, proof: Proof, cap: float, aim: float, until: float 
     messages = resumed(Problem(problem.variables, values), proof, cap)
     settle(messages, (HALF, LITTLE, HALF), aim=aim)
     if messages.bound < aim and time.process_time() < until:
+        messages.soft = HEATS[-1], messages.state.copy()
         smooth(messages, aim, until)
     multipliers, charges = dict[Slot, np.ndarray](), {}
     for value, found in zip(values, messages.multipliers()):

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,18 +29,10 @@ PAIRED = 20  # times as many labels as variables, of which the relaxation says w
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
+TIMES, EACH = 8, 6  # labels of which the relaxation says which to search: as many times variables, those nearest to the bound, of a
+# variable at most so many
+OWN = 2  # and by variable those nearest to the bound of the folded problem alone, and the cheapest ones around the best plan
 TILT = 1e-3  # what costs are tilted by to tell equal axes apart, as a part of the same
-
-
-@dataclass(frozen=True)
-class Look:
-    """Which labels the relaxation is given: of `times` as many as there are variables, those nearest to the bound, by variable at
-    most the nearest `each`; by variable so `many` that are nearest to the bound of the folded problem alone, and so many that
-    are the cheapest ones around the best plan."""
-
-    times: int
-    each: int
-    many: int = 0
 
 
 class Search:
@@ -207,16 +199,12 @@ class Search:
             if sweep % 3 == 2:
                 self.offer(tilted.decode())
 
-    def widen(self, extra: Sequence[np.ndarray], look: Look) -> None:
-        """Look among the labels that the relaxation takes of those that are looked at, and those of the best plan; extra: see
-        `approach`."""
-        kept = [nearest(extra, look.times * len(self.labels), look.each)]
-        if look.many:
-            costs = [self.near.costs(at, self.labels) for at in range(len(self.labels))]
-            kept += [[np.argsort(found, kind="stable")[: look.many] for found in found_by] for found_by in (self.own, costs)]
-        self.support(around(self.problem, self.labels, *kept))
-        if look.many:
-            self.offer(self.tidied())
+    def widen(self, extra: Sequence[np.ndarray]) -> None:
+        """Look among the labels that the relaxation takes of many, and those of the best plan; extra: see `approach`."""
+        costs = [self.near.costs(at, self.labels) for at in range(len(self.labels))]
+        kept = [[np.argsort(found, kind="stable")[:OWN] for found in found_by] for found_by in (self.own, costs)]
+        self.support(around(self.problem, self.labels, nearest(extra, TIMES * len(self.labels), EACH), *kept))
+        self.offer(self.tidied())
 
     @functools.cached_property
     def own(self) -> list[np.ndarray]:

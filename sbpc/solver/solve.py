@@ -17,10 +17,9 @@ from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.resume import untied
-from sbpc.solver.search import ENOUGH, NEAR, TIE, Look, Search
+from sbpc.solver.search import ENOUGH, NEAR, TIE, Search
 from sbpc.solver.trws import ceiling
 
-SOME, MANY = Look(16, 3), Look(8, 6, 2)  # labels that are looked at
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
 TURNS = 3  # of messages, at most, for a certificate
 TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
@@ -72,10 +71,10 @@ def solve_folded(
         both.widen(finer)
         if both.gap > both.most and both.tied and len(problem.variables) <= FEW:
             return both.apart(quick)
-        for partition in (alike, finer):
+        for partition, until in ((alike, -math.inf), (finer, math.inf)):
             if both.gap > both.most:
                 both.turn(partition)
-                both.resume()
+                both.resume(until)
     if both.gap > both.most and both.wide:
         both.better(finer)
     if both.gap > both.most and not quick and both.labels <= LABELS:
@@ -144,15 +143,10 @@ class Both:
                 self.search.move()
 
     def widen(self, finer: Sequence[int]) -> None:
-        """Look at some labels, and at more unless the bound is far; ends of runs on their own once they may close the gap."""
-        apart = self.most < self.gap <= FINER
-        if apart:
-            self.better(finer)
-        if self.gap > self.enough and self.tied:
-            self.search.widen(self.extra, SOME)
+        """Look at many labels unless the bound is far; ends of runs on their own once they may close the gap."""
         if self.most < self.gap <= FAR:
-            self.search.widen(self.extra, MANY)
-        if self.most < self.gap <= FINER and not apart:
+            self.search.widen(self.extra)
+        if self.most < self.gap <= FINER:
             self.better(finer)
 
     def turn(self, partition: Sequence[int]) -> None:
@@ -163,14 +157,14 @@ class Both:
         self.search.offer(self.small.part(labels))
         self.better(partition, Effort(aim))
         if not self.settled and self.gap > self.most:
-            self.search.widen(self.extra, MANY)
+            self.search.widen(self.extra)
             self.settled = self.search.seconds > before * (1 - TIE)
 
-    def resume(self) -> None:
-        """The bound of the problem in which nothing is tied, from the best one so far on."""
+    def resume(self, until: float) -> None:
+        """The bound of the problem in which nothing is tied, from the best one so far on; until: see `untied`."""
         if self.gap > self.most and self.tied:
             aim = self.search.seconds * (1 - NEARLY * self.most)
-            found = untied(self.problem, self.proof, self.search.cap, aim)
+            found = untied(self.problem, self.proof, self.search.cap, aim, until)
             self.bound, self.proof = max((self.bound, self.proof), found, key=lambda pair: pair[0])
 
     def apart(self, quick: bool) -> Solution:
