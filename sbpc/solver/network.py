@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,3 +158,23 @@ def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool =
     found = Node(costs, before, after, np.zeros(0, costs.dtype), gather, weight)
     found.lay(np.zeros(ends[-1], costs.dtype))
     return found
+
+
+def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floating]) -> tuple[np.ndarray, int]:
+    """Put messages, then charges into one array; it, and where charges begin. A sweep goes on from it: from the messages to earlier
+    nodes, those of later consumers and the charges; it finds the others anew, which are in it as a node's lie side by side."""
+    inboxes = [found.inbox for found in nodes.values()]
+    charges = [found for star in stars.values() for found in star.share.charges]
+    parts = inboxes + [found for star in stars.values() for found in star.sent] + charges
+    ends = np.cumsum([0, *(part.size for part in parts)]).tolist()
+    state = np.zeros(ends[-1], real)
+    places = [state[start:stop].reshape(part.shape) for part, start, stop in zip(parts, ends, ends[1:])]
+    for place, part in zip(places, parts):
+        place[...] = part
+    for found, inbox in zip(nodes.values(), places):
+        found.lay(inbox)
+    sent, charged = iter(places[len(inboxes) :]), iter(places[len(places) - len(charges) :])
+    for star in stars.values():
+        star.sent[:] = [next(sent) for _ in star.sent]
+        star.share.charges[:] = [next(charged) for _ in star.share.charges]
+    return state, ends[len(ends) - 1 - len(charges)]

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from sbpc.solver.chains import contract, least_by
 from sbpc.solver.compiled import BACKWARD, FILL, FORWARD, HEAR, Tables, machine
 from sbpc.solver.least import least
-from sbpc.solver.network import Edge, Node, Port, Space, node, order, port, slots
+from sbpc.solver.network import Edge, Port, Space, lay, node, order, port, slots
 from sbpc.solver.paths import HALF, along, divide
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.share import Star, star_of
@@ -369,26 +369,6 @@ class Messages:
         for middle, star in self.stars.items():
             found.stars[middle].inherit(star)
         return found
-
-
-def lay(nodes: Mapping[int, Node], stars: Mapping[int, Star], real: type[np.floating]) -> tuple[np.ndarray, int]:
-    """Put messages, then charges into one array; it, and where charges begin. A sweep goes on from it: from the messages to earlier
-    nodes, those of later consumers and the charges; it finds the others anew, which are in it as a node's lie side by side."""
-    inboxes = [found.inbox for found in nodes.values()]
-    charges = [found for star in stars.values() for found in star.share.charges]
-    parts = inboxes + [found for star in stars.values() for found in star.sent] + charges
-    ends = np.cumsum([0, *(part.size for part in parts)]).tolist()
-    state = np.zeros(ends[-1], real)
-    places = [state[start:stop].reshape(part.shape) for part, start, stop in zip(parts, ends, ends[1:])]
-    for place, part in zip(places, parts):
-        place[...] = part
-    for found, inbox in zip(nodes.values(), places):
-        found.lay(inbox)
-    sent, charged = iter(places[len(inboxes) :]), iter(places[len(places) - len(charges) :])
-    for star in stars.values():
-        star.sent[:] = [next(sent) for _ in star.sent]
-        star.share.charges[:] = [next(charged) for _ in star.share.charges]
-    return state, ends[len(ends) - 1 - len(charges)]
 
 
 def ceiling(problem: Problem, seconds: float = math.inf) -> float:
