@@ -24,7 +24,6 @@ from sbpc.solver.trws import Messages
 ROUNDS = 16  # at most so many times SWEEPS sweeps; before smooth ones mostly once
 ALIKE = 6  # sweeps in which nodes say as much over all edges, after which multipliers lie in the middle of what they may be
 SWEEPS = 3  # as many as there are from one balance of charges to the next
-FEW = 2_000  # variables of which nothing is tied that are told in two ways
 IDLE = (7.5e-5, 7.5e-4)  # what a round must add to the bound, as a part of it, on at most two axes and on more
 
 
@@ -300,7 +299,8 @@ def rise(messages: Messages, idle: float, rest: float, aim: float) -> None:
 
 
 def far(problem: Problem, cap: float) -> Messages:
-    """The better of messages that begin with much for all edges, and with all for paths."""
+    """Of a problem in which nothing is tied the better ones of messages that are first divided by halves, or nearly all along
+    paths: in one model the first come to rest too low, in another one the second take long."""
     messages = everywhere(problem, cap)
     begin, found = messages.state.copy(), list[tuple[float, np.ndarray]]()
     for parts in ((HALF, LITTLE), (LITTLE, HALF)):

@@ -67,7 +67,7 @@ class Side:
 
     edges: list[Edge]
     ports: list[Port]
-    parts: list[float]  # of what the node says, by edge
+    parts: list[float]  # of what the node says, by edge; see paths.py
 
     def project(self, belief: np.ndarray, heat: float) -> np.ndarray:
         """The least part of the belief of the labels of each layout, edge after edge."""
@@ -100,7 +100,7 @@ class Node:
     later: Side
     inbox: np.ndarray
     gather: np.ndarray  # [edges, labels] -> inbox
-    weight: float  # 1 / how many chains run through
+    weight: float  # the part of each edge where all get equal ones: 1 / how many chains run through
 
     def belief(self, inbox: np.ndarray) -> np.ndarray:
         """Costs and messages, by label."""

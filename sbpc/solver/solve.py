@@ -12,7 +12,7 @@ import numpy as np
 
 from sbpc.solver.chains import shrink
 from sbpc.solver.check import Proof
-from sbpc.solver.dual import FEW, NONE, Effort, between_ends, passed, prove
+from sbpc.solver.dual import NONE, Effort, between_ends, passed, prove
 from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
@@ -26,6 +26,7 @@ TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most t
 # search goes on, above the second all is tried
 FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
 FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
+FEW = 2_000  # variables, at most, of a problem that is also solved with nothing tied
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 
 
@@ -39,9 +40,9 @@ def solve(
     """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run. Of labels
     that cost the same those with fewer boxings are looked for.
 
-    alike: a number per variable; those with the same number get the same label. finer: the same with the ends of runs of
-    equal blocks on their own, which makes the bound tighter. The bound holds for all labels. quick: of a problem with equal variables
-    the labels next to the bound will do.
+    alike: a number per variable; those with the same number get the same label, but where variables are few and other labels
+    are better. finer: the same with the ends of runs of equal blocks on their own, which makes the bound tighter. The bound holds
+    for all labels. quick: of a problem with equal variables the labels next to the bound will do.
     """
     check(problem)
     if not problem.variables:
@@ -60,7 +61,8 @@ def solve_folded(
     finer: Sequence[int],
     quick: bool,
 ) -> Solution:
-    """Labels for classes, a bound for the whole problem; more is tried only while the gap is not small."""
+    """Labels for classes, or apart where variables are few; a bound for the whole problem. More is tried only while the gap
+    is not small."""
     both = Both(problem, alike, starts)
     both.better(finer if quick and not both.wide else alike)
     if both.gap > ENOUGH and both.tied:
@@ -89,8 +91,8 @@ class Both:
 
     The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
     at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
-    is bettered, which also says better which labels are near, with more and more blocks at the ends of runs on their own. On more
-    axes, where labels are too many, one axis is freed at a time, then two.
+    is bettered: by smooth messages, which also say better which labels are near, and then by those of the problem in which
+    nothing is tied. On more axes, where labels are too many, one axis is freed at a time, then two.
     """
 
     def __init__(self, problem: Problem, alike: Sequence[int], starts: Sequence[Sequence[int]]):

@@ -13,7 +13,8 @@ static real NAME(node_belief)(const NAME(Node) *node, real *belief)
     return floor;
 }
 
-/* What a node sends over an edge, by layout: the least belief of the labels of each, less what came from there. */
+/* What a node sends over an edge, by layout: the least of its part of the belief, of the labels of each, less what came from
+   there. */
 static void NAME(node_project)(const NAME(Node) *node, int64_t e, const real *belief, int64_t start, int64_t count, real heat,
                                const NAME(Scratch) *scratch, real *sent)
 {

@@ -7,7 +7,8 @@ and costs a boxing, so a message goes labels -> layouts (min) -> closure (min-pl
 two consumers, its alias is a `Star`: labels are pairs of a source and an alias layout.
 
 Messages come to rest where no single one betters the bound, which need not be the best bound. At a heat above 0 minima are
-soft (least.py), and they come to rest at the best of a bound that is smooth (smooth.py).
+soft (least.py), and they come to rest at the best of a bound that is smooth (smooth.py). How far they are heard is a matter of
+how a node divides what it says among its edges (paths.py).
 """
 
 from __future__ import annotations
@@ -168,8 +169,8 @@ class Messages:
     def backward(self, heat: float = 0.0) -> float:
         """Send messages to the earlier nodes, last node first; returns the bound at heat 0.
 
-        Why it is a bound at heat 0: with D(x) the belief of a node less its minimum, w its weight and e its earlier edges, the
-        cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - |e| w) D(x) with |e| w <= 1, plus
+        Why it is a bound at heat 0: with D(x) the belief of a node less its minimum and w the parts of its earlier edges, the
+        cost of a plan is the sum of all subtracted minima, plus over the nodes (1 - sum of w) D(x) with sum of w <= 1, plus
         over the edges (seconds - message to last + w D - message to first), of which the second message is the minimum.
         """
         bound = 0.0
@@ -240,7 +241,7 @@ class Messages:
 
         When the backward sweep has come to a node, its belief is the sum of the min-marginals of the chains through it;
         all chains together cost at least the last bound, as no step of a sweep lowers it (Kolmogorov, theorem 2). Through an
-        edge in the place of a node runs one chain, to which either neighbour belongs by its weight.
+        edge in the place of a node runs one chain, to which either neighbour belongs by the part that it gives.
         """
         if np.isinf(self.bound):
             self.sweep()
@@ -251,8 +252,8 @@ class Messages:
     def beliefs(self) -> list[np.ndarray]:
         """By node and label (or alias layout): by how much what the node says of it is above what it says of the best one.
 
-        To a node that is left out its neighbours send what they would over the edge in its place: their beliefs times their
-        weights, less what came from there. One that it falls on sends all, less what fell.
+        To a node that is left out its neighbours send what they would over the edge in its place: its parts of their beliefs,
+        less what came from there. One that it falls on sends all, less what fell.
         """
         found: dict[int, np.ndarray] = {}
         pulls: dict[int, np.ndarray] = {}  # by port what its node sends
@@ -314,7 +315,7 @@ class Messages:
         The space must hold all layouts of all ports.
 
         With them every variable alone and every value alone cost together at least what `backward` has just returned:
-        a node keeps (1 - |e| w) D of its belief D, and leaves w D to each earlier edge, as explained there.
+        a node keeps (1 - sum of w) D of its belief D, and leaves w D to each earlier edge, as explained there.
         """
         message: dict[int, np.ndarray] = {}
         for at in (at for number, at in self.nodes.items() if at.earlier.edges and number not in self.stars):
