@@ -204,7 +204,6 @@ class Search:
         costs = [self.near.costs(at, self.labels) for at in range(len(self.labels))]
         kept = [[np.argsort(found, kind="stable")[:OWN] for found in found_by] for found_by in (self.own, costs)]
         self.support(around(self.problem, self.labels, nearest(extra, TIMES * len(self.labels), EACH), *kept))
-        self.offer(self.tidied())
 
     @functools.cached_property
     def own(self) -> list[np.ndarray]:

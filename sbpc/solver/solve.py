@@ -26,6 +26,7 @@ TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most t
 # search goes on, above the second all is tried
 FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
 FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
+GAINED = 1e-4  # of the bound of blocks: where smooth messages have raised it by less, those of ends are left as they are
 FEW = 2_000  # variables, at most, of a problem that is also solved with nothing tied
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 
@@ -153,11 +154,11 @@ class Both:
 
     def turn(self, partition: Sequence[int]) -> None:
         """Better the bound by smooth messages; look again at many labels, unless that has found no more."""
-        before = self.search.seconds
+        before, bound = self.search.seconds, self.dual.bound
         aim = before * (1 - NEARLY * self.most)
         self.dual, labels = between_ends(self.folded, self.search.cap, Effort(math.inf), self.dual)
         self.search.offer(self.small.part(labels))
-        self.better(partition, Effort(aim))
+        self.better(partition, Effort(aim) if self.dual.bound > bound * (1 + GAINED) else NONE)
         if not self.settled and self.gap > self.most:
             self.search.widen(self.extra)
             self.settled = self.search.seconds > before * (1 - TIE)
