@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,7 @@ from sbpc.solver.network import Space
 from sbpc.solver.relax import supported
 from sbpc.solver.smooth import AGAIN, mix, mixture, products, put, smooth
 from sbpc.solver.trws import Messages, ceiling
-from tests.test_fold import chain
+from tests.test_fold import chain, solver
 from tests.test_solver import brute_force, problems
 
 
@@ -164,15 +163,18 @@ def test_ends_of_as_many_classes_are_not_taken_for_each_other():
     assert checked_bound(problem, proof) == pytest.approx(bound, rel=1e-9) and bound <= best.seconds * (1 + 1e-9)
 
 
-def test_where_a_gap_is_left_smooth_sweeps_take_turns(heats, monkeypatch):
-    """In `solve` and in `certify`: of the blocks, the largest problem, at three heats, then at others."""
+def test_where_a_gap_is_left_sweeps_are_smooth_at_three_heats_and_for_a_certificate_at_others(heats, monkeypatch):
+    """Of the blocks, the largest problem."""
     problem, classes, finer = chain(8, 12, 8, 20, True)
-    monkeypatch.setattr(sys.modules["sbpc.solver.solve"], "TIED", ((0.0, 0.0),) * 2)
-    for run in (lambda: solve(problem, alike=classes, finer=finer), lambda: certify(problem, [classes], 1e9, 60.0)):
+    monkeypatch.setattr(solver, "TIED", ((0.0, 0.0),) * 2)
+    monkeypatch.setattr(solver, "FEW", 0)
+    runs = (lambda: solve(problem, alike=classes, finer=finer), 0), (lambda: certify(problem, [classes], 1e9, 60.0), 1)
+    for run, more in runs:
         heats.clear()
         run()
         blocks = [heat for messages, heat in heats if messages is heats[0][0]]
-        assert len(blocks) > 3 and (len(blocks) - 3) % len(AGAIN) == 0 and blocks[-1] < blocks[2]
+        assert blocks[:3] == sorted(blocks[:3], reverse=True) and (len(blocks) - 3) % len(AGAIN) == 0
+        assert (len(blocks) > 3) == more and blocks[-1] <= blocks[2]
 
 
 @pytest.mark.filterwarnings("error")

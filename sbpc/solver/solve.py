@@ -17,7 +17,7 @@ from sbpc.solver.fold import fold
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.problem import SLACK, Problem, Solution, check, total
 from sbpc.solver.resume import untied
-from sbpc.solver.search import ENOUGH, NEAR, TIE, Search
+from sbpc.solver.search import ENOUGH, NEAR, Search
 from sbpc.solver.trws import ceiling
 
 NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
@@ -26,7 +26,6 @@ TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most t
 # search goes on, above the second all is tried
 FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
 FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
-GAINED = 1e-4  # of the bound of blocks: where smooth messages have raised it by less, those of ends are left as they are
 FEW = 2_000  # variables, at most, of a problem that is also solved with nothing tied
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 
@@ -74,10 +73,10 @@ def solve_folded(
         both.widen(finer)
         if both.gap > both.most and both.tied and len(problem.variables) <= FEW:
             return both.apart(quick)
-        for partition, until in ((alike, -math.inf), (finer, math.inf)):
-            if both.gap > both.most:
-                both.turn(partition)
-                both.resume(until)
+        if both.gap > both.most:
+            both.turn()
+        if both.gap > both.most and both.tied:
+            both.resume()
     if both.gap > both.most and both.wide:
         both.better(finer)
     if both.gap > both.most and not quick and both.labels <= LABELS:
@@ -106,7 +105,7 @@ class Both:
         self.enough, self.most = TIED[self.wide]
         self.dual, labels = between_ends(folded, self.search.cap)
         self.search.offer(self.small.part(labels))
-        self.tied, self.settled = max(folded.sizes) > 1, False
+        self.tied = max(folded.sizes) > 1
         if not self.tied:
             self.search.own = self.extra
         self.bound, self.proof = 0.0, Proof(folded.classes)
@@ -152,23 +151,20 @@ class Both:
         if self.most < self.gap <= FINER:
             self.better(finer)
 
-    def turn(self, partition: Sequence[int]) -> None:
-        """Better the bound by smooth messages; look again at many labels, unless that has found no more."""
-        before, bound = self.search.seconds, self.dual.bound
-        aim = before * (1 - NEARLY * self.most)
+    def turn(self) -> None:
+        """Better the bound by smooth messages; look again at many labels."""
+        aim = self.search.seconds * (1 - NEARLY * self.most)
         self.dual, labels = between_ends(self.folded, self.search.cap, Effort(math.inf), self.dual)
         self.search.offer(self.small.part(labels))
-        self.better(partition, Effort(aim) if self.dual.bound > bound * (1 + GAINED) else NONE)
-        if not self.settled and self.gap > self.most:
+        self.better(self.alike, Effort(aim))
+        if self.gap > self.most:
             self.search.widen(self.extra)
-            self.settled = self.search.seconds > before * (1 - TIE)
 
-    def resume(self, until: float) -> None:
-        """The bound of the problem in which nothing is tied, from the best one so far on; until: see `untied`."""
-        if self.gap > self.most and self.tied:
-            aim = self.search.seconds * (1 - NEARLY * self.most)
-            found = untied(self.problem, self.proof, self.search.cap, aim, until)
-            self.bound, self.proof = max((self.bound, self.proof), found, key=lambda pair: pair[0])
+    def resume(self) -> None:
+        """The bound of the problem in which nothing is tied, from the best one so far on."""
+        aim = self.search.seconds * (1 - NEARLY * self.most)
+        found = untied(self.problem, self.proof, self.search.cap, aim, math.inf)
+        self.bound, self.proof = max((self.bound, self.proof), found, key=lambda pair: pair[0])
 
     def apart(self, quick: bool) -> Solution:
         """The solution where nothing is tied; its bound or that of this problem, whichever is better."""
