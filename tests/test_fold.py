@@ -224,6 +224,15 @@ def test_messages_go_on_where_a_proof_of_tied_variables_ends(seed, shared):
     assert begun * (1 - 1e-9) <= bound <= solve(problem).seconds * (1 + 1e-9) and bound == checked_bound(problem, better)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_messages_go_on_at_the_bound_where_nothing_was_tied(seed):
+    problem, _, _ = chain(7, 5, 4, seed, True)
+    folded, cap = fold(problem, range(len(problem.variables))), ceiling(problem)
+    before, proof = prove(problem, between_ends(folded, cap)[0], folded, cap)
+    begun = resumed(Problem(problem.variables, [value for value in problem.values if value.consumers]), proof, cap).sweep()
+    assert before * (1 - 1e-9) <= begun <= solve(problem).seconds * (1 + 1e-9)
+
+
 def on_three_axes(problem: Problem) -> Problem:
     """The problem, the digits of its eight labels their bits."""
     bits = np.arange(8)[:, None] >> np.arange(3) & 1
