@@ -106,16 +106,12 @@ class Space:
     def proof(self) -> Proof:
         """Multipliers that bound all plans: those of the solver, or where it needed none, some made now."""
         if self.multipliers is None:
-            self.multipliers = self.untied_proof()
+            self.multipliers = untied_proof(self.priced(None))
         return self.multipliers
 
-    def untied_proof(self, prices: Prices | None = None) -> Proof:
-        """Multipliers that bound all plans, from messages alone."""
-        return untied_proof(self.priced(prices))
-
-    def bound(self, proof: Proof, prices: Prices | None = None) -> float:
-        """What no assignment costs less than, with what it pays for bytes, by the multipliers alone."""
-        return checked_bound(self.priced(prices), proof)
+    def bound(self, proof: Proof) -> float:
+        """What no assignment costs less than, by the multipliers alone."""
+        return checked_bound(self.priced(None), proof)
 
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """What an assignment of this space costs, and the bound that the multipliers give."""
@@ -124,14 +120,10 @@ class Space:
     def certify(self, assignment: Assignment, limit: float) -> float:
         """A bound for all plans, tighter the longer it may take, of which the multipliers are kept if they give a better one
         than those before; `limit`: CPU seconds."""
-        bound, proof = self.certified(self.seconds(assignment), limit)
+        bound, proof = certify(self.priced(None), [self.classes(None, apart) for apart in ENDS], self.seconds(assignment), limit)
         if bound > self.bound(self.proof):
             self.multipliers = proof
         return bound
-
-    def certified(self, seconds: float, limit: float, prices: Prices | None = None) -> tuple[float, Proof]:
-        """A bound and its proof; seconds: of a plan, and what it pays for bytes."""
-        return certify(self.priced(prices), [self.classes(prices, apart) for apart in ENDS], seconds, limit)
 
     def priced(self, prices: Prices | None) -> Problem:
         """The problem, where the bytes of an output or of an operand cost so many seconds each."""

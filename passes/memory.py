@@ -22,11 +22,11 @@ from sbpc.errors import MemoryLimitError
 from sbpc.memory import POSITION
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
-from sbpc.passes.prices import PricedSpace
+from sbpc.passes.prices import PricedSpace, Relaxed
 from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan
-from sbpc.solver import Limit, Proof
+from sbpc.solver import Limit
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
@@ -39,46 +39,12 @@ SPLICED = 2  # plans that do not fit, at most, that are spliced with the best on
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 CLOSED = 1e-5  # relative gap of a plan that is the best of all that matter, but for rounding
+AIM = 9e-3  # relative gap to which a bound is made sharper with the greatest effort
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
 TIE = 1e-9  # relative: plans that differ by less are equally fast
 APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
-
-
-@dataclass(eq=False)
-class Relaxed:
-    """The problem of a plan under a limit, the limit as prices of bytes: a plan that keeps it pays at most `allowed`.
-
-    So a lower bound of seconds and priced bytes, less what is allowed, is one of the seconds of such plans.
-    """
-
-    space: PricedSpace
-    counted: Moment
-    allowed: float  # seconds
-    known: Proof | None  # None: made when asked for
-
-    @property
-    def proof(self) -> Proof:
-        """Multipliers of the priced problem."""
-        if self.known is None:
-            self.known = self.space.untied_proof(self.counted)
-        return self.known
-
-    def paid_by(self, assignment: Assignment) -> float:
-        """Seconds of an assignment, and what it pays for bytes."""
-        return self.space.seconds(assignment) + self.space.bytes_in(assignment, self.counted)
-
-    def certify(self, assignment: Assignment, limit: float) -> float:
-        """A tighter bound at the same prices; see `Space.certify`."""
-        bound, proof = self.space.certified(self.paid_by(assignment), limit, self.counted)
-        if bound > self.space.bound(self.proof, self.counted):
-            self.known = proof
-        return bound - self.allowed
-
-    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
-        """What an assignment costs, and the bound that the multipliers and the prices give."""
-        return self.space.seconds(assignment), self.space.bound(proof, self.counted) - self.allowed
 
 
 @dataclass
@@ -137,7 +103,7 @@ class Search:
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
-        self.proof = Relaxed(space, {}, 0.0, None)
+        self.proof = Relaxed(space)
         self.near = space.near()
         self.always = min(POSITION * len(space.mesh.axes), limit / 2)  # bytes that every plan takes at every moment
         self.limits: list[Limit] = []
@@ -172,21 +138,26 @@ class Search:
             rounded = tuple(round(price / self.step / CLOSE) for price in worth if price)
             if self.bound >= (1 - CLOSE) * seconds or rounded in asked or self.gap <= GOOD:
                 break
-            self.prove([price / self.limit for price in worth])
+            self.prove(worth)
             asked.append(rounded)
         self.limits, self.limited = [self.row(moment) for moment in self.moments], set(self.named)
+        before = self.best
+        if before is not None and not self.near.complete:
+            self.splice(before)
+            before = self.best
         self.look()
         if self.best is None:
             self.squeeze()
             if not self.near.complete:
                 self.find()
         if self.best is not None and self.gap > GOOD:
-            self.splice(self.best)
+            if self.best is not before:
+                self.splice(self.best)
             self.sharpen(self.best)
-        if self.best is not None and self.gap > GOOD and not self.near.complete:
-            counted, most = self.proof.counted, self.best.seconds + self.proof.allowed
-            if self.near.close(self.space.priced(counted), most):
-                self.look(long=True)
+        if self.best is None or self.gap <= GOOD or self.near.complete:
+            return
+        if self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
+            self.look(long=True)
 
     def row(self, moment: Moment, most: float | None = None) -> Limit:
         """The limit, or what is at most to be held, at a moment."""
@@ -232,7 +203,8 @@ class Search:
             if turn >= tries and self.gap <= FAR:
                 return
             limits = [replace(row, most=row.most - spare) for row in self.limits]
-            answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE)
+            known = self.space.labels(self.best.plan.assignment) if self.best else None
+            answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE, known=known)
             if answer.labels is None and spare:
                 spare = 0.0
                 continue
@@ -326,21 +298,25 @@ class Search:
         return found
 
     def prove(self, prices: Sequence[float]) -> Found:
-        """The plan at these prices of a byte, by moment; the bound that they give, and a new moment for the plan's peak."""
-        counted = together(self.moments, prices)
-        found = self.solve(counted)
-        bound = self.paid - sum(prices) * self.limit
-        if bound >= self.bound:
-            self.bound = bound
-            self.proof = Relaxed(self.space, counted, sum(prices) * self.limit, self.space.multipliers)
+        """The plan at these prices, each for all of the limit at a moment; the bound that they give, and a new moment for the
+        plan's peak."""
+        limits = list(map(self.row, self.moments))
+        found = self.solve(together(self.moments, [price / limit.most for price, limit in zip(prices, limits)]))
+        self.bettered(self.paid - math.fsum(prices), Relaxed(self.space, limits, prices, self.space.multipliers))
         return self.watched(found)
 
     def sharpen(self, best: Found) -> None:
-        """A sharper bound at the prices of the best one."""
-        counted, allowed = self.proof.counted, self.proof.allowed
-        bound, proof = self.space.sharp(self.proof.paid_by(best.plan.assignment), counted)
-        if bound - allowed > self.bound:
-            self.bound, self.proof = bound - allowed, Relaxed(self.space, counted, allowed, proof)
+        """A sharper bound, at what all rows are worth."""
+        limits, prices, assignment = self.proof.limits, self.proof.prices, best.plan.assignment
+        if len(self.space.mesh.axes) <= 2:
+            limits, prices = self.limits, self.near.dear(self.limits, self.step, self.space.labels(assignment))
+        found = Relaxed(self.space, limits, prices)
+        self.bettered(found.sharpen(assignment, best.seconds * (1 - AIM)), found)
+
+    def bettered(self, bound: float, proof: Relaxed) -> None:
+        """Keep a bound and its proof, if it is better."""
+        if bound >= self.bound:
+            self.bound, self.proof = bound, proof
 
     def solve(self, counted: Moment, price: float = 1.0) -> Found:
         """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch.fx import GraphModule
 
 from sbpc.mesh import Mesh
-from sbpc.passes.assign import Prices, Space
+from sbpc.passes.assign import ENDS, Prices, Space
 from sbpc.pins import Wish
 from sbpc.plan import Assignment
-from sbpc.solver import Near, Problem, Proof, sharp, untied_distances
+from sbpc.solver import (
+    Limit,
+    Near,
+    Problem,
+    Proof,
+    certify,
+    charged,
+    checked_bound,
+    sharp,
+    split_by_costs,
+    total,
+    untied_distances,
+    untied_proof,
+)
 
 
 class PricedSpace(Space):
@@ -44,10 +60,72 @@ class PricedSpace(Space):
         """By node and label, about how far plans with the label are from the bound; prices: those of the last `solve`."""
         return untied_distances(self.priced(prices)) if self.extra is None else self.extra
 
-    def sharp(self, seconds: float, prices: Prices | None = None) -> tuple[float, Proof]:
-        """A bound for all plans, sharper than that of `solve`, and its proof; seconds: of a plan and what it pays."""
-        return sharp(self.priced(prices), self.classes(prices), self.classes(prices, 1), seconds)
-
     def near(self) -> Near:
         """Labels near good plans, at first none."""
-        return Near(Problem(self.variables, self.values), self.classes(None))
+        return Near(self.problem, self.classes(None))
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is solved, bytes for nothing."""
+        return Problem(self.variables, self.values)
+
+
+@dataclass(eq=False)
+class Relaxed:
+    """The problem of a plan under limits, which have prices in seconds, each for all of a limit: a plan that keeps them pays at
+    most their sum.
+
+    So a lower bound of seconds and of what is paid, less that sum, is one of the seconds of such plans.
+    """
+
+    space: PricedSpace
+    limits: Sequence[Limit] = ()
+    prices: Sequence[float] = ()
+    known: Proof | None = None  # None: made when asked for
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is solved where bytes have their prices."""
+        return charged(self.space.problem, self.limits, self.prices)
+
+    @property
+    def allowed(self) -> float:
+        """What a plan under the limits pays at most."""
+        return math.fsum(self.prices)
+
+    @property
+    def proof(self) -> Proof:
+        """Multipliers of the problem."""
+        if self.known is None:
+            self.known = untied_proof(self.problem)
+        return self.known
+
+    def paid_by(self, assignment: Assignment) -> float:
+        """Seconds of an assignment, and what it pays for bytes."""
+        return total(self.problem, self.space.labels(assignment))
+
+    def bound(self, proof: Proof) -> float:
+        """Seconds below which no plan under the limits is, by these multipliers."""
+        return checked_bound(self.problem, proof) - self.allowed
+
+    def classes(self, apart: int) -> list[int]:
+        """See `Space.classes`; those of one class pay the same."""
+        return split_by_costs(self.problem, self.space.classes(None, apart))
+
+    def sharpen(self, assignment: Assignment, aim: float) -> float:
+        """A bound that is sharper than that of `solve`, of which the multipliers are kept; aim: with which it is enough."""
+        paid = self.paid_by(assignment)
+        found, self.known = sharp(self.problem, self.classes(0), self.classes(1), paid, aim + self.allowed)
+        return found - self.allowed
+
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A tighter bound at the same prices; see `Space.certify`."""
+        partitions = [self.classes(apart) for apart in ENDS]
+        found, proof = certify(self.problem, partitions, self.paid_by(assignment), limit)
+        if found - self.allowed > self.bound(self.proof):
+            self.known = proof
+        return found - self.allowed
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """What an assignment costs, and the bound that the multipliers and the prices give."""
+        return self.space.seconds(assignment), self.bound(proof)

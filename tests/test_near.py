@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Limit, Near, Problem, Value, Variable, total
+from sbpc.solver import Limit, Near, Problem, Value, Variable, charged, checked_bound, sharp, split_by_costs, total
 from sbpc.solver import near as near_module
 from sbpc.solver.near import bounded_by
 from tests.test_fold import chain
@@ -126,3 +127,25 @@ def test_under_a_limit_some_of_the_equal_blocks_have_another_label_than_the_rest
         complete, labels = found()
         assert complete == (few > 0)
         assert total(problem, labels) == pytest.approx(3.1 if many else 6.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=5, labels=5, axes=1), st.integers(0, 999))
+def test_what_all_rows_are_worth_and_sharp_messages_bound_the_plans_under_them(problem, seed):
+    assume(np.prod([len(v.costs) for v in problem.variables]) <= 1_000)
+    limits, plans = limited(placed(problem), seed)
+    assume(plans)
+    (least, labels), scale = plans[0], max(abs(plans[0][0]), 1e-6)
+    near = Near(problem, range(len(problem.variables)))
+    near.add(labels, [np.zeros(len(v.costs)) for v in problem.variables])
+    prices = near.dear(limits, scale, labels)
+    assert min(prices) >= 0
+    paid, allowed = charged(problem, limits, prices), math.fsum(prices)
+    for _, each in plans[:20]:
+        more = sum(p * sum(w[each[at]] for at, w in limit.weights.items()) / limit.most for p, limit in zip(prices, limits))
+        assert total(paid, each) == pytest.approx(total(problem, each) + more, rel=1e-9, abs=1e-12)
+    alike = split_by_costs(paid, [0] * len(problem.variables))
+    assert all((paid.variables[at].costs is paid.variables[to].costs) == (alike[at] == alike[to]) for at in range(len(alike)) for to in range(at))
+    bound, proof = sharp(paid, range(len(alike)), range(len(alike)), total(paid, labels), least + allowed)
+    assert bound - allowed <= least + 1e-9 * scale
+    assert checked_bound(paid, proof) == pytest.approx(bound, rel=1e-9, abs=1e-12)

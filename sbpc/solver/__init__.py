@@ -3,7 +3,7 @@
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.near import Near
-from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, check, star, total
+from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, charged, check, split_by_costs, star, total
 from sbpc.solver.solve import certify, sharp, solve, untied_distances, untied_proof
 
 __all__ = [
@@ -16,10 +16,12 @@ __all__ = [
     "Value",
     "Variable",
     "certify",
+    "charged",
     "check",
     "checked_bound",
     "sharp",
     "solve",
+    "split_by_costs",
     "star",
     "total",
     "untied_distances",

@@ -8,12 +8,13 @@ from functools import cached_property
 
 import numpy as np
 
-from sbpc.solver.dual import passed
+from sbpc.solver import branch
+from sbpc.solver.dual import between_ends, passed
 from sbpc.solver.exact import Answer, cheapest, columns_of
 from sbpc.solver.fold import Folded, fold
-from sbpc.solver.moves import nearby
+from sbpc.solver.moves import around, nearby, nearest
 from sbpc.solver.network import Space, aliased
-from sbpc.solver.problem import Limit, Problem
+from sbpc.solver.problem import Limit, Problem, charged, split_by_costs, total
 from sbpc.solver.relax import priced
 from sbpc.solver.trws import ceiling
 
@@ -21,8 +22,11 @@ LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a pro
 UNTIED = 1_200  # variables, at most, of a problem in which the nearest labels are looked at untied, too
 DEAR = 100.0  # of the scale: what as much again as a limit costs in the relaxation
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
+LOOKS, TIMES, EACH = 2, 8, 8  # relaxations that say what limits are worth: how many, of how many times as many labels as there
+# are classes, at most so many of each
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
-NODES = 1_000  # of the search tree of a program, at most
+CASES = {False: 5e5, True: 1e7}  # by `long`: of a program, at most, times its columns; what is left is for HiGHS alone
+NODES = 1_000  # of its search tree, at most
 LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
 ROUGH = 0.02  # where labels are dearer than the bound by more than so much, as a part, it may take more
 
@@ -111,8 +115,26 @@ class Near:
         """About what a plan costs under the limits, and what more of each would save: see `relax.priced`."""
         return priced(self.coarse.problem, self.nearest(self.coarse), scale, by_class(self.coarse, limits), dearest)[:2]
 
-    def cheapest(self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False) -> Answer:
-        """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem.
+    def dear(self, limits: Sequence[Limit], scale: float, labels: Sequence[int]) -> list[float]:
+        """What more of each limit would save, seconds for all of it, among the labels that are near where that is paid; labels: of
+        a plan under the limits."""
+        alike = split_by_costs(charged(self.problem, limits, [1.0] * len(limits)), self.coarse.classes)
+        folded, prices = fold(self.problem, alike), [0.0] * len(limits)
+        outer, plan, inner = dict(zip(alike, self.coarse.classes)), folded.fold(labels), by_class(folded, limits)
+        far = [self.far[outer[number]] for number in range(len(folded.sizes))]
+        for _ in range(LOOKS):
+            space = around(folded.problem, plan, nearest(far, TIMES * len(far), EACH))
+            prices = priced(folded.problem, space, scale, inner, DEAR * scale)[1]
+            costly = fold(charged(self.problem, limits, prices), alike)
+            extra = between_ends(costly, ceiling(costly.problem, total(costly.problem, plan)))[0].extra
+            far = list(map(np.minimum, far, extra))
+        return prices
+
+    def cheapest(
+        self, limits: Sequence[Limit], scale: float, gap: float, long: bool = False, known: Sequence[int] | None = None
+    ) -> Answer:
+        """The cheapest labels under the limits, or some within the relative `gap`, by variable of the whole problem; those of a
+        `known` plan if there are none that are cheaper by more than that.
 
         Of equally cheap ones those that take less of the first limit. long: it may take long to tell that they are. The bound
         holds for all plans where `complete`, else for those on the labels that are looked at.
@@ -129,7 +151,13 @@ class Near:
         for at, weights in limits[0].weights.items():
             variables[at] = replace(variables[at], costs=variables[at].costs + tilt / limits[0].most * weights)
         tilted = Problem(variables, folded.problem.values)
-        answer = cheapest(tilted, space, scale, NODES, gap, limits, LONGER[long], ROUGH if gap else np.inf)
+        outer = dict(zip(folded.classes, self.coarse.classes))
+        classes = [outer[at] for at in range(len(folded.sizes))]
+        answer = branch.cheapest(tilted, space, scale, limits, gap, classes, CASES[long], known and folded.fold(known))
+        if not answer.proved and answer.bound < (1 - gap) * seconds_of(tilted, answer) - TILT * scale:
+            other = cheapest(tilted, space, scale, NODES, gap, limits, LONGER[long], ROUGH if gap else np.inf)
+            better = min((answer, other), key=lambda each: seconds_of(tilted, each))
+            answer = Answer(better.labels, max(answer.bound, other.bound), other.proved)
         labels = None if answer.labels is None else folded.unfold(answer.labels)
         return Answer(labels, answer.bound - tilt, answer.proved)
 
@@ -137,6 +165,11 @@ class Near:
     def whole(self) -> Folded:
         """The problem, nothing tied."""
         return fold(self.problem, range(len(self.problem.variables)))
+
+
+def seconds_of(problem: Problem, answer: Answer) -> float:
+    """What labels that were found cost; infinite if there are none."""
+    return np.inf if answer.labels is None else total(problem, answer.labels)
 
 
 def pieces(folded: Folded, parts: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,6 +93,31 @@ class Solution:
         if self.exact or self.seconds == self.lower_bound:
             return 0.0
         return 1.0 if math.isinf(self.seconds) else (self.seconds - self.lower_bound) / self.seconds
+
+
+def charged(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -> Problem:
+    """The problem in which labels also pay for what they take of limits, the price of a limit for all of it: a plan that keeps
+    them pays no more than the sum of prices. Costs that are equal for the same reasons are one array."""
+    sums: dict[tuple[object, ...], np.ndarray] = {}
+    variables = []
+    for at, variable in enumerate(problem.variables):
+        taken = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
+        key = (id(variable.costs), *((id(weights), price) for weights, price in taken))
+        if key not in sums:
+            costs = variable.costs
+            for weights, price in taken:
+                costs = costs + price * weights
+            sums[key] = costs
+        variables.append(replace(variable, costs=sums[key]))
+    return Problem(variables, problem.values)
+
+
+def split_by_costs(problem: Problem, classes: Sequence[int]) -> list[int]:
+    """Classes of variables of which the members have the same array of costs: those given, and parts of them."""
+    numbers: dict[tuple[int, int], int] = {}
+    return [
+        numbers.setdefault((number, id(v.costs)), len(numbers)) for number, v in zip(classes, problem.variables)
+    ]
 
 
 def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:

@@ -70,7 +70,7 @@ def priced(
 
     dearest: seconds at which as much again as a limit can be had. Infinite seconds and all labels if there is no plan at all.
     """
-    program, x = build(problem, space)
+    program, x = build(problem, space, sparse=True)
     rows = limited(program, x, space, limits)
     program.add(rows, program.add_columns(np.full(len(rows), MUCH * dearest)), -MUCH)
     unit = unit_of(scale)

@@ -26,6 +26,7 @@ TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most t
 # search goes on, above the second all is tried
 FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
 FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
+CLOSE = 5e-3  # of a plan: what smooth messages of the problem in which nothing is tied may add to a bound
 FEW = 2_000  # variables, at most, of a problem that is also solved with nothing tied
 LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
 
@@ -207,15 +208,19 @@ def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: floa
     return min(found[0], seconds), found[1]
 
 
-def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float) -> tuple[float, Proof]:
-    """A bound that is bettered beyond that of `solve`, and its proof; seconds: of a plan."""
+def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float, aim: float) -> tuple[float, Proof]:
+    """A bound that is bettered beyond that of `solve`, and its proof; seconds: of a plan. aim: a bound with which it is enough; to
+    come to it from near by, messages of the problem in which nothing is tied are made smooth."""
     folded = fold(problem, alike)
     cap = ceiling(folded.problem, seconds)
     dual, _ = between_ends(folded, cap, Effort(math.inf))
     found = prove(problem, dual, fold(problem, finer), cap, Effort(seconds))
     if problem.variables[0].digits.shape[1] > 2:
         return found
-    return max(found, untied(problem, found[1], cap, seconds), key=lambda pair: pair[0])
+    found = max(found, untied(problem, found[1], cap, seconds), key=lambda pair: pair[0])
+    if 0 < aim - found[0] <= CLOSE * seconds:
+        found = max(found, untied(problem, found[1], cap, aim, math.inf), key=lambda pair: pair[0])
+    return found
 
 
 def untied_proof(problem: Problem) -> Proof:
