@@ -3,9 +3,10 @@
 What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), so the limit is one row per moment, and
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
 under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment is
-added where a plan's peak is one that has no price yet. On the same labels programs then look for the plan, with rows for
-what plans hold at their peaks (see `held`). Where the labels are all that matter these rows bound all plans too; else, and
-where a gap is left, guessed rows help that would have been right for the last plan.
+added where a plan's peak is one that has no price yet. Blocks of a fast plan that takes too much are spliced into one that
+fits. On the same labels programs then look for a better plan, with rows for what plans hold at their peaks (see `held`).
+Where the labels are all that matter these rows bound all plans too; else, and where a gap is left, guessed rows help that
+would have been right for the last plan. At last all rows have prices, for a bound that is as sharp as messages make it.
 """
 
 from __future__ import annotations
