@@ -25,8 +25,8 @@ FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; o
 LOOKS, TIMES, EACH = 2, 8, 8  # relaxations that say what limits are worth: how many, of how many times as many labels as there
 # are classes, at most so many of each
 TILT = 1e-6  # of the scale: what all of the first limit costs; more than boxings for nothing
-CASES = {False: 5e5, True: 1e7}  # by `long`: of a program, at most, times its columns; what they leave is for HiGHS alone
-MORE = 2e6  # the same of many variables, where HiGHS takes longer for less
+CASES = {False: 2e6, True: 4e7}  # by `long`: of a program, at most, times its columns
+FEWER = 5e5  # the same of few variables of which the labels that matter are not known: what is left is for HiGHS alone
 NODES = 1_000  # of its search tree, at most
 LONGER = {False: 3.0, True: 60.0}  # by `long`: times the work that a program without limits may take
 ROUGH = 0.02  # where labels are dearer than the bound by more than so much, as a part, it may take more
@@ -155,7 +155,7 @@ class Near:
         outer = dict(zip(folded.classes, self.coarse.classes))
         classes = [outer[at] for at in range(len(folded.sizes))]
         few = len(self.problem.variables) <= UNTIED
-        most = CASES[long] if few else MORE
+        most = FEWER if few and gap else CASES[long]
         answer = branch.cheapest(tilted, space, scale, limits, gap, classes, most, known and folded.fold(known))
         close = answer.proved or answer.bound >= (1 - gap) * seconds_of(tilted, answer) - TILT * scale
         if not close and (few or answer.labels is None):
