@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ def everything(problem: Problem) -> Space:
 
 def fits(limits: Sequence[Limit], labels: Sequence[int]) -> bool:
     """Whether labels keep limits, but for rounding."""
-    return all(sum(w[labels[at]] for at, w in limit.weights.items()) <= limit.most * (1 + 1e-6) for limit in limits)
+    return all(taken(limit, labels) <= limit.most * (1 + 1e-6) for limit in limits)
 
 
 @settings(max_examples=120, deadline=None)
@@ -75,6 +76,28 @@ def test_equal_variables_are_cut_by_how_many_have_a_label_and_not_one_by_one() -
         assert answer.proved and total(problem, answer.labels) == pytest.approx(5.0)
         counts.append(next(tree.count))
     assert counts[0] <= 3 < 100 < counts[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=5, labels=5, axes=1), st.integers(0, 999), st.integers(0, 50))
+def test_a_plan_that_is_known_is_beaten_or_near_the_bound_and_keeps_the_limits(problem, seed, place):
+    assume(np.prod([len(v.costs) for v in problem.variables]) <= 1_000)
+    limits, plans = limited(placed(problem), seed)
+    assume(plans and plans[0][0] > 0)
+    least, scale, space = plans[0][0], plans[0][0], everything(problem)
+    seconds, known = plans[place % len(plans)]
+    answer = cheapest(problem, space, scale, limits, 0.3, known=known)
+    assert answer.labels is not None and total(problem, answer.labels) <= seconds * (1 + SLACK)
+    assert answer.bound <= least + SLACK * scale
+    every = itertools.product(*(range(len(v.costs)) for v in problem.variables))
+    over = min((each for each in every if not fits(limits, each)), key=lambda labels: total(problem, labels), default=known)
+    answer = cheapest(problem, space, scale, limits, 0.0, known=over)
+    assert answer.labels is not None and fits(limits, answer.labels)
+
+
+def taken(limit: Limit, labels: Sequence[int]) -> float:
+    """What labels take of a limit."""
+    return sum(float(w[labels[at]]) for at, w in limit.weights.items())
 
 
 def repeated(count: int) -> Problem:

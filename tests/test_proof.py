@@ -17,7 +17,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError
 from sbpc.plan import Plan
-from sbpc.solver import Proof
+from sbpc.solver import Proof, checked_bound
 from tests import models
 from tests.test_assign import program, seconds_of_labels, spaces
 
@@ -101,6 +101,9 @@ def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
     assert free.check_bound().bound < checked.bound <= checked.searched * (1 + 1e-9) <= checked.paid * (1 + 1e-9)
     for seed in range(4):
         assert plan.check_bound(spoiled(plan.proof, seed, checked.paid / 100)).bound < checked.bound
+    relaxed = plan.prover
+    assert max(relaxed.prices) > 0
+    assert checked.bound == pytest.approx(checked_bound(relaxed.problem, plan.proof) - sum(relaxed.prices), rel=1e-9)
 
 
 def test_a_plan_from_a_file_says_that_it_holds_no_problem(tmp_path: Path) -> None:
