@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import Limit, Problem, Variable, total
-from sbpc.solver.branch import Part, Tree, cheapest, halves
+from sbpc.solver.branch import Case, Part, Tree, Unsolved, cheapest, halves
 from sbpc.solver.network import Space, aliased
 from tests.test_near import limited, placed
 from tests.test_solver import problems
@@ -125,3 +125,22 @@ def test_halves_part_what_is_dearer_than_the_mixture_from_what_is_cheaper(seed: 
     assert apart == pytest.approx(np.average(paid[dear], weights=part[dear]) - np.average(paid[~dear], weights=part[~dear]))
     equal, none = halves(part, np.ones(6), np.ones(6))
     assert none == 0.0 and equal.tolist() == (np.arange(6) == part.argmax()).tolist()
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_relaxation_that_is_not_solved_leaves_a_bound_that_holds(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one from some on ends with no status."""
+    problem = repeated(6)
+    limits = [Limit({at: np.array([1.0, 0.3]) for at in range(6)}, 4.2)]
+    tree = Tree(problem, everything(problem), 1.0, limits, range(6))
+    whole, relaxed = Tree(problem, everything(problem), 1.0, limits, range(6)).run(0.0, math.inf, None), tree.relaxed
+
+    def failing(part: Part, least: float = -math.inf) -> Case | None:
+        if next(calls) >= after:
+            raise Unsolved
+        return relaxed(part, least)
+
+    calls = itertools.count()
+    monkeypatch.setattr(tree, "relaxed", failing)
+    answer = tree.run(0.0, math.inf, None)
+    assert answer.bound <= whole.bound + SLACK and not answer.proved and whole.proved

@@ -29,6 +29,10 @@ ENDED = highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible
 CLOSE = 1e-9  # of the scale: cases that are better than a plan by no more are left
 
 
+class Unsolved(Exception):
+    """HiGHS has come to no end with a relaxation."""
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """A part of all plans. labels: by variable which of its labels are left; sums: by columns how many of them there are in a
@@ -109,7 +113,10 @@ class Tree:
 
     def run(self, gap: float, most: float, known: Sequence[int] | None) -> Answer:
         """See `cheapest`: the better one of two new cases next, and where that is not good enough, the best one of all."""
-        first = self.relaxed(Part()) if self.possible else None
+        try:
+            first = self.relaxed(Part()) if self.possible else None
+        except Unsolved:
+            return Answer(None, -math.inf, False)
         if first is None:
             return Answer(None, math.inf, True)
         cases, cuts = list[Case](), 0
@@ -125,7 +132,10 @@ class Tree:
                 best, seconds, case = chosen(case.point, self.columns, self.space), case.seconds, None
             else:
                 cuts += 1
-                found = sorted(self.divided(case, cut))
+                try:
+                    found = sorted(self.divided(case, cut))
+                except Unsolved:  # nothing is known of it but that it costs what the case does
+                    found, left = [], min(left, case.seconds)
                 case = found[0] if found else None
                 for other in found[1:]:
                     heapq.heappush(cases, other)
@@ -133,7 +143,7 @@ class Tree:
         bound = min([seconds, left, *(case.seconds for case in cases)]) - self.slack
         if best is None:
             return Answer(None, bound, math.isinf(bound))
-        return Answer(best, bound, not cases and gap == 0)
+        return Answer(best, bound, not cases and gap == 0 and left >= seconds - CLOSE * self.scale)
 
     def keeps(self, labels: Sequence[int]) -> bool:
         """Whether labels are in the space, and keep the limits."""
@@ -153,7 +163,8 @@ class Tree:
         status = self.model.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return None
-        assert status == highspy.HighsModelStatus.kOptimal, f"a relaxation ended with {status}"
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise Unsolved(status)
         solution = self.model.getSolution()
         seconds = self.model.getInfo().objective_function_value * self.unit + self.program.constant
         point, prices = np.array(solution.col_value)[: len(self.costs)], -np.array(solution.row_dual)[self.rows] * self.unit
