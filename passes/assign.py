@@ -106,12 +106,12 @@ class Space:
     def proof(self) -> Proof:
         """Multipliers that bound all plans: those of the solver, or where it needed none, some made now."""
         if self.multipliers is None:
-            self.multipliers = untied_proof(self.priced(None))
+            self.multipliers = untied_proof(self.problem)
         return self.multipliers
 
     def bound(self, proof: Proof) -> float:
         """What no assignment costs less than, by the multipliers alone."""
-        return checked_bound(self.priced(None), proof)
+        return checked_bound(self.problem, proof)
 
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """What an assignment of this space costs, and the bound that the multipliers give."""
@@ -120,10 +120,15 @@ class Space:
     def certify(self, assignment: Assignment, limit: float) -> float:
         """A bound for all plans, tighter the longer it may take, of which the multipliers are kept if they give a better one
         than those before; `limit`: CPU seconds."""
-        bound, proof = certify(self.priced(None), [self.classes(None, apart) for apart in ENDS], self.seconds(assignment), limit)
+        bound, proof = certify(self.problem, [self.classes(None, apart) for apart in ENDS], self.seconds(assignment), limit)
         if bound > self.bound(self.proof):
             self.multipliers = proof
         return bound
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is solved, bytes for nothing."""
+        return Problem(self.variables, self.values)
 
     def priced(self, prices: Prices | None) -> Problem:
         """The problem, where the bytes of an output or of an operand cost so many seconds each."""
@@ -140,7 +145,7 @@ class Space:
 
     def seconds(self, assignment: Assignment) -> float:
         """What an assignment takes, bytes for nothing."""
-        return total(Problem(self.variables, self.values), self.labels(assignment))
+        return total(self.problem, self.labels(assignment))
 
     def alike(self, problem: Problem, labels: list[int]) -> list[int]:
         """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are

@@ -64,11 +64,6 @@ class PricedSpace(Space):
         """Labels near good plans, at first none."""
         return Near(self.problem, self.classes(None))
 
-    @cached_property
-    def problem(self) -> Problem:
-        """What is solved, bytes for nothing."""
-        return Problem(self.variables, self.values)
-
 
 @dataclass(eq=False)
 class Relaxed:
