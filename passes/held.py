@@ -29,7 +29,7 @@ SMALL = 1e-3  # of the limit: storages that are smaller are counted only where i
 def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, limit: float) -> list[Limit]:
     """For each of these calls the row of the moment at which most is alive while the plan runs it or boxes for it, where the
     plan breaks that row. No plan under the limit breaks any. copies: see `at_call`."""
-    life, labels, found = Life.of(plan.boxed, plan.mesh), space.labels(plan.assignment), []
+    life, labels, found = plan.life, space.labels(plan.assignment), []
     standing = values_in(life)
     for call in calls:
         at = max(of_call(life, call), key=life.live.__getitem__)

@@ -27,7 +27,7 @@ from sbpc.passes.prices import PricedSpace, Relaxed
 from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan
-from sbpc.solver import Limit
+from sbpc.solver import Limit, total
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
@@ -35,7 +35,7 @@ SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least an
 FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 CUT = 3  # programs on all labels that matter that end before their time, at most
-SURE = 0.6  # the part of these tries after which rows are guessed too
+GUESSED = 3  # numbers of blocks that bytes tell, then halves
 SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -50,16 +50,23 @@ APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all a
 
 @dataclass
 class Found:
-    """A plan, its seconds in the space, and what it takes during the calls where that is more than the limit, most first."""
+    """A plan, its labels and seconds in the space, and what it takes during the calls where that is more than the limit,
+    most first."""
 
     plan: Plan
+    labels: list[int]
     seconds: float
     peaks: Mapping[str, int]
 
     @property
+    def peak(self) -> str | None:
+        """The call during which it takes most, if that is more than the limit."""
+        return next(iter(self.peaks), None)
+
+    @property
     def bytes(self) -> int:
         """The bytes that the plan takes."""
-        return self.plan.cost.memory["total"]
+        return self.plan.memory["total"]
 
 
 def within(
@@ -77,7 +84,7 @@ def within(
         if search.best is None and search.bound < math.inf:
             tighter = Search(part * limit, space, gm, copies, made, free.lower_bound)
             tighter.run(free.assignment)
-            search.plans += tighter.plans
+            search.found |= tighter.found
     if search.best is None:
         least = min(search.plans, key=lambda found: found.bytes).plan
         raise MemoryLimitError(shortage(least, search.limit, search.bound == math.inf))
@@ -100,7 +107,7 @@ class Search:
     ) -> None:
         self.limit, self.space, self.gm, self.copies, self.made, self.bound = limit, space, gm, copies, made, bound
         self.calls = calls_of(gm)
-        self.plans: list[Found] = []
+        self.found: dict[tuple[int, ...], Found] = {}  # by labels
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
@@ -110,6 +117,11 @@ class Search:
         self.limits: list[Limit] = []
         self.limited: set[str] = set()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
+
+    @property
+    def plans(self) -> list[Found]:
+        """All plans that were made, the last one last."""
+        return list(self.found.values())
 
     @property
     def best(self) -> Found | None:
@@ -184,7 +196,7 @@ class Search:
             self.bound = max(self.bound, min(answer.bound, fastest))
             if answer.labels is None:
                 return
-            found = self.keep(self.space.assignment(answer.labels))
+            found = self.keep(answer.labels)
             new = self.hold(found)
             if self.gap <= CLOSED or (not new and (long or answer.proved)):
                 return
@@ -194,17 +206,17 @@ class Search:
 
     def find(self) -> None:
         """A cheap plan on the labels that are near, first with a little to spare. Rows that all plans keep are added for the
-        peaks of those that do not fit; where there are none left to add, or after most tries, guessed ones: what would have
-        been right for the last."""
-        guessed, again, spare = dict[str, Limit](), True, APART * self.limit
+        peaks of those that do not fit; where a peak is one for which there were rows, or none are left to add, guessed ones:
+        what would have been right for the last plan."""
+        guessed, peaks, again, spare = dict[str, Limit](), set[str | None](), True, APART * self.limit
         if self.best is not None:
-            self.near.mix(self.space.labels(self.best.plan.assignment))
+            self.near.mix(self.best.labels)
         tries = min(max(SOME[0], TRIED // len(self.space.variables)), SOME[1])
         for turn in range(2 * tries):
             if turn >= tries and self.gap <= FAR:
                 return
             limits = [replace(row, most=row.most - spare) for row in self.limits]
-            known = self.space.labels(self.best.plan.assignment) if self.best else None
+            known = self.best.labels if self.best else None
             answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE, known=known)
             if answer.labels is None and spare:
                 spare = 0.0
@@ -215,17 +227,18 @@ class Search:
                 continue
             if answer.labels is None:
                 return
-            found = self.keep(self.space.assignment(answer.labels))
+            found = self.keep(answer.labels)
             if self.fits(found):  # once more, with rows that are right for a plan that fits
                 if not guessed or not again or self.gap <= GOOD:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
-            elif not self.hold(found) or turn >= SURE * tries or self.near.complete:
+            elif not self.hold(found) or found.peak in peaks or self.near.complete:
                 for name in list(found.peaks)[:PEAKS]:
                     row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
                     most = row.most if last is None else min(row.most, last.most - APART * self.limit)
                     guessed[name] = replace(row, most=max(most, APART * self.limit))
+            peaks.add(found.peak)
 
     def hold(self, found: Found) -> bool:
         """Add rows for the peaks of a plan: for what is sure then, and for what it holds beyond; whether there are any."""
@@ -247,18 +260,17 @@ class Search:
         count = len(np.unique(along[~np.isnan(along)]))
         faster = [each for each in self.plans if not self.fits(each) and each.seconds < slow.seconds]
         for fast in sorted(faster, key=lambda each: each.bytes)[:SPLICED]:
-            inside, rest = self.space.labels(fast.plan.assignment), self.space.labels(slow.plan.assignment)
-            many = int(count * (self.limit - slow.bytes) / (fast.bytes - slow.bytes))
-            fitted, over = 0, count
-            while fitted < many < over:
-                ways = [spliced(inside, rest, along, many / count, last) for last in (True, False)]
-                found = min(map(self.space.assignment, ways), key=self.space.seconds)
-                if self.space.seconds(found) >= slow.seconds:
-                    break
-                if self.fits(self.keep(found)):
-                    many, fitted = many + 1, many
+            fitted, over, held, tried = 0, count, (slow.bytes, fast.bytes), 0
+            while over - fitted > 1:
+                part = (self.limit - held[0]) / (held[1] - held[0]) if tried < GUESSED else 0.5
+                many = min(max(fitted + int((over - fitted) * part), fitted + 1), over - 1)
+                ways = [spliced(fast.labels, slow.labels, along, many / count, last) for last in (True, False)]
+                labels, tried = min(ways, key=self.seconds), tried + 1
+                found = self.keep(labels) if self.seconds(labels) < slow.seconds else slow
+                if self.fits(found):  # of more blocks it is faster
+                    fitted, held = many, (found.bytes, held[1])
                 else:
-                    many, over = many - 1, many
+                    over, held = many, (held[0], found.bytes)
 
     def squeeze(self) -> None:
         """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the
@@ -270,14 +282,13 @@ class Search:
         peaks = self.common()
         while len(peaks) <= PEAKS:
             found = self.solve(self.counted(peaks), DEARER[-1] * self.step / self.limit)
-            peak = next(iter(found.peaks), None)
-            if peak is None or peak in peaks:
+            if found.peak is None or found.peak in peaks:
                 return
-            peaks.append(peak)
+            peaks.append(found.peak)
 
     def common(self) -> list[str]:
         """The calls at which most plans so far take most."""
-        found = Counter(next(iter(plan.peaks)) for plan in self.plans if plan.peaks)
+        found = Counter(plan.peak for plan in self.plans if plan.peak)
         return [name for name, _ in found.most_common(PEAKS // 2)]
 
     def counted(self, peaks: Sequence[str]) -> Moment:
@@ -289,13 +300,12 @@ class Search:
         """The plan without the limit, with stored values in the cheapest layouts; a moment for its peak."""
         labels = self.space.labels(free)
         self.near.add(labels)
-        return self.watched(self.keep(self.space.assignment(labels)))
+        return self.watched(self.keep(labels))
 
     def watched(self, found: Found) -> Found:
         """A plan whose peak has a price from now on."""
-        peak = next(iter(found.peaks), None)
-        if peak not in self.named and len(self.moments) < MOMENTS:
-            self.add(peak)
+        if found.peak not in self.named and len(self.moments) < MOMENTS:
+            self.add(found.peak)
         return found
 
     def prove(self, prices: Sequence[float]) -> Found:
@@ -307,12 +317,13 @@ class Search:
         return self.watched(found)
 
     def sharpen(self, best: Found) -> None:
-        """A sharper bound, at what all rows are worth."""
-        limits, prices, assignment = self.proof.limits, self.proof.prices, best.plan.assignment
+        """A sharper bound, at what all rows are worth; where that leaves a gap also at what moments alone are."""
+        found, aim = [Relaxed(self.space, self.proof.limits, self.proof.prices)], best.seconds * (1 - AIM)
         if len(self.space.mesh.axes) <= 2:
-            limits, prices = self.limits, self.near.dear(self.limits, self.step, self.space.labels(assignment))
-        found = Relaxed(self.space, limits, prices)
-        self.bettered(found.sharpen(assignment, best.seconds * (1 - AIM)), found)
+            found.insert(0, Relaxed(self.space, self.limits, self.near.dear(self.limits, self.step, best.labels)))
+        for each in found:
+            if self.bound < aim:
+                self.bettered(each.sharpen(best.plan.assignment, aim), each)
 
     def bettered(self, bound: float, proof: Relaxed) -> None:
         """Keep a bound and its proof, if it is better."""
@@ -322,16 +333,23 @@ class Search:
     def solve(self, counted: Moment, price: float = 1.0) -> Found:
         """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""
         assignment, self.paid = self.space.solve(together([counted], [price]), quick=True)
-        found = self.keep(assignment)
-        self.near.add(self.space.labels(assignment), self.space.distances(together([counted], [price])))
+        found = self.keep(self.space.labels(assignment))
+        self.near.add(found.labels, self.space.distances(together([counted], [price])))
         return found
 
-    def keep(self, assignment: Assignment) -> Found:
-        """Make the plan of an assignment, and keep it."""
-        plan = self.made(assignment)
-        found = Found(plan, self.space.seconds(assignment), peak_calls(plan, self.gm, self.limit))
-        self.plans.append(found)
-        return found
+    def seconds(self, labels: Sequence[int]) -> float:
+        """What labels take, bytes for nothing."""
+        return total(self.space.problem, labels)
+
+    def keep(self, labels: list[int]) -> Found:
+        """Make the plan of these labels, once, and keep it; of those before it no graphs."""
+        key = tuple(labels)
+        if key not in self.found:
+            for other in self.found.values():
+                other.plan.forget()
+            plan = self.made(self.space.assignment(labels))
+            self.found[key] = Found(plan, labels, self.seconds(labels), peak_calls(plan, self.gm, self.limit))
+        return self.found[key]
 
     def add(self, name: str | None) -> None:
         """Put a price on what is alive during a call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from sbpc.layout import broadcast
-from sbpc.memory import Life, local_bytes
+from sbpc.memory import local_bytes
 from sbpc.plan import Plan, results
 from sbpc.ports import OUTPUT
 
@@ -15,9 +15,9 @@ MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reas
 def shortage(plan: Plan, limit: float, least: bool) -> str:
     """What is missing for a plan to fit, and the three tensors that hold most at its peak; least: it is known that no plan
     fits, not only that none was found."""
-    memory = plan.cost.memory
+    memory = plan.memory
     sizes: Counter[str] = Counter()
-    for node, size in Life.of(plan.boxed, plan.mesh).at_peak():
+    for node, size in plan.life.at_peak():
         sizes[node.name] += size
     most = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
     held = ", ".join(f"%{name} {sizes[name]:,}" for name in most)

@@ -1,4 +1,4 @@
-"""What a boxed graph costs: its kernels, its transfers and its live memory on the busiest rank, gathered node by node."""
+"""What a boxed graph costs: its kernels and its transfers on the busiest rank, gathered node by node."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch.fx import GraphModule, Node
 from sbpc.choices import operands, value_of
 from sbpc.cost import Cost, Kernel, Transfer, collective_seconds, kernel_seconds, kernel_work
 from sbpc.layout import Layout
-from sbpc.memory import memory_totals
 from sbpc.mesh import Mesh
 from sbpc.rules.binding import flat_outputs
 from sbpc.steps import wire
 
 
 def measure(
-    boxed: GraphModule, mesh: Mesh, optimizer: str | None, lower_bound: float, objective: str = "seconds"
+    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds"
 ) -> Cost:
-    """The cost of one step of a boxed graph, which is the objective that `assign` minimised, and its memory."""
+    """The cost of one step of a boxed graph, which is the objective that `assign` minimised; memory: see `memory_totals`."""
     kernels: Counter[Kernel] = Counter()
     transfers: Counter[Transfer] = Counter()
     for node in boxed.graph.nodes:
@@ -34,10 +33,9 @@ def measure(
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
-    memory = memory_totals(boxed, mesh, optimizer)
     parts = tuple(kernels.items()), tuple(moving.items())
     cost = Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, memory, lower_bound, *parts,
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound, *parts,
         boxed.meta.get("dynamic", {}), objective,
     )  # fmt: skip
     return replace(cost, lower_bound=min(lower_bound, cost.paid))

@@ -29,13 +29,12 @@ from sbpc.steps import Step
 POSITION = 8  # bytes of a rank's position on one axis
 
 
-def memory_totals(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
-    """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step ("total").
+def memory_totals(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
+    """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step ("total"); life: of the boxed graph.
 
     gradients: those of all trained parameters, which the optimizer's step reads together. activations: all that is alive
     between forward and backward but parameters. temporaries: what the peak holds beyond all these.
     """
-    life = Life.of(boxed, mesh)
     held = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
     trained = [port.name for port in boxed.meta["ports"].outputs if port.kind == GRADIENT]
     parameters, gradients = sum(held.values()), sum(held[name] for name in trained)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.choices import operands, outputs_of, value_of
-from sbpc.memory import Life
 from sbpc.plan import Plan, result_name, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.tables import REST, SPLIT, WORK
@@ -138,8 +137,7 @@ def calls_of(gm: GraphModule) -> dict[str, Node]:
 def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
     """By name of a call the most bytes while it runs or something is boxed for it, if these are more than `limit`; most first.
     A getitem counts to the call behind it."""
-    life, calls = Life.of(plan.boxed, plan.mesh), calls_of(gm)
-    held = plan.cost.memory["optimizer"]
+    life, calls, held = plan.life, calls_of(gm), plan.memory["optimizer"]
     most: dict[str, int] = {}
     call = None
     for moment, live in zip(reversed(life.moments), reversed(life.live)):

@@ -18,6 +18,7 @@ from sbpc.errors import PlanError
 from sbpc.kinds import check_kinds, shown
 from sbpc.layout import Layout
 from sbpc.measure import lacks_rule, measure, replicated
+from sbpc.memory import Life, memory_totals
 from sbpc.mesh import Mesh
 from sbpc.pins import closest
 from sbpc.ports import PARAMETER, Port, Ports, placeholders
@@ -191,9 +192,9 @@ class Plan:
         return cut_shapes(self.boxed)
 
     def forget(self) -> None:
-        """Drop the boxed graph and the programs; they are made again on use."""
+        """Drop the boxed graph, what is alive in it and the programs; they are made again on use."""
         self.programs.clear()
-        for name in ("boxed", "cut_shapes"):
+        for name in ("boxed", "life", "cut_shapes"):
             self.__dict__.pop(name, None)
 
     @property
@@ -202,11 +203,21 @@ class Plan:
         return str(self.options.get("objective", "seconds"))
 
     @functools.cached_property
+    def life(self) -> Life:
+        """What is alive at every moment of a step."""
+        return Life.of(self.boxed, self.mesh)
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes on the busiest rank by what they are for, "total" at the peak; see `memory_totals`."""
+        return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+
+    @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes, flops and memory of a step, with a lower bound."""
         start = time.process_time()
         with uncollected():
-            found = measure(self.boxed, self.mesh, self.options.get("optimizer"), self.lower_bound, self.objective)
+            found = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return found
 

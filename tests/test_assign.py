@@ -69,7 +69,7 @@ def spaces(program: list[tuple[str, int, int]], mesh: Mesh, size: int = 12) -> S
 
 def seconds_of(space: Space, labels: list[int]) -> float:
     """What the boxed graph of an assignment costs, measured on the graph and not by the solver."""
-    return measure(box(space.gm, space.assignment(labels), space.mesh), space.mesh, None, 0.0).seconds
+    return measure(box(space.gm, space.assignment(labels), space.mesh), space.mesh, {}, 0.0).seconds
 
 
 def program(length: int) -> Any:
@@ -99,7 +99,7 @@ def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, lim
         tried += 1
         best = min(seconds_of_labels(space, labels) for labels in itertools.product(*map(range, counts)))
         assignment, bound = space.solve()
-        found = measure(box(space.gm, assignment, mesh), mesh, None, bound)
+        found = measure(box(space.gm, assignment, mesh), mesh, {}, bound)
         assert found.seconds == pytest.approx(best, rel=1e-9, abs=1e-30)
         assert bound <= best * (1 + 1e-9) + 1e-30
 

@@ -61,7 +61,7 @@ def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh
     plan = sbpc.plan(model, args, mesh, dynamic=GPT)
     assert not plan.notes and plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
     model, args = models.gpt2(**sizes)
-    there = measure(box(prepare(model, args).gm, plan.assignment, mesh), mesh, "adamw", 0.0)
+    there = measure(box(prepare(model, args).gm, plan.assignment, mesh), mesh, {}, 0.0)
     names = {"batch": "b", "seq": "s", "vocab": "v", "width": "h", "heads": "heads"}
     found = {names[name]: size for name, size in sizes.items()}
     assert plan.cost.subs(found) == pytest.approx(there.seconds, rel=1e-12)

@@ -14,7 +14,6 @@ import sbpc
 from sbpc import Mesh, Plan
 from sbpc.cluster import CLUSTERS
 from sbpc.errors import MemoryLimitError
-from sbpc.memory import Life
 from sbpc.moments import STORED
 from tests import models
 from tests.compare import largest_error
@@ -69,7 +68,7 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
             return x.view(30).view(6, 5).sum(1)
 
     plan = sbpc.plan(Sum(), (torch.randn(6, 5),), Mesh(a=2), train=False, inputs=["S(1)@a"], outputs=["B"])
-    life = Life.of(plan.boxed, plan.mesh)
+    life = plan.life
     kinds = [str(node.name) for node, _ in life.at_peak()]
     assert life.peak == sbpc.simulate(plan, Sum(), (torch.randn(6, 5),)).peak_memory
     assert kinds[0] == "x" and life.live[0] == 8 + 6 * 3 * 4

@@ -18,7 +18,6 @@ from sbpc.api import placeholder_wishes
 from sbpc.cluster import CLUSTERS
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MemoryLimitError
-from sbpc.memory import Life
 from sbpc.moments import at_call, at_optimizer, calls_of
 from sbpc.passes import memory
 from sbpc.passes.annotate import annotate
@@ -55,7 +54,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
 def alive(plan: sbpc.Plan) -> dict[str, int]:
     """The most bytes that are alive at a call, or at a call of those that stand for it, by name."""
     found: dict[str, int] = {}
-    life = Life.of(plan.boxed, plan.mesh)
+    life = plan.life
     for moment, live in zip(life.moments, life.live):
         if "call" in moment.node.meta and "step" not in moment.node.meta:
             name = moment.node.meta["call"]

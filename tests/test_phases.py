@@ -306,7 +306,7 @@ def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluste
             alias, _ = star(value, labels)
             wanted = {*targets(value, labels)} - {alias, source}  # what is made in a layout is there already
             expected += value.closure[source, alias] + sum(value.closure[alias, target] for target in wanted)
-        found = measure(box(space.gm, space.assignment(labels), mesh), mesh, None, 0.0).seconds
+        found = measure(box(space.gm, space.assignment(labels), mesh), mesh, {}, 0.0).seconds
         assert found == pytest.approx(expected, rel=1e-9)
     assert apart >= 12
 

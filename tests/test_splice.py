@@ -50,7 +50,7 @@ def test_as_many_blocks_as_there_is_room_for_are_of_the_faster_plan(held: list[f
 
     def found(labels: list[int]) -> SimpleNamespace:
         taken = sum(held[at] for at in range(12) if labels[at])
-        return SimpleNamespace(plan=SimpleNamespace(assignment=labels), seconds=seconds(labels), bytes=10 + taken)
+        return SimpleNamespace(labels=labels, seconds=seconds(labels), bytes=10 + taken)
 
     def seconds(labels: list[int]) -> float:
         """The last blocks go first: where they meet the others from the front it costs more."""
@@ -58,10 +58,10 @@ def test_as_many_blocks_as_there_is_room_for_are_of_the_faster_plan(held: list[f
 
     kept = []
     search = SimpleNamespace(
-        gm=None, limit=17.0, plans=[found([1] * 12), found([0] * 12)], fits=lambda each: each.bytes <= 17.0,
-        space=SimpleNamespace(variables=[SimpleNamespace(name="")] * 12, labels=list, assignment=list, seconds=seconds),
+        gm=None, limit=17.0, plans=[found([1] * 12), found([0] * 12)], fits=lambda each: each.bytes <= 17.0, seconds=seconds,
+        space=SimpleNamespace(variables=[SimpleNamespace(name="")] * 12),
         keep=lambda labels: kept.append(found(labels)) or kept[-1],
     )  # fmt: skip
     memory.Search.splice(search, search.plans[1])
-    fitting = [sum(each.plan.assignment) for each in kept if search.fits(each)]
+    fitting = [sum(each.labels) for each in kept if search.fits(each)]
     assert max(fitting, default=0) == fit and len(kept) <= 8

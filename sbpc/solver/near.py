@@ -88,14 +88,14 @@ class Near:
         plans = [folded.fold(labels) for labels in self.plans]
         return Space(of_each, [nearby(value, of_each, *plans) for value in folded.problem.values])
 
-    def untied(self) -> tuple[Folded, Space]:
-        """The mixed labels in a problem in which as few variables are tied as the size of a program allows; with the nearest
-        ones where variables are few."""
+    def untied(self, known: Sequence[int] | None) -> tuple[Folded, Space]:
+        """The mixed labels in a problem in which as few variables are tied as the size of a program allows, none to which a
+        `known` plan gives different labels; with the nearest ones where variables are few."""
         if len(self.problem.variables) <= UNTIED:
             return self.whole, self.nearest(self.whole)
         parts = max(self.coarse.sizes)
         while True:
-            folded = fold(self.problem, pieces(self.coarse, parts))
+            folded = fold(self.problem, pieces(self.coarse, parts, known))
             space = self.space(folded, self.mixed)
             if parts == 1 or columns_of(folded.problem, space) <= MANY:
                 return folded, space
@@ -146,7 +146,7 @@ class Near:
             near = self.nearest(self.coarse)
             used = priced(self.coarse.problem, near, scale, by_class(self.coarse, limits), DEAR * scale)[2]
             self.mixed = list(map(np.union1d, self.mixed, used))
-        folded, space = self.untied() if self.every is None else (self.whole, self.every)
+        folded, space = self.untied(known) if self.every is None else (self.whole, self.every)
         limits, tilt = by_class(folded, limits), TILT * scale
         variables = list(folded.problem.variables)
         for at, weights in limits[0].weights.items():
@@ -176,11 +176,14 @@ def seconds_of(problem: Problem, answer: Answer) -> float:
     return np.inf if answer.labels is None else total(problem, answer.labels)
 
 
-def pieces(folded: Folded, parts: int) -> list[int]:
-    """By variable a number: each class is cut into so many pieces, in the order of its members, or into single members."""
-    seen, found = [0] * len(folded.sizes), []
-    for at in folded.classes:
-        found.append(at * parts + seen[at] * min(parts, folded.sizes[at]) // folded.sizes[at])
+def pieces(folded: Folded, parts: int, labels: Sequence[int] | None = None) -> list[int]:
+    """By variable a number: each class is cut into so many pieces, in the order of its members, or into single members; those
+    with different labels are apart."""
+    seen, numbers = [0] * len(folded.sizes), dict[tuple[int, int, int], int]()
+    found = []
+    for at, label in zip(folded.classes, labels or folded.classes):
+        key = at, seen[at] * min(parts, folded.sizes[at]) // folded.sizes[at], label
+        found.append(numbers.setdefault(key, len(numbers)))
         seen[at] += 1
     return found
 

@@ -64,8 +64,10 @@ class Search:
         """The best plan, or one that costs the same with fewer boxings."""
         return self.near.tidied(self.labels, self.seconds)
 
-    def run(self) -> Solution:
-        """Message passing and pruning; steps to better plans until three in a row find none; what is left by a program."""
+    def run(self, quick: bool = False) -> Solution:
+        """Message passing and pruning; steps to better plans until three in a row find none; what is left by a program.
+
+        quick: the labels next to the first bound will do."""
         if self.seconds <= self.floor:
             return Solution(self.labels, self.seconds, self.seconds, True)
         space = whole(self.problem)
@@ -73,9 +75,11 @@ class Search:
             extra = variable.costs[labels] - variable.costs.min()
             space.labels[at] = labels[extra <= self.seconds - self.floor]
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
-        if messages is not None and messages.columns > SMALL:
+        if messages is not None and (quick or messages.columns > SMALL):
             self.approach(messages.extra(), NEAR)
             messages = self.converge(messages, rounds=6)
+        if quick and messages is not None:
+            return Solution(self.labels, self.seconds, min(messages.bound, self.seconds), False)
         idle = attempt = 0
         while messages is not None and messages.columns > SMALL and not self.close(messages):
             before, bound = self.seconds, messages.bound

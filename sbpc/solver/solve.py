@@ -50,7 +50,7 @@ def solve(
         return Solution([], 0.0, 0.0, True)
     if alike is None or len(set(alike)) == len(alike):
         search = Search(problem, starts)
-        found = search.run()
+        found = search.run(quick)
         return replace(found, labels=search.tidied()) if found.labels is search.labels else found
     return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
 
