@@ -23,7 +23,7 @@ from sbpc.errors import MemoryLimitError
 from sbpc.memory import POSITION
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
 from sbpc.passes.held import rows
-from sbpc.passes.prices import PricedSpace, Relaxed
+from sbpc.passes.prices import Divided, PricedSpace, Relaxed
 from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan
@@ -41,6 +41,7 @@ MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
 CLOSED = 1e-5  # relative gap of a plan that is the best of all that matter, but for rounding
 AIM = 9e-3  # relative gap to which a bound is made sharper with the greatest effort
+CASED = 9.9e-3  # the same where each step to it takes long
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
@@ -90,14 +91,15 @@ def within(
         raise MemoryLimitError(shortage(least, search.limit, search.bound == math.inf))
     plan = made(search.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
     plan.lower_bound = min(search.bound, search.best.seconds)  # which may differ by rounding
-    plan.prover = search.proof
+    plan.prover = search.prover
     return plan
 
 
 class Search:
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
-    bound: seconds below which no such plan is, infinite where there is none. proof: what gave it. limits: rows that no such
+    bound: seconds below which no such plan is, infinite where there is none. prover: what gave it; proof: the best one without
+    cases. limits: rows that no such
     plan breaks; limited: the calls of which the sure moment is among them.
     It begins as that of the problem without the limit, which had bounded the plan `free` in its own space.
     """
@@ -112,6 +114,7 @@ class Search:
         self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
         self.proof = Relaxed(space)
+        self.prover: Relaxed | Divided = self.proof
         self.near = space.near()
         self.always = min(POSITION * len(space.mesh.axes), limit / 2)  # bytes that every plan takes at every moment
         self.limits: list[Limit] = []
@@ -171,6 +174,8 @@ class Search:
             return
         if self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
             self.look(long=True)
+        if self.near.few and self.gap > CASED and len(self.space.mesh.axes) <= 2:
+            self.divide(self.best)
 
     def row(self, moment: Moment, most: float | None = None) -> Limit:
         """The limit, or what is at most to be held, at a moment."""
@@ -325,10 +330,17 @@ class Search:
             if self.bound < aim:
                 self.bettered(each.sharpen(best.plan.assignment, aim), each)
 
+    def divide(self, best: Found) -> None:
+        """A bound by cases, where that is sharper."""
+        found = Divided(self.space, self.limits, self.near, best.plan.assignment, self.step)
+        bound = found.sharpen(best.seconds * (1 - CASED))
+        if bound > self.bound:
+            self.bound, self.prover = bound, found
+
     def bettered(self, bound: float, proof: Relaxed) -> None:
         """Keep a bound and its proof, if it is better."""
         if bound >= self.bound:
-            self.bound, self.proof = bound, proof
+            self.bound, self.proof, self.prover = bound, proof, proof
 
     def solve(self, counted: Moment, price: float = 1.0) -> Found:
         """The plan where every byte that is counted has a price; `paid`: what no plan's seconds and bytes cost less than."""

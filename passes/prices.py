@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +16,14 @@ from sbpc.passes.assign import ENDS, Prices, Space
 from sbpc.pins import Wish
 from sbpc.plan import Assignment
 from sbpc.solver import (
+    Division,
+    Leaf,
     Limit,
     Near,
     Problem,
     Proof,
+    Tree,
+    bound_by_cases,
     certify,
     charged,
     checked_bound,
@@ -124,3 +129,35 @@ class Relaxed:
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """What an assignment costs, and the bound that the multipliers and the prices give."""
         return self.space.seconds(assignment), self.bound(proof)
+
+
+class Divided:
+    """The problem of a plan under limits, cut into cases, each at prices of its own.
+
+    near: labels near good plans; assignment: one under the limits; scale: about what plans cost, in seconds.
+    """
+
+    def __init__(self, space: PricedSpace, limits: Sequence[Limit], near: Near, assignment: Assignment, scale: float) -> None:
+        self.space = space
+        self.division = Division(space.problem, limits, space.labels(assignment), scale, near.distances)
+
+    @property
+    def proof(self) -> Tree:
+        """Prices and multipliers of the cases."""
+        return self.division.root.tree
+
+    def sharpen(self, aim: float) -> float:
+        """The bound of cases that are cut until it is `aim`, or the work is done."""
+        self.division.run(aim)
+        return self.division.bound
+
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A tighter bound, of more cases; see `Space.certify`."""
+        self.division.run(self.space.seconds(assignment), time.process_time() + limit)
+        return self.division.bound
+
+    def check(self, assignment: Assignment, proof: Proof | Tree) -> tuple[float, float]:
+        """What an assignment costs, and the bound that the cases give; of multipliers alone that where bytes cost nothing."""
+        tree = Leaf([0.0] * len(self.division.limits), proof) if isinstance(proof, Proof) else proof
+        found = bound_by_cases(self.space.problem, self.division.limits, tree, self.division.outside)
+        return self.space.seconds(assignment), found

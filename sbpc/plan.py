@@ -23,7 +23,7 @@ from sbpc.mesh import Mesh
 from sbpc.pins import closest
 from sbpc.ports import PARAMETER, Port, Ports, placeholders
 from sbpc.report import plan_text
-from sbpc.solver import Proof
+from sbpc.solver import Proof, Tree
 from sbpc.uncollected import uncollected
 
 
@@ -55,10 +55,10 @@ class Prover(Protocol):
     """The problem that a plan solves."""
 
     @property
-    def proof(self) -> Proof:
-        """Multipliers that bound the problem, see `sbpc.solver.check`."""
+    def proof(self) -> Proof | Tree:
+        """Multipliers that bound the problem, see `sbpc.solver.check`; those of cases, see `sbpc.solver.cases`."""
 
-    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+    def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """What an assignment costs, and the bound that the multipliers give."""
 
     def certify(self, assignment: Assignment, limit: float) -> float:
@@ -239,11 +239,12 @@ class Plan:
         return self.prover
 
     @property
-    def proof(self) -> Proof:
-        """The multipliers behind the bound, which anybody can check; see `check_bound`, which raises the same."""
+    def proof(self) -> Proof | Tree:
+        """The multipliers behind the bound, which anybody can check, of a bound by cases those of each; see `check_bound`, which
+        raises the same."""
         return self.problem.proof
 
-    def check_bound(self, proof: Proof | None = None) -> Checked:
+    def check_bound(self, proof: Proof | Tree | None = None) -> Checked:
         """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
 
         proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was

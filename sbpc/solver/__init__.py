@@ -1,5 +1,6 @@
 """The layout solver: one label per variable, so that labels and the boxings between them cost least."""
 
+from sbpc.solver.cases import Division, Leaf, Tree, bound_by_cases
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.moves import Neighbours
 from sbpc.solver.near import Near
@@ -7,14 +8,18 @@ from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, charg
 from sbpc.solver.solve import certify, sharp, solve, untied_distances, untied_proof
 
 __all__ = [
+    "Division",
+    "Leaf",
     "Limit",
     "Near",
     "Neighbours",
     "Problem",
     "Proof",
     "Solution",
+    "Tree",
     "Value",
     "Variable",
+    "bound_by_cases",
     "certify",
     "charged",
     "check",

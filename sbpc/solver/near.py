@@ -15,7 +15,7 @@ from sbpc.solver.fold import Folded, fold
 from sbpc.solver.moves import around, nearby, nearest
 from sbpc.solver.network import Space, aliased
 from sbpc.solver.problem import Limit, Problem, charged, split_by_costs, total
-from sbpc.solver.relax import priced
+from sbpc.solver.relax import INTEGRAL, priced
 from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a program of them, at most
@@ -56,6 +56,16 @@ class Near:
         """How many labels there are that matter; 0 if that is not known."""
         return sum(map(len, self.every.labels)) if self.every else 0
 
+    @property
+    def distances(self) -> list[np.ndarray]:
+        """By variable and label, how far the label is from good plans."""
+        return [self.far[at] for at in self.coarse.classes]
+
+    @property
+    def few(self) -> bool:
+        """Whether variables are few enough for programs in which nothing is tied."""
+        return len(self.problem.variables) <= UNTIED
+
     def add(self, labels: Sequence[int], distances: Sequence[np.ndarray] = ()) -> None:
         """Note a plan, and by variable and label the distances from it, or from the bound of the problem that it solves."""
         self.plans.append(labels)
@@ -91,7 +101,7 @@ class Near:
     def untied(self, known: Sequence[int] | None) -> tuple[Folded, Space]:
         """The mixed labels in a problem in which as few variables are tied as the size of a program allows, none to which a
         `known` plan gives different labels; with the nearest ones where variables are few."""
-        if len(self.problem.variables) <= UNTIED:
+        if self.few:
             return self.whole, self.nearest(self.whole)
         parts = max(self.coarse.sizes)
         while True:
@@ -104,7 +114,7 @@ class Near:
     def close(self, costly: Problem, most: float) -> bool:
         """Look from now on only among plans that cost at most `most` in a problem with other costs, if variables and such
         labels are few: whether they are. No other plan costs so little."""
-        if len(self.problem.variables) > UNTIED or costly.variables[0].digits.shape[1] > 2:
+        if not self.few or costly.variables[0].digits.shape[1] > 2:
             return False  # beyond two axes bounds are of single precision
         space = bounded_by(costly, most)
         if space is None or columns_of(costly, space) > BOUNDED:
@@ -144,7 +154,8 @@ class Near:
         """
         if self.every is None:
             near = self.nearest(self.coarse)
-            used = priced(self.coarse.problem, near, scale, by_class(self.coarse, limits), DEAR * scale)[2]
+            parts = priced(self.coarse.problem, near, scale, by_class(self.coarse, limits), DEAR * scale)[2]
+            used = [labels[part > INTEGRAL] for labels, part in zip(near.labels, parts)]
             self.mixed = list(map(np.union1d, self.mixed, used))
         folded, space = self.untied(known) if self.every is None else (self.whole, self.every)
         limits, tilt = by_class(folded, limits), TILT * scale
@@ -154,11 +165,10 @@ class Near:
         tilted = Problem(variables, folded.problem.values)
         outer = dict(zip(folded.classes, self.coarse.classes))
         classes = [outer[at] for at in range(len(folded.sizes))]
-        few = len(self.problem.variables) <= UNTIED
-        most = FEWER if few and gap else CASES[long]
+        most = FEWER if self.few and gap else CASES[long]
         answer = branch.cheapest(tilted, space, scale, limits, gap, classes, most, known and folded.fold(known))
         close = answer.proved or answer.bound >= (1 - gap) * seconds_of(tilted, answer) - TILT * scale
-        if not close and (few or answer.labels is None):
+        if not close and (self.few or answer.labels is None):
             other = cheapest(tilted, space, scale, NODES, gap, limits, LONGER[long], ROUGH if gap else np.inf)
             better = min((answer, other), key=lambda each: seconds_of(tilted, each))
             answer = Answer(better.labels, max(answer.bound, other.bound), other.proved)

@@ -66,9 +66,9 @@ def priced(
     problem: Problem, space: Space, scale: float, limits: Sequence[Limit], dearest: float
 ) -> tuple[float, list[float], list[np.ndarray]]:
     """The relaxation under limits on `space`: seconds; what more of each limit would save, seconds for all of it; by variable
-    the labels that it takes.
+    how much it takes of each label.
 
-    dearest: seconds at which as much again as a limit can be had. Infinite seconds and all labels if there is no plan at all.
+    dearest: seconds at which as much again as a limit can be had. Infinite seconds, and of all labels all, if there is no plan.
     """
     program, x = build(problem, space, sparse=True)
     rows = limited(program, x, space, limits)
@@ -77,8 +77,8 @@ def priced(
     model = highs(program, 0, unit)
     model.run()
     if np.isinf(program.constant) or model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return np.inf, [0.0] * len(limits), list(space.labels)
+        return np.inf, [0.0] * len(limits), [np.ones(len(labels)) for labels in space.labels]
     solution = model.getSolution()
     point, prices = np.array(solution.col_value), -np.array(solution.row_dual)[rows] * unit
-    used = [labels[point[columns] > INTEGRAL] for labels, columns in zip(space.labels, x)]
-    return model.getInfo().objective_function_value * unit + program.constant, np.maximum(prices, 0.0).tolist(), used
+    parts = [point[columns] for columns in x]
+    return model.getInfo().objective_function_value * unit + program.constant, np.maximum(prices, 0.0).tolist(), parts
