@@ -8,7 +8,7 @@ layouts, and allows as much in all others.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch.fx import Node
@@ -20,7 +20,7 @@ from sbpc.moments import Moment, at_call
 from sbpc.passes.prices import PricedSpace
 from sbpc.plan import Plan, result_name, results
 from sbpc.solver import Limit
-from sbpc.tables import WORK, kind_of
+from sbpc.tables import LEAST, WORK, kind_of
 
 Standing = tuple[str, Layout | None]  # the node whose value stands in a storage, and in which layout
 SMALL = 1e-3  # of the limit: storages that are smaller are counted only where it depends on them
@@ -32,23 +32,52 @@ def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, lim
     life, labels, found = plan.life, space.labels(plan.assignment), []
     standing = values_in(life)
     for call in calls:
-        at = max(of_call(life, call), key=life.live.__getitem__)
-        moment = life.moments[at]
-        number = space.named[call.name]
-        aside = "step" in moment.node.meta or space.tables[number].apart[labels[number]]
-        sure = at_call(space.gm, call, copies, aside=aside)
-        counted = counted_in(space, plan, labels, sure)
-        made = set() if aside else {storage for storage, _ in moment.makes}
-        more = [
-            (life.size[storage], {name for name, _ in standing[storage]})
-            for storage in life.alive(at)
-            if life.owner[storage].op != "placeholder" and storage not in made and not standing[storage] & counted
-        ]
+        sure, more = beyond(space, plan, labels, standing, call, copies)
         for least in (SMALL * limit, 0.0):
             row = row_of(space, labels, sure, [each for each in more if each[0] > least], limit)
             if sum(float(weights[labels[number]]) for number, weights in row.weights.items()) > row.most:
                 found.append(row)
                 break
+    return found
+
+
+def beyond(
+    space: PricedSpace, plan: Plan, labels: Sequence[int], standing: Sequence[set[Standing]], call: Node, copies: int
+) -> tuple[Moment, list[tuple[float, set[str]]]]:
+    """What is sure to be alive when most is while a plan runs a call or boxes for it; the storages beyond that: their bytes, and
+    the nodes whose values stand in them. standing: see `values_in`."""
+    life = plan.life
+    at = max(of_call(life, call), key=life.live.__getitem__)
+    moment, number = life.moments[at], space.named[call.name]
+    aside = "step" in moment.node.meta or bool(space.tables[number].apart[labels[number]])
+    sure = at_call(space.gm, call, copies, aside=aside)
+    counted = counted_in(space, plan, labels, sure)
+    made = set() if aside else {storage for storage, _ in moment.makes}
+    more = [
+        (life.size[storage], {name for name, _ in standing[storage]})
+        for storage in life.alive(at)
+        if life.owner[storage].op != "placeholder" and storage not in made and not standing[storage] & counted
+    ]
+    return sure, without(more, least_of(space, sure))
+
+
+def least_of(space: PricedSpace, moment: Moment) -> dict[str, float]:
+    """By name of a node the bytes that a moment counts of its values in any layout."""
+    found: dict[str, float] = {}
+    for name, place in moment:
+        if kind_of(place)[0] == LEAST:
+            found[name] = found.get(name, 0.0) + float(space.bytes_of(space.named[name], place)[0])
+    return found
+
+
+def without(storages: Sequence[tuple[int, set[str]]], least: Mapping[str, float]) -> list[tuple[float, set[str]]]:
+    """Storages without what is counted of the values that stand in them."""
+    found = [(float(size), names) for size, names in sorted(storages, key=lambda each: -each[0])]
+    for name, left in least.items():
+        for at, (size, names) in enumerate(found):
+            if name in names:
+                found[at] = max(size - left, 0.0), names
+                left = max(left - size, 0.0)
     return found
 
 
@@ -89,6 +118,8 @@ def counted_in(space: PricedSpace, plan: Plan, labels: Sequence[int], moment: Mo
         node, choice = space.nodes[number], plan.assignment.choices[name]
         if node.op == "placeholder" or not space.bytes_of(number, place)[labels[number]]:
             continue
+        if kind == LEAST:
+            continue
         if kind < WORK and index >= 0:
             found.add((name, choice.output(index, axes)))
         for slot, operand in enumerate(operands(node)):
@@ -98,7 +129,7 @@ def counted_in(space: PricedSpace, plan: Plan, labels: Sequence[int], moment: Mo
 
 
 def row_of(
-    space: PricedSpace, labels: Sequence[int], sure: Moment, more: Sequence[tuple[int, set[str]]], limit: float
+    space: PricedSpace, labels: Sequence[int], sure: Moment, more: Sequence[tuple[float, set[str]]], limit: float
 ) -> Limit:
     """The row of a moment, and of more storages: their bytes, and the nodes whose values stand in them."""
     weights, most = space.weights(sure), limit

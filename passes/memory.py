@@ -2,19 +2,21 @@
 
 What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), so the limit is one row per moment, and
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
-under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment is
-added where a plan's peak is one that has no price yet. Blocks of a fast plan that takes too much are spliced into one that
-fits. On the same labels programs then look for a better plan, with rows for what plans hold at their peaks (see `held`).
-Where the labels are all that matter these rows bound all plans too; else, and where a gap is left, guessed rows help that
-would have been right for the last plan. At last all rows have prices, for a bound that is as sharp as messages make it.
+under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment
+is added where a plan's peak is one that has no price yet. Blocks of a fast plan that takes too much are spliced into
+one that fits; of small graphs single nodes are changed where it holds what no row counts. On the same labels programs
+then look for a better plan, with rows for what plans hold at their peaks (see `held`). Where the labels are all that
+matter these rows bound all plans too; else, and where a gap is left, guessed rows help that would have been right for
+the last plan. At last all rows have prices, for a bound that is as sharp as messages make it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch.fx import GraphModule
@@ -22,12 +24,14 @@ from torch.fx import GraphModule
 from sbpc.errors import MemoryLimitError
 from sbpc.memory import POSITION
 from sbpc.moments import Moment, at_call, at_optimizer, calls_of, kept, peak_calls, together
+from sbpc.passes.found import Found, Plans
 from sbpc.passes.held import rows
+from sbpc.passes.mend import mends
 from sbpc.passes.prices import Divided, PricedSpace, Relaxed
 from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan
-from sbpc.solver import Limit, total
+from sbpc.solver import Limit
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
@@ -35,7 +39,9 @@ SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least an
 FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 CUT = 3  # programs on all labels that matter that end before their time, at most
-GUESSED = 3  # numbers of blocks that bytes tell, then halves
+STRAIGHT = 3  # numbers of blocks that are read off bytes, as if these rose evenly; then halves
+NEARLY = 1.25  # times a limit: plans that take more are not mended
+MENDED, MENDS = 6, 100  # nodes of a plan that are changed, at most, and plans that are tried for each
 SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -45,29 +51,7 @@ CASED = 9.9e-3  # the same where each step to it takes long
 DEAREST = 1 << 4  # steps that all the memory may cost, at most
 DEARER = 0.25, 4, 64, 1 << 12  # the same, where no plan fits
 PEAKS = 6  # of a plan that are looked at together
-TIE = 1e-9  # relative: plans that differ by less are equally fast
 APART = 1e-3  # of the limit: by so much a row is tightened, at least; and all are at first
-
-
-@dataclass
-class Found:
-    """A plan, its labels and seconds in the space, and what it takes during the calls where that is more than the limit,
-    most first."""
-
-    plan: Plan
-    labels: list[int]
-    seconds: float
-    peaks: Mapping[str, int]
-
-    @property
-    def peak(self) -> str | None:
-        """The call during which it takes most, if that is more than the limit."""
-        return next(iter(self.peaks), None)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that the plan takes."""
-        return self.plan.memory["total"]
 
 
 def within(
@@ -95,21 +79,19 @@ def within(
     return plan
 
 
-class Search:
+class Search(Plans):
     """Plans of a graph, and the best bound for those that take no more than `limit` bytes.
 
     bound: seconds below which no such plan is, infinite where there is none. prover: what gave it; proof: the best one without
-    cases. limits: rows that no such
-    plan breaks; limited: the calls of which the sure moment is among them.
+    cases. limits: rows that no such plan breaks; limited: the calls of which the sure moment is among them.
     It begins as that of the problem without the limit, which had bounded the plan `free` in its own space.
     """
 
     def __init__(
         self, limit: float, space: PricedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan], bound: float
     ) -> None:
-        self.limit, self.space, self.gm, self.copies, self.made, self.bound = limit, space, gm, copies, made, bound
-        self.calls = calls_of(gm)
-        self.found: dict[tuple[int, ...], Found] = {}  # by labels
+        super().__init__(limit, space, gm, made)
+        self.copies, self.bound, self.calls = copies, bound, calls_of(gm)
         self.moments: list[Moment] = [at_optimizer(gm, copies)]
         self.known: dict[tuple[str, bool], Moment] = {}
         self.named: dict[str, None] = {}  # the calls during which bytes have a price
@@ -120,22 +102,6 @@ class Search:
         self.limits: list[Limit] = []
         self.limited: set[str] = set()
         self.add(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
-
-    @property
-    def plans(self) -> list[Found]:
-        """All plans that were made, the last one last."""
-        return list(self.found.values())
-
-    @property
-    def best(self) -> Found | None:
-        """The fastest plan under the limit, of equally fast ones that with the fewest bytes; None if there is none."""
-        found = list(filter(self.fits, self.plans))
-        least = min((each.seconds for each in found), default=0.0) * (1 + TIE)
-        return min((each for each in found if each.seconds <= least), key=lambda each: each.bytes, default=None)
-
-    def fits(self, found: Found) -> bool:
-        """Whether a plan stays under the limit."""
-        return found.bytes <= self.limit
 
     @property
     def gap(self) -> float:
@@ -170,9 +136,9 @@ class Search:
             if self.best is not before:
                 self.splice(self.best)
             self.sharpen(self.best)
-        if self.best is None or self.gap <= GOOD or self.near.complete:
+        if self.best is None or self.gap <= GOOD:
             return
-        if self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
+        if not self.near.complete and self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
             self.look(long=True)
         if self.near.few and self.gap > CASED and len(self.space.mesh.axes) <= 2:
             self.divide(self.best)
@@ -214,15 +180,15 @@ class Search:
         peaks of those that do not fit; where a peak is one for which there were rows, or none are left to add, guessed ones:
         what would have been right for the last plan."""
         guessed, peaks, again, spare = dict[str, Limit](), set[str | None](), True, APART * self.limit
-        if self.best is not None:
-            self.near.mix(self.best.labels)
+        known = self.best  # and from then on what programs find: one that was mended would end the search
+        if known is not None:
+            self.near.mix(known.labels)
         tries = min(max(SOME[0], TRIED // len(self.space.variables)), SOME[1])
         for turn in range(2 * tries):
             if turn >= tries and self.gap <= FAR:
                 return
             limits = [replace(row, most=row.most - spare) for row in self.limits]
-            known = self.best.labels if self.best else None
-            answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE, known=known)
+            answer = self.near.cheapest([*limits, *guessed.values()], self.step, CLOSE, known=known.labels if known else None)
             if answer.labels is None and spare:
                 spare = 0.0
                 continue
@@ -233,8 +199,12 @@ class Search:
             if answer.labels is None:
                 return
             found = self.keep(answer.labels)
+            self.mend(found)
+            if self.gap <= GOOD:
+                return
             if self.fits(found):  # once more, with rows that are right for a plan that fits
-                if not guessed or not again or self.gap <= GOOD:
+                known = found if known is None or found.seconds < known.seconds else known
+                if not guessed or not again:
                     return
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
@@ -267,7 +237,7 @@ class Search:
         for fast in sorted(faster, key=lambda each: each.bytes)[:SPLICED]:
             fitted, over, held, tried = 0, count, (slow.bytes, fast.bytes), 0
             while over - fitted > 1:
-                part = (self.limit - held[0]) / (held[1] - held[0]) if tried < GUESSED else 0.5
+                part = (self.limit - held[0]) / (held[1] - held[0]) if tried < STRAIGHT else 0.5
                 many = min(max(fitted + int((over - fitted) * part), fitted + 1), over - 1)
                 ways = [spliced(fast.labels, slow.labels, along, many / count, last) for last in (True, False)]
                 labels, tried = min(ways, key=self.seconds), tried + 1
@@ -276,6 +246,20 @@ class Search:
                     fitted, held = many, (found.bytes, held[1])
                 else:
                     over, held = many, (held[0], found.bytes)
+
+    def mend(self, found: Found) -> None:
+        """Where variables are few, change a plan that takes a little too much in one node after another, each time to take less,
+        until it fits or is no faster than the best one."""
+        for _ in range(MENDED if self.near.few and found.bytes <= NEARLY * self.limit else 0):
+            most = self.best.seconds if self.best else math.inf
+            if self.fits(found) or found.seconds >= most:
+                return
+            calls = [self.calls[name] for name in found.peaks][:PEAKS]
+            tried = map(self.make, itertools.islice(mends(self.space, found.plan, calls, self.copies, most), MENDS))
+            better = next((each for each in tried if each.bytes < found.bytes), None)
+            if better is None:
+                return
+            found = self.found[tuple(better.labels)] = better
 
     def squeeze(self) -> None:
         """Give bytes higher and higher prices: all that is kept, then also what is alive at the peaks of most plans; at the
@@ -327,12 +311,13 @@ class Search:
         if len(self.space.mesh.axes) <= 2:
             found.insert(0, Relaxed(self.space, self.limits, self.near.dear(self.limits, self.step, best.labels)))
         for each in found:
-            if self.bound < aim:
-                self.bettered(each.sharpen(best.plan.assignment, aim), each)
+            self.bettered(each.sharpen(best.plan.assignment, aim), each)
+            if self.bound >= aim:
+                return
 
     def divide(self, best: Found) -> None:
         """A bound by cases, where that is sharper."""
-        found = Divided(self.space, self.limits, self.near, best.plan.assignment, self.step)
+        found = Divided(self.space, self.limits, self.near, best.labels, self.step)
         bound = found.sharpen(best.seconds * (1 - CASED))
         if bound > self.bound:
             self.bound, self.prover = bound, found
@@ -348,20 +333,6 @@ class Search:
         found = self.keep(self.space.labels(assignment))
         self.near.add(found.labels, self.space.distances(together([counted], [price])))
         return found
-
-    def seconds(self, labels: Sequence[int]) -> float:
-        """What labels take, bytes for nothing."""
-        return total(self.space.problem, labels)
-
-    def keep(self, labels: list[int]) -> Found:
-        """Make the plan of these labels, once, and keep it; of those before it no graphs."""
-        key = tuple(labels)
-        if key not in self.found:
-            for other in self.found.values():
-                other.plan.forget()
-            plan = self.made(self.space.assignment(labels))
-            self.found[key] = Found(plan, labels, self.seconds(labels), peak_calls(plan, self.gm, self.limit))
-        return self.found[key]
 
     def add(self, name: str | None) -> None:
         """Put a price on what is alive during a call."""

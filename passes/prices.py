@@ -134,12 +134,12 @@ class Relaxed:
 class Divided:
     """The problem of a plan under limits, cut into cases, each at prices of its own.
 
-    near: labels near good plans; assignment: one under the limits; scale: about what plans cost, in seconds.
+    near: labels near good plans; labels: of one under the limits; scale: about what plans cost, in seconds.
     """
 
-    def __init__(self, space: PricedSpace, limits: Sequence[Limit], near: Near, assignment: Assignment, scale: float) -> None:
+    def __init__(self, space: PricedSpace, limits: Sequence[Limit], near: Near, labels: Sequence[int], scale: float) -> None:
         self.space = space
-        self.division = Division(space.problem, limits, space.labels(assignment), scale, near.distances)
+        self.division = Division(space.problem, limits, labels, scale, near.distances)
 
     @property
     def proof(self) -> Tree:

@@ -3,8 +3,8 @@
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
 it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result in the layout in which it is left
 has the name `result_name`, and place 0. A moment never counts more than are alive in a plan, whatever its layouts: of values
-that overlap in a storage one, of a value that may stand in several layouts nothing. So prices on moments bound what plans
-take.
+that overlap in a storage one, of a value that may stand in several layouts what it takes where all axes cut it. So prices
+on moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from sbpc.choices import operands, outputs_of, value_of
 from sbpc.plan import Plan, result_name, results
 from sbpc.ports import GRADIENT, PARAMETER, placeholders
-from sbpc.tables import REST, SPLIT, WORK
+from sbpc.tables import LEAST, REST, SPLIT, WORK
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
 Moment = Mapping[tuple[str, int], float]
@@ -44,9 +44,10 @@ def at_optimizer(gm: GraphModule, copies: int) -> Moment:
 
 def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: bool = False) -> Moment:
     """While a call runs: what the caller holds, the optimizer's state, results that are there, what the call reads and
-    makes, and values of which it is certain in which layout they are kept: those that nothing has read yet.
+    makes, and values of which it is certain in which layout they are kept: those that nothing has read yet. Of those that
+    have been read and will be again what they take in any layout.
 
-    sure: no more. Else also what has been read and will be again, as it is read next: no moment, but nearer to a plan's.
+    sure: no more. Else these as they are read next: no moment, but nearer to a plan's.
     aside: without what the call itself reads and makes: what is alive also while something is boxed for it, or while it is
     taken apart.
     """
@@ -90,7 +91,11 @@ def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: 
             found[key[0].name, key[1]] = 1.0
         elif root(key)[0] in parameters and (root(key)[0].name, SPLIT) not in found:
             copied(key[0].name, key[1], root(key)[0])
-    if not sure:
+    if sure:
+        for key, read in last_reads(gm, order).items():
+            if made(key) and order[key[0]] < order[call] < read and storages.take(key):
+                found[key[0].name, LEAST + key[1]] = 1.0
+    else:
         for key, (reader, slot) in next_reads(gm, order, order[call]).items():
             if made(key) and order[key[0]] < order[call] and storages.take(key):
                 found[reader.name, -1 - slot] = 1.0
@@ -159,6 +164,17 @@ def first_reads(gm: GraphModule, order: Mapping[Node, int]) -> dict[Key, int]:
                 if surely_reads(node, slot):
                     sure.add(value_of(operand))
     return {key: place for key, place in found.items() if key in sure}
+
+
+def last_reads(gm: GraphModule, order: Mapping[Node, int]) -> dict[Key, int]:
+    """By value that is read in all plans the place of the last call that reads it in all of them."""
+    return {
+        value_of(operand): place
+        for node, place in order.items()
+        if "candidates" in node.meta
+        for slot, operand in enumerate(operands(node))
+        if surely_reads(node, slot)
+    }
 
 
 def surely_reads(call: Node, slot: int) -> bool:

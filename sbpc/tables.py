@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from sbpc.rules import Match
 from sbpc.rules.phases import Part
 from sbpc.states import State
 
-SPLIT, REST, WORK = 1 << 12, 1 << 14, 1 << 16  # where special places begin, see `Table.held`
+LEAST, SPLIT, REST, WORK = 1 << 12, 1 << 14, 1 << 16, 1 << 18  # where special places begin, see `Table.held`
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 """Bytes per element and global shape of every operand and output."""
 
@@ -76,13 +77,16 @@ class Table:
 
     def held(self, place: int, tensors: Tensors) -> np.ndarray:
         """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first);
-        beyond SPLIT of the same only where all axes cut it, beyond REST only where not all do; beyond WORK, at the least,
-        what a call has alive at once: its results, and the operands with a bit in the rest, in which each result that is
-        read has a bit above these."""
+        beyond LEAST what that takes in any layout; beyond SPLIT of the same only where all axes cut it, beyond REST only
+        where not all do; beyond WORK, at the least, what a call has alive at once: its results, and the operands with a bit
+        in the rest, in which each result that is read has a bit above these."""
         ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
         if place < WORK:
             kind, at = kind_of(place)
             ports = [ports[-1 - at] if at < 0 else ports[len(self.ins) + at]]
+            if kind == LEAST:
+                itemsize, shape, codes = ports[0]
+                return np.full(len(codes), float(itemsize * -(-math.prod(shape) // math.prod(self.mesh.sizes))))
             if kind:
                 cut = (states_of(ports[0][2], len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
                 itemsize, shape, codes = ports[0]
@@ -121,7 +125,7 @@ class Table:
 
 def kind_of(place: int) -> tuple[int, int]:
     """Where the special places begin to which a place belongs, 0 for a plain one; and what it is beyond that."""
-    kind = next((kind for kind in (WORK, REST, SPLIT) if place > kind // 2), 0)
+    kind = next((kind for kind in (WORK, REST, SPLIT, LEAST) if place > kind // 2), 0)
     return kind, place - kind
 
 

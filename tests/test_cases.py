@@ -81,6 +81,14 @@ def test_cases_close_the_gap_of_a_mixture() -> None:
     assert division.bound == pytest.approx(6.0) and len(leaves(division.root.tree)) == 3
 
 
+def test_a_part_begins_with_what_the_proof_of_the_whole_bounds_it_by() -> None:
+    variable = Variable("v", np.array([1.0, 5.0, 9.0]), np.zeros((3, 1), dtype=np.int64))
+    division = Division(Problem([variable], []), [Limit({0: np.array([2.0, 0.0, 0.0])}, 1.0)], [1], 5.0, [np.zeros(3)])
+    division.run(-math.inf)
+    assert division.bound == pytest.approx(3.0)  # half fast, half small
+    assert division.part(division.root, {0: np.array([False, False, True])}).bound == pytest.approx(7.0)  # 9, of which 2 are for room
+
+
 def test_no_case_is_cut_beyond_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, limits = two_ways()
     monkeypatch.setattr(cases, "WORK", 0)

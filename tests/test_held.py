@@ -15,7 +15,7 @@ from sbpc.api import placeholder_wishes
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.moments import calls_of
 from sbpc.passes.annotate import annotate
-from sbpc.passes.held import rows
+from sbpc.passes.held import rows, without
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.prices import PricedSpace
 from sbpc.passes.store import store
@@ -111,6 +111,12 @@ def test_a_copy_that_a_boxing_makes_is_counted_where_the_layouts_are_the_same() 
     x = space.named["x"]
     others = [[*labels[:x], label, *labels[x + 1 :]] for label in range(len(space.tables[x])) if label != labels[x]]
     assert others and all(counts(row, other) <= whole + shard for other in others)
+
+
+def test_what_is_counted_of_a_value_in_any_layout_is_left_out_of_its_storages_the_largest_first() -> None:
+    storages = [(50, {"a"}), (100, {"a", "b"}), (8, {"c"})]
+    assert without(storages, {"a": 120.0}) == [(0.0, {"a", "b"}), (30.0, {"a"}), (8.0, {"c"})]
+    assert without(storages, {}) == [(100.0, {"a", "b"}), (50.0, {"a"}), (8.0, {"c"})]
 
 
 def test_the_best_plan_under_a_limit_is_proved_where_copies_keep_cheaper_ones_from_fitting() -> None:

@@ -25,6 +25,7 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.prices import PricedSpace
 from sbpc.passes.store import store
 from sbpc.solver import Problem, total
+from sbpc.tables import LEAST
 from tests import models
 from tests.random_plans import draw
 from tests.test_closed_forms import Linears
@@ -88,6 +89,25 @@ def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one
     counted = {name for name, _ in at_call(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
     pieces, overlapping = {"getitem_stored", "getitem_1_stored"}, {"exp_stored", "slice_1_stored"}
     assert pieces <= counted and len(overlapping & counted) == 1
+
+
+class Again(nn.Module):
+    """A value that is read, and once more later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x
+        return y.sin().cos() * y
+
+
+def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_in_any_layout_is_counted() -> None:
+    gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False).graph, Mesh(x=2, y=2)
+    space = PricedSpace(gm, mesh, {}, {})
+    sin, cos, mul = (next(node for node in gm.graph.nodes if node.name == name) for name in ("sin", "cos", "mul_1"))
+    place = ("mul", LEAST)
+    assert [place in at_call(gm, call, 0) for call in (sin, cos, mul)] == [False, True, False]
+    assert place not in at_call(gm, cos, 0, sure=False)  # which counts it as it is read next
+    weights = space.weights({place: 1.0})[space.named["mul"]]
+    assert set(weights.tolist()) == {4 * 14.0} and len(weights) == len(space.tables[space.named["mul"]])
 
 
 def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:

@@ -127,6 +127,14 @@ def test_two_axes_equal_brute_force(problem):
 
 @settings(max_examples=120, deadline=None)
 @given(problems(variables=5, labels=9, axes=2))
+def test_what_is_found_quickly_is_a_plan_and_its_bound_lies_below_brute_force(problem):
+    found, best = solve(problem, quick=True), brute_force(problem)
+    assert found.lower_bound <= best * (1 + 1e-8) and best <= found.seconds * (1 + 1e-8)
+    assert found.seconds == pytest.approx(total(problem, found.labels), rel=1e-12)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems(variables=5, labels=9, axes=2))
 def test_where_nothing_is_solved_exactly_the_bound_lies_below_and_the_plan_above_brute_force(problem):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sbpc.solver.search.SMALL", -1)

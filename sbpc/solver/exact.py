@@ -231,10 +231,13 @@ def columns_of(problem: Problem, space: Space) -> int:
 def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:
     """Rows for limits; x: the columns of the labels of each variable."""
     rows = program.add_rows(len(limits), -np.inf, 1.0)
-    for row, limit in zip(rows, limits):
-        for at, weights in limit.weights.items():
-            part = weights[space.labels[at]] / limit.most
-            program.entries.append((np.full(len(part), row), x[at], part))
+    most = program.upper[-1]
+    for at, (row, limit) in enumerate(zip(rows, limits)):
+        for number, weights in limit.weights.items():
+            part = weights[space.labels[number]] / limit.most
+            most[at] -= part.min()  # what all labels take
+            more = np.flatnonzero(part > part.min())
+            program.entries.append((np.full(len(more), row), x[number][more], part[more] - part.min()))
     return rows
 
 
