@@ -28,7 +28,7 @@ SMALL = 1e-3  # of the limit: storages that are smaller are counted only where i
 
 def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, limit: float) -> list[Limit]:
     """For each of these calls the row of the moment at which most is alive while the plan runs it or boxes for it, where the
-    plan breaks that row. No plan under the limit breaks any. copies: see `at_call`."""
+    plan breaks that row. No plan under the limit breaks any. copies: see `at_optimizer`."""
     life, labels, found = plan.life, space.labels(plan.assignment), []
     standing = values_in(life)
     for call in calls:
@@ -44,8 +44,8 @@ def rows(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, lim
 def beyond(
     space: PricedSpace, plan: Plan, labels: Sequence[int], standing: Sequence[set[Standing]], call: Node, copies: int
 ) -> tuple[Moment, list[tuple[float, set[str]]]]:
-    """What is sure to be alive when most is while a plan runs a call or boxes for it; the storages beyond that: their bytes, and
-    the nodes whose values stand in them. standing: see `values_in`."""
+    """At the moment when most is alive while a plan runs a call or boxes for it: what is sure to be alive; the storages beyond
+    that, the bytes that it does not count and the nodes whose values stand in them. standing: see `values_in`."""
     life = plan.life
     at = max(of_call(life, call), key=life.live.__getitem__)
     moment, number = life.moments[at], space.named[call.name]
@@ -62,7 +62,7 @@ def beyond(
 
 
 def least_of(space: PricedSpace, moment: Moment) -> dict[str, float]:
-    """By name of a node the bytes that a moment counts of its values in any layout."""
+    """By name of a node the bytes that a moment counts of its outputs whatever their layouts."""
     found: dict[str, float] = {}
     for name, place in moment:
         if kind_of(place)[0] == LEAST:
@@ -71,13 +71,15 @@ def least_of(space: PricedSpace, moment: Moment) -> dict[str, float]:
 
 
 def without(storages: Sequence[tuple[int, set[str]]], least: Mapping[str, float]) -> list[tuple[float, set[str]]]:
-    """Storages without what is counted of the values that stand in them."""
-    found = [(float(size), names) for size, names in sorted(storages, key=lambda each: -each[0])]
-    for name, left in least.items():
+    """Storages, less the bytes that a moment counts of the values that stand in them: in whatever plan some of them are there,
+    no byte is counted twice. They are taken off a storage of few names, which is there in all plans that have one of more."""
+    found = [(float(size), names) for size, names in sorted(storages, key=lambda each: (len(each[1]), -each[0]))]
+    for name, counted in least.items():
+        taken: list[set[str]] = []
         for at, (size, names) in enumerate(found):
-            if name in names:
-                found[at] = max(size - left, 0.0), names
-                left = max(left - size, 0.0)
+            if name in names and not any(other <= names for other in taken):
+                found[at] = max(size - counted, 0.0), names
+                taken += [names] if size >= counted else []
     return found
 
 
@@ -116,9 +118,7 @@ def counted_in(space: PricedSpace, plan: Plan, labels: Sequence[int], moment: Mo
             found.add((value_of(result)[0].name, layout))
             continue
         node, choice = space.nodes[number], plan.assignment.choices[name]
-        if node.op == "placeholder" or not space.bytes_of(number, place)[labels[number]]:
-            continue
-        if kind == LEAST:
+        if node.op == "placeholder" or kind == LEAST or not space.bytes_of(number, place)[labels[number]]:
             continue
         if kind < WORK and index >= 0:
             found.add((name, choice.output(index, axes)))

@@ -4,10 +4,11 @@ What is alive at a moment of the step is a sum over nodes (see `sbpc.moments`), 
 the price of a byte at that moment its Lagrange multiplier. Each priced problem gives a plan and a bound for all plans
 under the limit; the next prices are what the rows are worth in the relaxation on labels near the plans known; a moment
 is added where a plan's peak is one that has no price yet. Blocks of a fast plan that takes too much are spliced into
-one that fits; of small graphs single nodes are changed where it holds what no row counts. On the same labels programs
-then look for a better plan, with rows for what plans hold at their peaks (see `held`). Where the labels are all that
-matter these rows bound all plans too; else, and where a gap is left, guessed rows help that would have been right for
-the last plan. At last all rows have prices, for a bound that is as sharp as messages make it.
+one that fits; in small graphs a plan that takes a little too much is changed in single nodes, those of which no row
+counts all that they hold. On the same labels programs then look for a better plan, with rows for what plans hold at
+their peaks (see `held`). Where the labels are all that matter these rows bound all plans too; else, and where a gap is
+left, guessed rows help that would have been right for the last plan. At last all rows have prices, for a bound that is
+as sharp as messages make it.
 """
 
 from __future__ import annotations
@@ -248,9 +249,11 @@ class Search(Plans):
                     over, held = many, (held[0], found.bytes)
 
     def mend(self, found: Found) -> None:
-        """Where variables are few, change a plan that takes a little too much in one node after another, each time to take less,
-        until it fits or is no faster than the best one."""
-        for _ in range(MENDED if self.near.few and found.bytes <= NEARLY * self.limit else 0):
+        """Where variables are few, change a plan that takes a little too much, in one node at a time and to take less each time,
+        until it fits or would be no faster than the best one, or no such change is found."""
+        if not self.near.few or found.bytes > NEARLY * self.limit:
+            return
+        for _ in range(MENDED):
             most = self.best.seconds if self.best else math.inf
             if self.fits(found) or found.seconds >= most:
                 return

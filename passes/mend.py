@@ -1,4 +1,4 @@
-"""mend: plans that differ from one that takes too much in one node, where it holds what no row of a program counts."""
+"""mend: plans that differ from one that takes too much in one node: one whose values stand in storages that no row counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sbpc.solver import Neighbours, total
 
 
 def mends(space: PricedSpace, plan: Plan, calls: Sequence[Node], copies: int, most: float) -> Iterator[list[int]]:
-    """The labels of such plans that take less than `most` seconds, fast ones first; calls: those during which the plan takes too
-    much. copies: see `at_call`."""
+    """Labels that differ from those of the plan in one node and take less than `most` seconds, the fastest first. calls: those
+    during which the plan takes too much. copies: see `at_optimizer`."""
     labels, near, standing = space.labels(plan.assignment), Neighbours(space.problem), values_in(plan.life)
     unseen = [names for call in calls for _, names in beyond(space, plan, labels, standing, call, copies)[1]]
     found, seconds = list[tuple[float, int, int]](), total(space.problem, labels)

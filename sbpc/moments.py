@@ -3,8 +3,8 @@
 A moment counts, by node and place, how many times the bytes there count: of an output (place 0, 1, ...), of an operand as
 it is read (-1 for the first), or what else `sbpc.tables.Table.held` knows. A result in the layout in which it is left
 has the name `result_name`, and place 0. A moment never counts more than are alive in a plan, whatever its layouts: of values
-that overlap in a storage one, of a value that may stand in several layouts what it takes where all axes cut it. So prices
-on moments bound what plans take.
+that overlap in a storage one, of a value that may stand in several layouts an equal share of its elements. So prices on
+moments bound what plans take.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def at_optimizer(gm: GraphModule, copies: int) -> Moment:
 def at_call(gm: GraphModule, call: Node, copies: int, sure: bool = True, aside: bool = False) -> Moment:
     """While a call runs: what the caller holds, the optimizer's state, results that are there, what the call reads and
     makes, and values of which it is certain in which layout they are kept: those that nothing has read yet. Of those that
-    have been read and will be again what they take in any layout.
+    have been read and will be again what they take at the least.
 
-    sure: no more. Else these as they are read next: no moment, but nearer to a plan's.
+    sure: no more. Else these as they are read next: no moment, but nearer to what a plan holds.
     aside: without what the call itself reads and makes: what is alive also while something is boxed for it, or while it is
     taken apart.
     """

@@ -77,19 +77,18 @@ class Table:
 
     def held(self, place: int, tensors: Tensors) -> np.ndarray:
         """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first);
-        beyond LEAST what that takes in any layout; beyond SPLIT of the same only where all axes cut it, beyond REST only
-        where not all do; beyond WORK, at the least, what a call has alive at once: its results, and the operands with a bit
-        in the rest, in which each result that is read has a bit above these."""
+        beyond LEAST of the same an equal share of the elements, rounded up: no layout has less; beyond SPLIT only where all
+        axes cut it, beyond REST only where not all do; beyond WORK, at the least, what a call has alive at once: its
+        results, and the operands with a bit in the rest, in which each result that is read has a bit above these."""
         ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
         if place < WORK:
             kind, at = kind_of(place)
             ports = [ports[-1 - at] if at < 0 else ports[len(self.ins) + at]]
+            itemsize, shape, codes = ports[0]
             if kind == LEAST:
-                itemsize, shape, codes = ports[0]
-                return np.full(len(codes), float(itemsize * -(-math.prod(shape) // math.prod(self.mesh.sizes))))
+                return np.full(len(self), float(itemsize * -(-math.prod(shape) // math.prod(self.mesh.sizes))))
             if kind:
-                cut = (states_of(ports[0][2], len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
-                itemsize, shape, codes = ports[0]
+                cut = (states_of(codes, len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
                 return np.where(cut.all(1) == (kind == SPLIT), itemsize * elements(codes, shape, self.mesh.sizes), 0.0)
         else:
             ports = [port for at, port in enumerate(ports) if at >= len(self.ins) or place - WORK >> at & 1]

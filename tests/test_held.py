@@ -15,7 +15,7 @@ from sbpc.api import placeholder_wishes
 from sbpc.cost import OPTIMIZER_STATE
 from sbpc.moments import calls_of
 from sbpc.passes.annotate import annotate
-from sbpc.passes.held import rows, without
+from sbpc.passes.held import of_call, rows, without
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.prices import PricedSpace
 from sbpc.passes.store import store
@@ -61,21 +61,28 @@ def counts(row: Limit, labels: list[int]) -> float:
     return sum(float(weights[labels[at]]) for at, weights in row.weights.items()) - (row.most - LIMIT)
 
 
+def taken(case: Case, plan: sbpc.Plan) -> dict[str, int]:
+    """By call the most bytes while it runs or something is boxed for it."""
+    life, state = plan.life, plan.memory["optimizer"]
+    return {call.name: max(life.live[at] for at in of_call(life, call)) + state for call in case.calls}
+
+
 def counted(case: Case, seeds: int, others: int) -> tuple[float, float, int]:
-    """What rows count, as a part of what the plan takes: the most in other plans; in those for which they are made the
-    least, of the best row; and how many other plans there were."""
+    """What rows count, as a part of what is alive then: the most in other plans; in those for which they are made the
+    least; and how many other plans there were."""
     most, own, tried = 0.0, 1.0, 0
     for seed in range(seeds):
         draws, labels = random.Random(seed), case.drawn(seed)
         plan = case.plan(labels)
-        found, takes = rows(case.priced, plan, case.calls, COPIES, LIMIT), plan.cost.memory["total"]
-        own = min(own, max(counts(row, labels) for row in found) / takes)
-        most = max(most, max(counts(row, labels) for row in found) / takes)
+        then = taken(case, plan)
+        found = [(call.name, row) for call in case.calls for row in rows(case.priced, plan, [call], COPIES, LIMIT)]
+        shares = [counts(row, labels) / then[name] for name, row in found]
+        most, own = max(most, *shares), min(own, *shares)
         for _ in range(others):
             changed = case.changed(labels, draws)
             if math.isfinite(case.priced.seconds(case.priced.assignment(changed))):
-                takes = case.plan(changed).cost.memory["total"]
-                most = max(most, max(counts(row, changed) for row in found) / takes)
+                then = taken(case, case.plan(changed))
+                most = max(most, max(counts(row, changed) / then[name] for name, row in found))
                 tried += 1
     return most, own, tried
 
@@ -113,10 +120,36 @@ def test_a_copy_that_a_boxing_makes_is_counted_where_the_layouts_are_the_same() 
     assert others and all(counts(row, other) <= whole + shard for other in others)
 
 
-def test_what_is_counted_of_a_value_in_any_layout_is_left_out_of_its_storages_the_largest_first() -> None:
+def test_what_a_moment_counts_of_a_value_is_left_out_of_the_storages_that_other_plans_have_too() -> None:
     storages = [(50, {"a"}), (100, {"a", "b"}), (8, {"c"})]
-    assert without(storages, {"a": 120.0}) == [(0.0, {"a", "b"}), (30.0, {"a"}), (8.0, {"c"})]
-    assert without(storages, {}) == [(100.0, {"a", "b"}), (50.0, {"a"}), (8.0, {"c"})]
+    assert without(storages, {"a": 40.0}) == [(10.0, {"a"}), (8.0, {"c"}), (100.0, {"a", "b"})]
+    assert without(storages, {"a": 60.0}) == [(0.0, {"a"}), (8.0, {"c"}), (40.0, {"a", "b"})]  # all of it is in no storage of 50
+    assert without([(50, {"a", "b"}), (60, {"a", "c"})], {"a": 20.0}) == [(40.0, {"a", "c"}), (30.0, {"a", "b"})]
+    assert without(storages, {}) == [(50.0, {"a"}), (8.0, {"c"}), (100.0, {"a", "b"})]
+
+
+class Shared(nn.Module):
+    """A value that is boxed, while a view of it stands in the storage in which it was made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * x
+        v = y[:1]
+        a, b = v.sin(), y.cos()
+        c = b.exp().sum()
+        return y.tanh().sum() + c, v.sigmoid().sum() + a.sum()
+
+
+def test_a_row_counts_a_value_once_where_only_the_other_of_two_storages_is_the_same() -> None:
+    model, mesh = (Shared(), (torch.randn(64, 64),)), Mesh(x=2)
+    split = {"mul": "S(1)", "slice_1": "S(1)", "cos": "S(0)", "exp": "S(0)", "tanh": "S(0)"}
+    one, other = (
+        sbpc.plan(*model, mesh, train=False, inputs=["S(1)"], pin={**split, "sin": pin, "sigmoid": pin}) for pin in ("S(1)", "B")
+    )
+    space = PricedSpace(one.graph, mesh, {}, {})
+    labels = space.labels(other.assignment)
+    life = {name: max(other.life.live[at] for at in of_call(other.life, call)) for name, call in calls_of(other.graph).items()}
+    for name, call in calls_of(one.graph).items():
+        assert all(counts(row, labels) <= life[name] for row in rows(space, one, [call], 0, LIMIT)), name
 
 
 def test_the_best_plan_under_a_limit_is_proved_where_copies_keep_cheaper_ones_from_fitting() -> None:

@@ -99,7 +99,7 @@ class Again(nn.Module):
         return y.sin().cos() * y
 
 
-def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_in_any_layout_is_counted() -> None:
+def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_at_the_least_is_counted() -> None:
     gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False).graph, Mesh(x=2, y=2)
     space = PricedSpace(gm, mesh, {}, {})
     sin, cos, mul = (next(node for node in gm.graph.nodes if node.name == name) for name in ("sin", "cos", "mul_1"))

@@ -231,13 +231,14 @@ def columns_of(problem: Problem, space: Space) -> int:
 def limited(program: Program, x: Sequence[np.ndarray], space: Space, limits: Sequence[Limit]) -> np.ndarray:
     """Rows for limits; x: the columns of the labels of each variable."""
     rows = program.add_rows(len(limits), -np.inf, 1.0)
-    most = program.upper[-1]
+    most = program.upper[-1]  # of these rows
     for at, (row, limit) in enumerate(zip(rows, limits)):
         for number, weights in limit.weights.items():
             part = weights[space.labels[number]] / limit.most
-            most[at] -= part.min()  # what all labels take
-            more = np.flatnonzero(part > part.min())
-            program.entries.append((np.full(len(more), row), x[number][more], part[more] - part.min()))
+            least = part.min()
+            most[at] -= least  # what all labels take
+            more = np.flatnonzero(part > least)
+            program.entries.append((np.full(len(more), row), x[number][more], part[more] - least))
     return rows
 
 
