@@ -1,8 +1,8 @@
 """held: rows under a limit for what a plan holds at its peaks beyond what is sure to be there in every plan.
 
 That is copies that boxings make, and values that have been read and will be again. Whether such a storage is alive follows
-from a few layouts: those in which the values that stand in it are made and read. A row counts it in all plans with these
-layouts, and allows as much in all others.
+from a few layouts: those in which the values that stand in it are made and read, as a plan boxes each value by the cheapest
+way that these allow (see `Space.assignment`). A row counts it in all plans with these layouts, and allows as much in others.
 """
 
 from __future__ import annotations
