@@ -68,16 +68,16 @@ def taken(case: Case, plan: sbpc.Plan) -> dict[str, int]:
 
 
 def counted(case: Case, seeds: int, others: int) -> tuple[float, float, int]:
-    """What rows count, as a part of what is alive then: the most in other plans; in those for which they are made the
-    least; and how many other plans there were."""
+    """What rows count, as a part of what is alive then, the most in any plan; in those for which they are made, of the best row as
+    a part of what the plan takes, the least; and how many other plans there were."""
     most, own, tried = 0.0, 1.0, 0
     for seed in range(seeds):
         draws, labels = random.Random(seed), case.drawn(seed)
         plan = case.plan(labels)
         then = taken(case, plan)
         found = [(call.name, row) for call in case.calls for row in rows(case.priced, plan, [call], COPIES, LIMIT)]
-        shares = [counts(row, labels) / then[name] for name, row in found]
-        most, own = max(most, *shares), min(own, *shares)
+        most = max(most, max(counts(row, labels) / then[name] for name, row in found))
+        own = min(own, max(counts(row, labels) for _, row in found) / plan.memory["total"])
         for _ in range(others):
             changed = case.changed(labels, draws)
             if math.isfinite(case.priced.seconds(case.priced.assignment(changed))):
