@@ -8,7 +8,7 @@ one that fits; in small graphs a plan that takes a little too much is changed in
 counts all that they hold. On the same labels programs then look for a better plan, with rows for what plans hold at
 their peaks (see `held`). Where the labels are all that matter these rows bound all plans too; else, and where a gap is
 left, guessed rows help that would have been right for the last plan. At last all rows have prices, for a bound that is
-as sharp as messages make it.
+as sharp as messages make it; where that is far from the plan of a small graph, the plan is bettered window by window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,17 +32,18 @@ from sbpc.passes.prices import Divided, PricedSpace, Relaxed
 from sbpc.passes.shortage import shortage
 from sbpc.passes.splice import blocks, spliced
 from sbpc.plan import Assignment, Plan
-from sbpc.solver import Limit
+from sbpc.solver import Limit, Windows
 
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
-FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many
+FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many, and by windows
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 CUT = 3  # programs on all labels that matter that end before their time, at most
 STRAIGHT = 3  # numbers of blocks that are read off bytes, as if these rose evenly; then halves
 NEARLY = 1.25  # times a limit: plans that take more are not mended
 MENDED, MENDS = 6, 100  # nodes of a plan that are changed, at most, and plans that are tried for each
+FULL, WINDOWED = 0.6, 3  # of the limit: calls during which so much is held are limited in windows; plans of each that are tried
 SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -139,6 +140,8 @@ class Search(Plans):
             self.sharpen(self.best)
         if self.best is None or self.gap <= GOOD:
             return
+        if self.near.few and self.gap > FAR:
+            self.better(self.best)
         if not self.near.complete and self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
             self.look(long=True)
         if self.near.few and self.gap > CASED and len(self.space.mesh.axes) <= 2:
@@ -210,10 +213,7 @@ class Search(Plans):
                 again, held = False, peak_calls(found.plan, self.gm, 0.0)
                 guessed = {name: self.right(found, name, held[name]) for name in guessed if name in held}
             elif not self.hold(found) or found.peak in peaks or self.near.complete:
-                for name in list(found.peaks)[:PEAKS]:
-                    row, last = self.right(found, name, found.peaks[name]), guessed.get(name)
-                    most = row.most if last is None else min(row.most, last.most - APART * self.limit)
-                    guessed[name] = replace(row, most=max(most, APART * self.limit))
+                guessed |= self.guess(found, guessed)
             peaks.add(found.peak)
 
     def hold(self, found: Found) -> bool:
@@ -229,6 +229,41 @@ class Search(Plans):
         moment = self.at(name, sure=False)
         most = self.space.bytes_in(found.plan.assignment, moment) - (held - self.limit)
         return self.row(moment, max(most, APART * self.limit))
+
+    def guess(self, found: Found, known: Mapping[str, Limit]) -> dict[str, Limit]:
+        """By call the rows that would have been right for a plan at its peaks, tighter than those that are known."""
+        rows = {name: self.right(found, name, found.peaks[name]) for name in list(found.peaks)[:PEAKS]}
+        spare = APART * self.limit
+        most = {name: min(row.most, known[name].most - spare) if name in known else row.most for name, row in rows.items()}
+        return {name: replace(row, most=max(most[name], spare)) for name, row in rows.items()}
+
+    def better(self, best: Found) -> None:
+        """Better the best plan in one window of its nodes after the other, until none of them gives a faster one that fits."""
+        windows = Windows(self.space.problem, self.near.distances)
+        centers, idle, known = itertools.cycle(windows.centers), 0, self.known_right(best)
+        while idle < len(windows.centers):
+            found, idle = self.bettered_in(windows, next(centers), best, known), idle + 1
+            if found is not None:
+                best, idle, known = found, 0, self.known_right(found)
+
+    def known_right(self, found: Found) -> dict[str, Limit]:
+        """By call during which a plan holds much, the row that is right for it."""
+        held = peak_calls(found.plan, self.gm, FULL * self.limit)
+        return {name: self.right(found, name, most) for name, most in held.items()}
+
+    def bettered_in(self, windows: Windows, center: int, best: Found, known: Mapping[str, Limit]) -> Found | None:
+        """A faster plan that fits and differs from the best one in a window; None if none was found. known: see `known_right`."""
+        guessed = dict(known)
+        for _ in range(WINDOWED):
+            labels = windows.cheaper(center, best.labels, [*self.limits, *guessed.values()])
+            if labels is None:
+                return None
+            found = self.keep(labels)
+            if self.fits(found):
+                return found
+            self.hold(found)
+            guessed |= self.guess(found, guessed)
+        return None
 
     def splice(self, slow: Found) -> None:
         """Of the best plan and faster ones that do not fit, plans with as many blocks of these as there is room for."""

@@ -6,6 +6,7 @@ from sbpc.solver.moves import Neighbours
 from sbpc.solver.near import Near
 from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, charged, check, split_by_costs, star, total
 from sbpc.solver.solve import certify, sharp, solve, untied_distances, untied_proof
+from sbpc.solver.windows import Windows
 
 __all__ = [
     "Division",
@@ -19,6 +20,7 @@ __all__ = [
     "Tree",
     "Value",
     "Variable",
+    "Windows",
     "bound_by_cases",
     "certify",
     "charged",

@@ -1,0 +1,87 @@
+"""Plans under limits, bettered in a window of variables at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sbpc
+from sbpc import Mesh
+from sbpc.passes import memory
+from sbpc.passes.found import Found
+from sbpc.solver import Limit, Problem, Variable, Windows, total
+from sbpc.solver import windows as windows_module
+from sbpc.solver.moves import Neighbours
+from tests import models
+from tests.test_fold import chain
+from tests.test_near import limited, placed
+from tests.test_solver import problems
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(variables=5, labels=5, axes=1), st.integers(0, 999))
+def test_a_window_of_everything_gives_the_cheapest_plan_under_the_limits(problem, seed):
+    if np.prod([len(v.costs) for v in problem.variables]) > 1_000:
+        return
+    limits, plans = limited(placed(problem), seed)
+    windows = Windows(problem, [np.zeros(len(v.costs)) for v in problem.variables])
+    for seconds, labels in plans[:: max(1, len(plans) // 3)]:
+        found = windows.cheaper(0, list(labels), limits)
+        reached = set(windows.around(0))
+        apart = {at for at, (one, other) in enumerate(zip(labels, found or labels)) if one != other}
+        assert apart <= reached
+        among = [each for each, other in plans if all(labels[at] == other[at] for at in set(range(len(labels))) - reached)]
+        after = seconds if found is None else total(problem, found)
+        assert after == pytest.approx(min(among), rel=2e-4, abs=1e-9)
+        if found is not None:
+            assert after < seconds
+            assert all(sum(float(w[found[at]]) for at, w in limit.weights.items()) <= limit.most * (1 + 1e-6) for limit in limits)
+
+
+def test_windows_are_what_lies_next_to_their_centers_and_reach_every_variable(monkeypatch):
+    monkeypatch.setattr(windows_module, "WIDE", 6)
+    problem, _, _ = chain(20, 3, 4, 1, False)
+    windows = Windows(problem, [np.zeros(len(v.costs)) for v in problem.variables])
+    near = Neighbours(problem).near
+    for center in windows.centers:
+        found = windows.around(center)
+        assert found[0] == center and len(found) == len(set(found)) == 6
+        assert all(any(other in near[at] for other in found[:place]) for place, at in enumerate(found) if place)
+    reached = {at for center in windows.centers for at in windows.around(center)}
+    assert reached == set(range(len(problem.variables)))
+
+
+def test_of_the_labels_of_a_window_the_nearest_are_looked_at(monkeypatch):
+    monkeypatch.setattr(windows_module, "EACH", 2)
+    problem = Problem([Variable("v", np.array([3.0, 0.0, 2.0, 1.0]), np.zeros((4, 1), dtype=np.int64))], [])
+    everything = Limit({0: np.ones(4)}, 2.0)
+    far = Windows(problem, [np.array([0.0, 9.0, 1.0, 9.0])])
+    assert far.cheaper(0, [0], [everything]) == [2] and far.cheaper(0, [2], [everything]) is None
+    assert Windows(problem, [np.array([9.0, 0.0, 1.0, 9.0])]).cheaper(0, [0], [everything]) == [1]
+    assert Windows(problem, [np.array([9.0, 0.0, 1.0, 9.0])]).cheaper(0, [0], [Limit({0: np.array([0.0, 2.0, 0.0, 0.0])}, 1.0)]) == [2]
+
+
+class Enough(Exception):
+    """What the test is about is done."""
+
+
+def test_a_slow_plan_that_fits_is_bettered_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plans that the search knows the one that takes least: windows come about as far as the search itself does."""
+    torch.manual_seed(0)
+    model, mesh = models.mlp(), Mesh(a=2, b=4, cluster="h100")
+
+    def sharpen(search: memory.Search, best: Found) -> None:
+        small = min(search.plans, key=lambda each: each.bytes)
+        search.found = {tuple(small.labels): small}
+        assert search.fits(small) and small.seconds > 1.2 * best.seconds
+        search.better(small)
+        assert search.best.seconds < 1.05 * best.seconds
+        raise Enough
+
+    most = 0.5 * sbpc.plan(*model, mesh, optimizer="adam").memory["total"]
+    monkeypatch.setattr(memory.Search, "sharpen", sharpen)
+    with pytest.raises(Enough):
+        sbpc.plan(*model, mesh, optimizer="adam", memory=most)
