@@ -81,7 +81,7 @@ def test_a_slow_plan_that_fits_is_bettered_window_by_window(monkeypatch: pytest.
         assert search.best.seconds < 1.05 * best.seconds
         raise Enough
 
-    most = 0.5 * sbpc.plan(*model, mesh, optimizer="adam").memory["total"]
+    most = 0.7 * sbpc.plan(*model, mesh, optimizer="adam").memory["total"]
     monkeypatch.setattr(memory.Search, "sharpen", sharpen)
     with pytest.raises(Enough):
         sbpc.plan(*model, mesh, optimizer="adam", memory=most)
