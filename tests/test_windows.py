@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +65,35 @@ def test_of_the_labels_of_a_window_the_nearest_are_looked_at(monkeypatch):
     assert far.cheaper(0, [0], [everything]) == [2] and far.cheaper(0, [2], [everything]) is None
     assert Windows(problem, [np.array([9.0, 0.0, 1.0, 9.0])]).cheaper(0, [0], [everything]) == [1]
     assert Windows(problem, [np.array([9.0, 0.0, 1.0, 9.0])]).cheaper(0, [0], [Limit({0: np.array([0.0, 2.0, 0.0, 0.0])}, 1.0)]) == [2]
+
+
+def test_windows_go_on_from_plans_that_fit_until_a_whole_turn_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By window and plan the labels that it gives one after the other, with rows for those that do not fit; 9, 6 and 5 fit."""
+    given = {(0, 9): [8, 7, 6], (1, 6): [3, 2, 1], (2, 6): [5]}
+    asked: list[tuple[int, int, list[str]]] = []
+
+    class Scripted:
+        centers = range(3)
+
+        def __init__(self, *of: object) -> None:
+            self.left = {key: list(labels) for key, labels in given.items()}
+
+        def cheaper(self, center: int, labels: list[int], limits: list[str]) -> list[int] | None:
+            asked.append((center, labels[0], limits))
+            return [self.left[center, labels[0]].pop(0)] if self.left.get((center, labels[0])) else None
+
+    monkeypatch.setattr(memory, "Windows", Scripted)
+    search: Any = object.__new__(memory.Search)
+    search.space, search.near, search.limits = SimpleNamespace(problem=None), SimpleNamespace(distances=None), ["kept"]
+    search.keep = lambda labels: SimpleNamespace(labels=labels)
+    search.fits = lambda found: found.labels[0] in (9, 6, 5)
+    search.hold = lambda found: search.limits.append(f"held {found.labels[0]}")
+    search.guess = lambda found, known: {"call": f"guessed {found.labels[0]}"}
+    search.known_right = lambda found: {"call": f"right {found.labels[0]}"}
+    search.better(search.keep([9]))
+    assert [(center, label) for center, label, _ in asked] == [(0, 9)] * 3 + [(1, 6)] * 3 + [(2, 6), (0, 5), (1, 5), (2, 5)]
+    assert asked[0][2] == ["kept", "right 9"] and asked[1][2] == ["kept", "held 8", "guessed 8"]
+    assert asked[-1][2] == ["kept", *(f"held {label}" for label in (8, 7, 3, 2, 1)), "right 5"]
 
 
 class Enough(Exception):
