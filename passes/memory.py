@@ -37,13 +37,13 @@ from sbpc.solver import Limit, Windows
 ROUNDS, TURNS = 8, 16  # of prices, at most, and of plans that are tried where all labels that matter are looked at
 EASY = 12_000  # labels times plans that are tried there, if they are more
 SOME, TRIED = (6, 12), 4_000  # plans that are tried on some labels, at least and at most; between these plans times variables
-FAR = 0.03  # the gap that is left as it is after these tries, not after twice as many, and by windows
+FAR = 0.03  # the gap with which these tries end, which else are twice as many; above it small graphs are bettered in windows
 TIGHTER = 0.95, 0.85  # parts of a limit under which no plan was found, under which one is looked for next
 CUT = 3  # programs on all labels that matter that end before their time, at most
 STRAIGHT = 3  # numbers of blocks that are read off bytes, as if these rose evenly; then halves
 NEARLY = 1.25  # times a limit: plans that take more are not mended
 MENDED, MENDS = 6, 100  # nodes of a plan that are changed, at most, and plans that are tried for each
-FULL, WINDOWED = 0.6, 3  # of the limit: calls during which so much is held are limited in windows; plans of each that are tried
+FULL, WINDOWED, AROUND = 0.6, 3, 4  # part of the limit: calls that hold more have rows in windows; plans tried in each; turns, at most
 SPLICED = 2  # plans that do not fit, at most, that are spliced with the best one
 MOMENTS = 6  # that have prices, at most
 CLOSE, GOOD = 1e-3, 3e-3  # relative gaps: of the bound below the relaxation, of the best plan above the bound
@@ -72,6 +72,8 @@ def within(
             tighter = Search(part * limit, space, gm, copies, made, free.lower_bound)
             tighter.run(free.assignment)
             search.found |= tighter.found
+            if search.best is not None and search.gap > FAR:
+                search.improve(search.best)
     if search.best is None:
         least = min(search.plans, key=lambda found: found.bytes).plan
         raise MemoryLimitError(shortage(least, search.limit, search.bound == math.inf))
@@ -138,10 +140,10 @@ class Search(Plans):
             if self.best is not before:
                 self.splice(self.best)
             self.sharpen(self.best)
+            if self.near.few and self.gap > FAR:
+                self.improve(self.best)
         if self.best is None or self.gap <= GOOD:
             return
-        if self.near.few and self.gap > FAR:
-            self.better(self.best)
         if not self.near.complete and self.near.close(self.proof.problem, self.best.seconds + self.proof.allowed):
             self.look(long=True)
         if self.near.few and self.gap > CASED and len(self.space.mesh.axes) <= 2:
@@ -231,29 +233,34 @@ class Search(Plans):
         return self.row(moment, max(most, APART * self.limit))
 
     def guess(self, found: Found, known: Mapping[str, Limit]) -> dict[str, Limit]:
-        """By call the rows that would have been right for a plan at its peaks, tighter than those that are known."""
-        rows = {name: self.right(found, name, found.peaks[name]) for name in list(found.peaks)[:PEAKS]}
-        spare = APART * self.limit
-        most = {name: min(row.most, known[name].most - spare) if name in known else row.most for name, row in rows.items()}
-        return {name: replace(row, most=max(most[name], spare)) for name, row in rows.items()}
+        """By call the row that would have been right for a plan at its peaks; where one is known, tighter than that, if there is
+        room."""
+        guessed, least = dict[str, Limit](), APART * self.limit
+        for name in list(found.peaks)[:PEAKS]:
+            row = self.right(found, name, found.peaks[name])
+            most = min(row.most, known[name].most - least) if name in known else row.most
+            guessed[name] = replace(row, most=max(most, least))
+        return guessed
 
-    def better(self, best: Found) -> None:
+    def improve(self, best: Found) -> None:
         """Better the best plan in one window of its nodes after the other, until none of them gives a faster one that fits."""
-        windows = Windows(self.space.problem, self.near.distances)
-        centers, idle, known = itertools.cycle(windows.centers), 0, self.known_right(best)
-        while idle < len(windows.centers):
-            found, idle = self.bettered_in(windows, next(centers), best, known), idle + 1
+        windows, idle, room = Windows(self.space.problem, self.near.distances), 0, self.room(best)
+        for center in itertools.islice(itertools.cycle(windows.centers), AROUND * len(windows.centers)):
+            found = self.improved_in(windows, center, best, room)
+            idle = 0 if found else idle + 1
             if found is not None:
-                best, idle, known = found, 0, self.known_right(found)
+                best, room = found, self.room(found)
+            if idle == len(windows.centers):
+                return
 
-    def known_right(self, found: Found) -> dict[str, Limit]:
-        """By call during which a plan holds much, the row that is right for it."""
+    def room(self, found: Found) -> dict[str, Limit]:
+        """By call during which a plan holds much the row that leaves it as much more as there is room for then."""
         held = peak_calls(found.plan, self.gm, FULL * self.limit)
         return {name: self.right(found, name, most) for name, most in held.items()}
 
-    def bettered_in(self, windows: Windows, center: int, best: Found, known: Mapping[str, Limit]) -> Found | None:
-        """A faster plan that fits and differs from the best one in a window; None if none was found. known: see `known_right`."""
-        guessed = dict(known)
+    def improved_in(self, windows: Windows, center: int, best: Found, room: Mapping[str, Limit]) -> Found | None:
+        """A faster plan that fits and differs from the best one in a window; None if none was found. room: of the best one."""
+        guessed = dict(room)
         for _ in range(WINDOWED):
             labels = windows.cheaper(center, best.labels, [*self.limits, *guessed.values()])
             if labels is None:

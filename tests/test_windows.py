@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 import sbpc
 from sbpc import Mesh
 from sbpc.passes import memory
+from sbpc.passes.annotate import annotate
 from sbpc.passes.found import Found
+from sbpc.passes.prices import PricedSpace
+from sbpc.passes.store import store
 from sbpc.solver import Limit, Problem, Variable, Windows, total
 from sbpc.solver import windows as windows_module
 from sbpc.solver.moves import Neighbours
 from tests import models
-from tests.test_fold import chain
 from tests.test_near import limited, placed
 from tests.test_solver import problems
 
@@ -33,7 +35,7 @@ def test_a_window_of_everything_gives_the_cheapest_plan_under_the_limits(problem
     windows = Windows(problem, [np.zeros(len(v.costs)) for v in problem.variables])
     for seconds, labels in plans[:: max(1, len(plans) // 3)]:
         found = windows.cheaper(0, list(labels), limits)
-        reached = set(windows.around(0))
+        reached = set(windows.window(0))
         apart = {at for at, (one, other) in enumerate(zip(labels, found or labels)) if one != other}
         assert apart <= reached
         among = [each for each, other in plans if all(labels[at] == other[at] for at in set(range(len(labels))) - reached)]
@@ -44,16 +46,18 @@ def test_a_window_of_everything_gives_the_cheapest_plan_under_the_limits(problem
             assert all(sum(float(w[found[at]]) for at, w in limit.weights.items()) <= limit.most * (1 + 1e-6) for limit in limits)
 
 
-def test_windows_are_what_lies_next_to_their_centers_and_reach_every_variable(monkeypatch):
-    monkeypatch.setattr(windows_module, "WIDE", 6)
-    problem, _, _ = chain(20, 3, 4, 1, False)
+@pytest.mark.parametrize("wide", [6, 30])
+def test_windows_are_what_lies_next_to_their_centers_and_reach_every_variable(wide, monkeypatch):
+    monkeypatch.setattr(windows_module, "WIDE", wide)
+    problem = PricedSpace(annotate(store(sbpc.plan(*models.gpt2(layers=1), Mesh(x=4)).graph)), Mesh(x=4), {}, {}).problem
     windows = Windows(problem, [np.zeros(len(v.costs)) for v in problem.variables])
     near = Neighbours(problem).near
+    assert len(windows.centers) < 5 * len(problem.variables) / wide
     for center in windows.centers:
-        found = windows.around(center)
-        assert found[0] == center and len(found) == len(set(found)) == 6
+        found = windows.window(center)
+        assert found[0] == center and len(found) == len(set(found)) == wide
         assert all(any(other in near[at] for other in found[:place]) for place, at in enumerate(found) if place)
-    reached = {at for center in windows.centers for at in windows.around(center)}
+    reached = {at for center in windows.centers for at in windows.window(center)}
     assert reached == set(range(len(problem.variables)))
 
 
@@ -89,11 +93,11 @@ def test_windows_go_on_from_plans_that_fit_until_a_whole_turn_gives_none(monkeyp
     search.fits = lambda found: found.labels[0] in (9, 6, 5)
     search.hold = lambda found: search.limits.append(f"held {found.labels[0]}")
     search.guess = lambda found, known: {"call": f"guessed {found.labels[0]}"}
-    search.known_right = lambda found: {"call": f"right {found.labels[0]}"}
-    search.better(search.keep([9]))
+    search.room = lambda found: {"call": f"room {found.labels[0]}"}
+    search.improve(search.keep([9]))
     assert [(center, label) for center, label, _ in asked] == [(0, 9)] * 3 + [(1, 6)] * 3 + [(2, 6), (0, 5), (1, 5), (2, 5)]
-    assert asked[0][2] == ["kept", "right 9"] and asked[1][2] == ["kept", "held 8", "guessed 8"]
-    assert asked[-1][2] == ["kept", *(f"held {label}" for label in (8, 7, 3, 2, 1)), "right 5"]
+    assert asked[0][2] == ["kept", "room 9"] and asked[1][2] == ["kept", "held 8", "guessed 8"]
+    assert asked[-1][2] == ["kept", *(f"held {label}" for label in (8, 7, 3, 2, 1)), "room 5"]
 
 
 class Enough(Exception):
@@ -109,7 +113,7 @@ def test_a_slow_plan_that_fits_is_bettered_window_by_window(monkeypatch: pytest.
         small = min(search.plans, key=lambda each: each.bytes)
         search.found = {tuple(small.labels): small}
         assert search.fits(small) and small.seconds > 1.2 * best.seconds
-        search.better(small)
+        search.improve(small)
         assert search.best.seconds < 1.05 * best.seconds
         raise Enough
 

@@ -19,6 +19,8 @@ from sbpc.solver.relax import INTEGRAL, priced
 from sbpc.solver.trws import ceiling
 
 LEAST, MANY = 1_000, 20_000  # labels of the nearest, at least; columns of a program of them, at most
+SMALL, WIDTH = 6_000, 40  # the same of few variables, of which plans are bettered by windows too: columns that may be in any
+# case, and so many for each variable
 UNTIED = 1_200  # variables, at most, of a problem in which the nearest labels are looked at untied, too
 DEAR = 100.0  # of the scale: what as much again as a limit costs in the relaxation
 FEW, BOUNDED = 12_000, 40_000  # columns, at most, of a program of all labels; of all with which a plan can be faster
@@ -62,6 +64,11 @@ class Near:
         return [self.far[at] for at in self.coarse.classes]
 
     @property
+    def most(self) -> int:
+        """The columns of a program of the nearest labels, at most."""
+        return min(max(SMALL, WIDTH * len(self.problem.variables)), MANY) if self.few else MANY
+
+    @property
     def few(self) -> bool:
         """Whether variables are few enough for programs in which nothing is tied."""
         return len(self.problem.variables) <= UNTIED
@@ -87,7 +94,7 @@ class Near:
             most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
             kept = [np.flatnonzero(found <= max(most, 0.0)) for found in self.far]
             space = self.space(folded, list(map(np.union1d, kept, self.mixed)))
-            if size <= len(self.far) // 4 or columns_of(folded.problem, space) <= MANY:
+            if size <= len(self.far) // 4 or columns_of(folded.problem, space) <= self.most:
                 return space
             size //= 2
 
