@@ -72,8 +72,6 @@ def within(
             tighter = Search(part * limit, space, gm, copies, made, free.lower_bound)
             tighter.run(free.assignment)
             search.found |= tighter.found
-            if search.best is not None and search.gap > FAR:
-                search.improve(search.best)
     if search.best is None:
         least = min(search.plans, key=lambda found: found.bytes).plan
         raise MemoryLimitError(shortage(least, search.limit, search.bound == math.inf))
