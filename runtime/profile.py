@@ -80,11 +80,7 @@ def profile(
     side = size or (8192 if where.type == "cuda" else 768)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     peak, memory_bandwidth, launch = device_figures(where, side, dtype, repeats)
-    found: dict[tuple[str, Team], Line] = {}
-    for team in teams(world):
-        for collective in WIRE:
-            tell(f"{collective} over groups of {team.ranks}, {team.stride} apart")
-            found[collective, team] = measure(collective, team, where, repeats, sent)
+    found = measure(where, repeats, sent, tell)
     links = {inside: link_of(found, inside, per_node) for inside in (True, False)}
     intra, inter = links[True] or links[False], links[False] or links[True]
     assert intra is not None and inter is not None
@@ -147,55 +143,91 @@ def settle(where: torch.device) -> None:
         torch.cuda.synchronize(where)
 
 
-def measure(collective: str, team: Team, where: torch.device, repeats: int, sent: Sequence[int]) -> Line:
-    """Time one collective over all groups of a team at once, for messages of several sizes, and fit the line."""
-    points, traffic = [], 1.0
+def measure(
+    where: torch.device, repeats: int, sent: Sequence[int], tell: Callable[[str], None]
+) -> dict[tuple[str, Team], Line]:
+    """Time every collective over all groups of a team at once, for messages of several sizes, and fit the lines.
+
+    In turns, each of which passes every message once: what slows the machine for some seconds falls on one repeat of
+    many messages, which medians leave out, and not on all repeats of one.
+    """
+    tell("which messages are long")
     work = torch.randn(512, 512, device=where)
-    for size in sorted(set(sent)):
-        run, textbook = message(collective, team, where, size)
-        run()
-        before, seconds = wire_bytes(), []
-        for _ in range(repeats):
-            torch.mm(work, work)
-            settle(where)
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            settle(where)
-            seconds.append(time.perf_counter() - start)
-            dist.barrier()
-        after = wire_bytes()
-        slowest = [max(column) for column in zip(*everyone(seconds))]
-        points.append((textbook, statistics.median(slowest)))
-        if after is not None and before is not None:
-            traffic = max(everyone((after - before) / repeats)) / textbook
-        if points[-1][1] > LONG:
-            break
-    return replace(fit(points), traffic=traffic)
-
-
-def message(collective: str, team: Team, where: torch.device, sent: int) -> tuple[Callable[[], Any], float]:
-    """A call of the collective in which a rank sends about `sent` bytes by the textbook, and how many it is."""
-    p, group = team.ranks, team.group.group_name
-    block = max(1, round(sent / WIRE[collective](p, 1.0)[1] / 4))  # float32 numbers
-    if collective == "all_reduce":
-        block = max(p, block)
-    small, large = torch.ones(block, device=where), torch.ones(block * p, device=where)
-    call: dict[str, Callable[[], Any]] = {
-        "all_gather": lambda: c10d.all_gather_into_tensor(small, p, group),
-        "all_reduce": lambda: c10d.all_reduce(small, "sum", group),
-        "all_to_all": lambda: c10d.all_to_all_single(large, [block] * p, [block] * p, group),
-        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(large, "sum", p, group),
+    noted: dict[Message, list[tuple[float, float]]] = {}
+    for team in teams(dist.get_world_size()):
+        for collective in WIRE:
+            for message in (Message(collective, team, size) for size in sorted(set(sent))):
+                noted[message] = []
+                if min(max(everyone(timed_once(message, work)[0])) for _ in range(3)) > LONG:
+                    break
+    for repeat in range(repeats):
+        tell(f"collectives, {repeat + 1} of {repeats}")
+        for message, figures in noted.items():
+            figures.append(timed_once(message, work))
+    lines: dict[tuple[str, Team], list[tuple[float, float, float]]] = {}
+    for message, ranks in zip(noted, zip(*everyone(list(noted.values())))):
+        alike = list(zip(*ranks))  # what the ranks noted, repeat by repeat
+        seconds, moved = (statistics.median(max(rank[at] for rank in same) for same in alike) for at in (0, 1))
+        lines.setdefault((message.collective, message.team), []).append((message.textbook, seconds, moved))
+    return {
+        key: replace(fit([point[:2] for point in points]), traffic=points[-1][2] / points[-1][0] or 1.0)
+        for key, points in lines.items()
     }
-    return lambda: c10d.wait_tensor(call[collective]()), float(WIRE[collective](p, 4.0 * block)[1])
 
 
-def wire_bytes() -> int | None:
-    """Bytes that left through the interface that gloo was told to use, a rank's share of it; None if it was not told."""
+def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a message after a computation, and the bytes that left through the interface, 0 where none is told."""
+    run = message.call(work.device)
+    before = wire_bytes()
+    torch.mm(work, work)
+    settle(work.device)
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    settle(work.device)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return seconds, wire_bytes() - before
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective over all groups of a team, in which a rank sends about `sent` bytes by the textbook."""
+
+    collective: str
+    team: Team
+    sent: int
+
+    @property
+    def block(self) -> int:
+        """Float32 numbers of a shard."""
+        block = max(1, round(self.sent / WIRE[self.collective](self.team.ranks, 1.0)[1] / 4))
+        return max(self.team.ranks, block) if self.collective == "all_reduce" else block
+
+    @property
+    def textbook(self) -> float:
+        """Bytes that a rank sends by the textbook."""
+        return float(WIRE[self.collective](self.team.ranks, 4.0 * self.block)[1])
+
+    def call(self, where: torch.device) -> Callable[[], Any]:
+        """What runs it."""
+        p, block, group = self.team.ranks, self.block, self.team.group.group_name
+        given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda: c10d.all_gather_into_tensor(given, p, group),
+            "all_reduce": lambda: c10d.all_reduce(given, "sum", group),
+            "all_to_all": lambda: c10d.all_to_all_single(given, [block] * p, [block] * p, group),
+            "reduce_scatter": lambda: c10d.reduce_scatter_tensor(given, "sum", p, group),
+        }
+        return lambda: c10d.wait_tensor(calls[self.collective]())
+
+
+def wire_bytes() -> int:
+    """Bytes that left through the interface that gloo was told to use, a rank's share of it; 0 if it was not told."""
     interface = os.environ.get(INTERFACE)
     counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
     if not interface or not counter.exists():
-        return None
+        return 0
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     return int(counter.read_text()) // sharing
 
