@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +56,17 @@ def contract(
 
     Nodes that touch a star stay, those of two edges to one neighbour, and those of which the edge in the place of two takes
     too long. fixed: the stars. cap: what an edge costs at most. known: the nodes to leave out, in an order in which that was
-    done with the same edges.
+    done with the same edges. Equal blocks are made of the same arrays: what those come to is found once.
     """
+    most = np.array(cap, costs[0].dtype if costs else float)
+    sums: dict[tuple[Any, ...], tuple[np.ndarray, ...]] = {}
+
+    def once(find: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+        key = (find, *map(memory, arrays))
+        if key not in sums:
+            sums[key] = find(*arrays), *arrays  # which are kept, so that no other array takes their place
+        return sums[key][0]
+
     around: list[list[Edge]] = [[] for _ in costs]
     for edge in edges:
         around[edge.first.node].append(edge)
@@ -73,11 +82,13 @@ def contract(
         neighbours = [theirs.node for _, theirs, _ in inner.sides]
         if len(neighbours) == 1:
             (seconds, theirs, own), (other,) = inner.sides[0], neighbours
-            costs[other] = costs[other] + (seconds + least_by(inner.costs, own)).min(1)[theirs.at]
+            costs[other] = once(fallen, costs[other], theirs.at, seconds, inner.costs, own.at)
         else:
             if neighbours[0] == neighbours[1] or inner.size > MOST:
                 continue
-            inner.joined = join(inner, cap)
+            (here, one, to_one), (there, last, to_last) = inner.sides
+            seconds = once(joint, here, to_one.at, inner.costs, there, to_last.at, most)
+            inner.joined = Edge(one, last, seconds)
         for other in neighbours:
             around[other] = [edge for edge in around[other] if edge not in around[at]]
             around[other] += [inner.joined] if inner.joined is not None else []
@@ -95,21 +106,36 @@ def seen(edge: Edge, at: int) -> tuple[np.ndarray, Port, Port]:
     return edge.seconds.T, edge.last, edge.first
 
 
-def join(inner: Inner, cap: float) -> Edge:
-    """The edge between the neighbours of a node: the least over its labels."""
-    (here, one, to_one), (there, other, to_other) = inner.sides
-    by_label = here[:, to_one.at] + inner.costs
-    order = np.argsort(to_other.at, kind="stable")
-    starts = np.searchsorted(to_other.at[order], np.arange(len(to_other.layouts)))
+def memory(array: np.ndarray) -> tuple[Any, ...]:
+    """What arrays that are the same have in common, and no others as long as both are kept."""
+    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype
+
+
+def fallen(theirs: np.ndarray, at: np.ndarray, seconds: np.ndarray, costs: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """What the labels of a neighbour cost, `theirs`, with what a node of one edge costs at least: `costs` by label. at, own: the
+    layouts of their labels; seconds [layouts there, its layouts]."""
+    return theirs + (seconds + least_of(costs, own, seconds.shape[1])).min(1)[at]
+
+
+def joint(here: np.ndarray, to_one: np.ndarray, costs: np.ndarray, there: np.ndarray, to_other: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Seconds of the edge between two neighbours of a node, the least over its labels but `most` at most. to_one, to_other: their
+    layouts; here, there: seconds [layouts of the neighbour, its layouts]."""
+    by_label = here[:, to_one] + costs
+    order = np.argsort(to_other, kind="stable")
+    starts = np.searchsorted(to_other[order], np.arange(there.shape[1]))
     over = np.minimum.reduceat(by_label[:, order], starts, axis=1)
-    seconds = (over[:, None, :] + there).min(2)
-    return Edge(one, other, np.minimum(seconds, np.array(cap, seconds.dtype)))
+    return np.minimum((over[:, None, :] + there).min(2), most)
 
 
 def least_by(costs: np.ndarray, port: Port) -> np.ndarray:
     """The least of what the labels of a node cost, by layout at a port."""
-    found = np.full(len(port.layouts), np.inf, costs.dtype)
-    np.minimum.at(found, port.at, costs)
+    return least_of(costs, port.at, len(port.layouts))
+
+
+def least_of(costs: np.ndarray, layouts: np.ndarray, many: int) -> np.ndarray:
+    """The same; layouts: of the labels, so many in all."""
+    found = np.full(many, np.inf, costs.dtype)
+    np.minimum.at(found, layouts, costs)
     return found
 
 

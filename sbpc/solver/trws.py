@@ -51,12 +51,7 @@ class Messages:
         self.stars: dict[int, Star] = {}
         self.names = order(problem, space)
         self.place = {name: place for place, name in enumerate(self.names)}
-        costs = [
-            np.zeros(len(self.free((kind, at))), real)
-            if kind
-            else problem.variables[at].costs[space.labels[at]].astype(real)
-            for kind, at in self.names
-        ]
+        costs = [np.zeros(len(self.free((kind, at))), real) if kind else self.costs(at) for kind, at in self.names]
         self.edges, self.inner = contract(self.connect(), costs, self.stars, cap, inner)
         gone = {found.node for found in self.inner}
         by_node: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
@@ -105,6 +100,14 @@ class Messages:
         found = self.space.labels[name[1]] if name[0] == 0 else self.space.aliases[name[1]]
         assert found is not None
         return found
+
+    def costs(self, at: int) -> np.ndarray:
+        """What the labels of a variable cost: one array where it is that of equal variables."""
+        labels, costs = self.space.labels[at], self.problem.variables[at].costs
+        key = (id(costs), labels.tobytes(), b"")
+        if key not in self.matrices:
+            self.matrices[key] = costs[labels].astype(self.real)
+        return self.matrices[key]
 
     def connect(self) -> list[Edge]:
         """One edge for a value with one consumer; else one from the producer to the alias, and one to each consumer."""
@@ -334,13 +337,12 @@ class Messages:
             else:
                 message[id(theirs)] = (seconds + least_by(paid, own)).min(1)
             message[id(own)] = -least_by(paid, own)
-        found = []
+        found: list[list[np.ndarray]] = []
         for value, ports in zip(self.problem.values, self.ports):
-            layouts = [value.out, *(wants for _, wants in slots(value))]
-            found.append(
-                [message[id(p)][np.searchsorted(p.layouts, by_label)].astype(np.float64) if id(p) in message else np.zeros(len(by_label))
-                 for p, by_label in zip(ports, layouts)]
-            )  # fmt: skip
+            found.append([])
+            for p, by_label in zip(ports, (value.out, *(wants for _, wants in slots(value)))):
+                places = p.at if len(p.at) == len(by_label) else np.searchsorted(p.layouts, by_label)
+                found[-1].append(message[id(p)][places].astype(np.float64) if id(p) in message else np.zeros(len(places)))
         return found
 
     def charges(self) -> dict[int, list[np.ndarray]]:
