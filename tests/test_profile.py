@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from sbpc import Cluster, Mesh
 from sbpc.cli import main
 from sbpc.cluster import CLUSTERS, COLLECTIVES
-from sbpc.runtime.profile import Line, Team, fit, profile, rates, straight
+from sbpc.runtime import profile as module
+from sbpc.runtime.profile import Line, Message, Team, fit, measure, profile, rates, straight
 from tests.processes import run_ranks
 
 
@@ -40,6 +42,27 @@ def test_what_small_messages_take_is_told_of_a_group_size_however_its_lines_were
     lines = {("all_reduce", teams[0]): Line(1e-3, 5e7, 7e-3), ("all_reduce", teams[1]): Line(6.8e-3, 5e7, 0.0)}
     (rate,) = rates(lines, CLUSTERS["ethernet"])
     assert rate.least == pytest.approx(6.9e-3) and rate.latency == pytest.approx(3.9e-3 / 2)
+
+
+def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(2, 1, None)  # type: ignore[arg-type]
+    asked: list[int] = []
+
+    def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
+        asked.append(message.sent)
+        slow = 50.0 if 48 + 16 < len(asked) <= 48 + 32 else 1.0  # in the second of five turns
+        return slow * (1e-3 + message.textbook / 5e7), 1.5 * message.textbook
+
+    for name, other in (("timed_once", timed_once), ("teams", lambda world: [team]), ("everyone", lambda mine: [mine, mine])):
+        monkeypatch.setattr(module, name, other)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+    sizes = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
+    lines = measure(torch.device("cpu"), 5, sizes, lambda text: None)
+    assert {collective for collective, _ in lines} == set(COLLECTIVES)
+    assert max(asked) == 1 << 23 and len(asked) == 4 * 4 * (3 + 5), "one long message is timed, none that is longer"
+    for line in lines.values():
+        assert line.start == pytest.approx(1e-3, rel=1e-6) and line.rate == pytest.approx(5e7, rel=1e-6)
+        assert line.traffic == pytest.approx(1.5)
 
 
 def measured(folder: str) -> dict[str, float]:
