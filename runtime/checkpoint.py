@@ -102,7 +102,7 @@ class Checkpoints:
         self.extra: Any = None
         self.alone = not dist.is_initialized()
         self.first = self.alone or dist.get_rank() == 0
-        self.group = None if self.alone else dist.new_group(backend="gloo", timeout=groups.limit())
+        self.group = None if self.alone else groups.new(backend="gloo")
         self.writer = ThreadPoolExecutor(1, "sbpc-checkpoint")
         self.pending: Future[None] | None = None
 

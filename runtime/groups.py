@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sbpc._compat import register_process_group, unregister_process_group
+from sbpc._compat import gloo_in_turn, register_process_group, unregister_process_group
 from sbpc.errors import MeshError
 from sbpc.mesh import Mesh
 from sbpc.runtime.meet import store_of_attempt
@@ -41,7 +42,8 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
         store = store_of_attempt(waiting["seconds"])
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         about: dict[str, Any] = {} if store is None else {"store": store, **place}
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
+        with gloo_in_turn():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
     return where
 
 
@@ -77,10 +79,16 @@ def bind(mesh: Mesh) -> None:
         if name in bound:
             continue
         for ranks in mesh.groups(axes):
-            group = dist.new_group(ranks, timeout=limit())
+            group = new(ranks)
             if dist.get_rank() in ranks:
                 bound[name] = group
         register_process_group(name, bound[name])
+
+
+def new(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """A process group of these ranks, of all where none are named. Every rank must call this at the same point."""
+    with gloo_in_turn():
+        return dist.new_group(ranks, timeout=limit(), backend=backend)
 
 
 def stop() -> None:
@@ -97,7 +105,10 @@ meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """The torch DeviceMesh of a mesh, made once."""
+    """The torch DeviceMesh of a mesh, made once, over the groups that its programs use. Collective where they are not bound."""
     if (mesh, kind) not in meshes:
-        meshes[mesh, kind] = mesh.device_mesh(kind)
+        bind(mesh)
+        over = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
+        ranks = torch.arange(mesh.ranks).view(mesh.sizes)
+        meshes[mesh, kind] = DeviceMesh.from_group(over, kind, ranks, mesh_dim_names=mesh.axes)
     return meshes[mesh, kind]

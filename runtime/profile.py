@@ -104,7 +104,7 @@ def teams(world: int) -> list[Team]:
             own = None
             for first in (r for r in range(world) if r // stride % ranks == 0):
                 members = [first + at * stride for at in range(ranks)]
-                group = dist.new_group(members, timeout=groups.limit())
+                group = groups.new(members)
                 own = group if dist.get_rank() in members else own
             assert own is not None
             found.append(Team(ranks, stride, own))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -139,6 +141,33 @@ def fake_group(ranks: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def gloo_in_turn() -> Iterator[None]:
+    """Process groups over gloo that are made while this lasts do one collective after the other.
+
+    Otherwise two threads of a group note the name of what they did last in one string without a lock: where it is too long to
+    lie in the string itself, as that of an all-gather is, its memory is freed twice.
+    """
+    from torch.distributed import distributed_c10d
+
+    made = distributed_c10d.ProcessGroupGloo
+
+    class InTurn(made):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = made._Options()  # type: ignore[attr-defined]
+            names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            devices = [made.create_device(interface=name) for name in names if name]
+            options._devices = devices or [made.create_default_device()]
+            options._threads, options._timeout = 1, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = InTurn  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = made  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -19,7 +21,8 @@ import torch.multiprocessing as mp
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """What `function(*args)` returns on each of `ranks` new processes, an Exception's text where it raises.
 
-    A rank that ends without a result has None. After `seconds` all that still run are killed and the test fails.
+    A rank that ends without a result has None, and how it ended is printed. After `seconds` all that still run are killed
+    and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
@@ -31,6 +34,9 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
         for process in workers:
             process.join(max(0.0, limit - time.monotonic()))
         late = [rank for rank, process in enumerate(workers) if process.is_alive()]
+        for rank, process in enumerate(workers):
+            if process.exitcode:
+                print(f"rank {rank} ended with {process.exitcode}, which if negative is a signal", file=sys.stderr)
         for process in workers:
             process.kill()
             process.join()
@@ -43,7 +49,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
 
 
 def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
-    """One rank."""
+    """One rank. What it raises or dies of is printed with where it was, as the other ranks only see that it is gone."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
@@ -52,7 +59,6 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
         result = function(*args)
     except Exception as error:  # the test looks at what the rank returns, this text as well
         result = f"{type(error).__name__}: {error}"
-        if not isinstance(error, RuntimeError):  # which tests ask for
-            traceback.print_exc()
+        traceback.print_exc()
     torch.save(result, os.path.join(folder, f"result{rank}.part"))
     os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))
