@@ -149,16 +149,23 @@ def measure(
     """Time every collective over all groups of a team at once, for messages of several sizes, and fit the lines.
 
     In turns, each of which passes every message once: what slows the machine for some seconds falls on one repeat of
-    many messages, which medians leave out, and not on all repeats of one.
+    many messages, which medians leave out, and not on all repeats of one. Before that a series ends with the first message
+    that is LONG in the best of three tries, but has two at least. Raises MeshError where all are of one size.
     """
     tell("which messages are long")
     work = torch.randn(512, 512, device=where)
     noted: dict[Message, list[tuple[float, float]]] = {}
     for team in teams(dist.get_world_size()):
         for collective in WIRE:
-            for message in (Message(collective, team, size) for size in sorted(set(sent))):
+            series = {message.textbook: message for message in (Message(collective, team, size) for size in sorted(sent))}
+            if len(series) < 2:
+                raise MeshError(
+                    f"{collective} over {team.ranks} ranks sends {min(series):.0f} bytes where {list(sent)} are asked for\n"
+                    "  Give sizes that are further apart."
+                )
+            for at, message in enumerate(series.values()):
                 noted[message] = []
-                if min(max(everyone(timed_once(message, work)[0])) for _ in range(3)) > LONG:
+                if min(max(everyone(timed_once(message, work)[0])) for _ in range(3)) > LONG and at:
                     break
     for repeat in range(repeats):
         tell(f"collectives, {repeat + 1} of {repeats}")
@@ -170,9 +177,14 @@ def measure(
         seconds, moved = (statistics.median(max(rank[at] for rank in same) for same in alike) for at in (0, 1))
         lines.setdefault((message.collective, message.team), []).append((message.textbook, seconds, moved))
     return {
-        key: replace(fit([point[:2] for point in points]), traffic=points[-1][2] / points[-1][0] or 1.0)
-        for key, points in lines.items()
+        key: replace(fit([point[:2] for point in points]), traffic=traffic_of(*points[-1])) for key, points in lines.items()
     }
+
+
+def traffic_of(textbook: float, seconds: float, moved: float) -> float:
+    """Bytes on the wire for each byte of the textbook, by the largest message; 1 where most went another way than through the
+    interface that was told, or none was: no collective sends less than the textbook's."""
+    return moved / textbook if moved > textbook / 2 else 1.0
 
 
 def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:

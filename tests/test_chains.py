@@ -44,12 +44,25 @@ def joined_by(pairs: list[tuple[int, int]], seed: int, labels: int, impossible: 
     )
 
 
+def alike(pairs: list[tuple[int, int]], seed: int) -> Problem:
+    """All variables cost the same and all boxings as well, as in equal blocks, but their labels have other layouts. No label is
+    worse than another one boxed, which would be left out."""
+    rng = np.random.default_rng(seed)
+    costs, closure = rng.integers(0, 2, 3).astype(float), closed(rng.integers(3, 9, (3, 3)).astype(float))
+    values = [
+        Value(p, rng.permutation(3), [(c, rng.permutation(3))], closure, (2 * at, 2 * at + 1))
+        for at, (p, c) in enumerate(sorted(pairs))
+    ]
+    count = 1 + max(max(pair) for pair in pairs)
+    return Problem([Variable(f"v{at}", costs, np.zeros((3, 1), dtype=int)) for at in range(count)], values)
+
+
 @st.composite
 def trees(draw) -> Problem:
     """Of two to seven variables, each next to one of those before it."""
     count = draw(st.integers(2, 7))
-    pairs = [(draw(st.integers(0, at - 1)), at) for at in range(1, count)]
-    return joined_by(pairs, draw(st.integers(0, 2**32 - 1)), labels=5, impossible=0.2)
+    pairs, seed = [(draw(st.integers(0, at - 1)), at) for at in range(1, count)], draw(st.integers(0, 2**32 - 1))
+    return alike(pairs, seed) if draw(st.booleans()) else joined_by(pairs, seed, labels=5, impossible=0.2)
 
 
 @settings(max_examples=200, deadline=None)

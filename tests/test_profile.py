@@ -11,6 +11,7 @@ import torch
 from sbpc import Cluster, Mesh
 from sbpc.cli import main
 from sbpc.cluster import CLUSTERS, COLLECTIVES
+from sbpc.errors import MeshError
 from sbpc.runtime import profile as module
 from sbpc.runtime.profile import Line, Message, Team, fit, measure, profile, rates, straight
 from tests.processes import run_ranks
@@ -63,6 +64,42 @@ def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeyp
     for line in lines.values():
         assert line.start == pytest.approx(1e-3, rel=1e-6) and line.rate == pytest.approx(5e7, rel=1e-6)
         assert line.traffic == pytest.approx(1.5)
+
+
+def on_one_machine(monkeypatch: pytest.MonkeyPatch, seconds: float, moved: float) -> None:
+    """Two ranks, whose messages take so long and move so much, per byte."""
+    figures = {
+        "timed_once": lambda message, work: (seconds * message.textbook, moved * message.textbook),
+        "teams": lambda world: [Team(2, 1, None)],  # type: ignore[arg-type]
+        "everyone": lambda mine: [mine, mine],
+    }
+    for name, other in figures.items():
+        monkeypatch.setattr(module, name, other)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
+
+
+def test_a_slow_link_is_measured_by_two_messages_though_both_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one_machine(monkeypatch, seconds=1e-6, moved=1.0)
+    for line in measure(torch.device("cpu"), 1, (1 << 20, 1 << 23, 1 << 25), lambda text: None).values():
+        assert line.rate == pytest.approx(1e6, rel=1e-6)
+
+
+def test_messages_that_come_to_one_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_one_machine(monkeypatch, seconds=1e-9, moved=1.0)
+    with pytest.raises(MeshError) as error:
+        measure(torch.device("cpu"), 1, (1, 2), lambda text: None)
+    assert str(error.value) == (
+        "all_gather over 2 ranks sends 4 bytes where [1, 2] are asked for\n  Give sizes that are further apart."
+    )
+
+
+@pytest.mark.parametrize(("moved", "traffic"), [(1.5, 1.5), (0.0, 1.0), (1e-5, 1.0)])
+def test_what_does_not_leave_through_the_interface_is_as_the_textbook_has_it(
+    monkeypatch: pytest.MonkeyPatch, moved: float, traffic: float
+) -> None:
+    on_one_machine(monkeypatch, seconds=1e-9, moved=moved)
+    lines = measure(torch.device("cpu"), 1, (1 << 12, 1 << 16), lambda text: None)
+    assert {line.traffic for line in lines.values()} == {traffic}
 
 
 def measured(folder: str) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Nodes at the end of one edge, or between two, need no messages: the least that they cost falls on what they touch.
 
-A node of one edge adds to the costs of its neighbour by layout there; a node of two edges makes one edge of both. The
+A node of one edge adds to the costs of its neighbour by layout there; a node of two edges makes one edge of both: the reductions
+RI and RII of partitioned boolean quadratic problems (Scholz and Eckstein, Register allocation for irregular architectures, 2002). The
 cheapest plans and the best bounds are the same, of half as many nodes. What the nodes left out would have been told is
 found from the messages around them, the node that was left out last first.
 """

@@ -29,7 +29,7 @@ BRANCH = columns("charges over direct sent columns at to count straight late")
 
 
 def built() -> ModuleType | None:
-    """The machine code; None where there was no C compiler, or where it was built of other sources."""
+    """The machine code; None where there was no C compiler, or where it was built of tables whose rows are of other sizes."""
     try:
         found = importlib.import_module("sbpc.solver._sweeps")
     except ImportError:
