@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from sbpc import Mesh
+from sbpc._compat import gloo_in_turn
 from sbpc.runtime import groups
 from tests.processes import run_ranks
 
@@ -30,3 +33,10 @@ def threads_of_groups() -> tuple[list[int], bool, bool]:
 def test_a_group_has_one_thread_as_two_free_memory_twice() -> None:
     for found in run_ranks(threads_of_groups, 2):
         assert found == ([2, 1, 1, 1], True, True)
+
+
+def test_torch_without_gloo_makes_its_groups_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "is_gloo_available", lambda: False)
+    made = distributed_c10d.ProcessGroupGloo
+    with gloo_in_turn():
+        assert distributed_c10d.ProcessGroupGloo is made
