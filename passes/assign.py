@@ -239,12 +239,11 @@ class Space:
     def table(self, node: Node, wish: Wish | None) -> Table:
         """The labels of a node; equal nodes share one table."""
         candidates, match = node.meta["candidates"], node.meta.get("match")
-        tensors = tensors_of(node)
-        key: tuple[Any, ...] = (id(candidates), id(match), tensors)
+        key: tuple[Any, ...] = (id(candidates), id(match), tensors_of(node) if match is None else ())
         if key not in self.known:
             free = node.op != "call_function" or (match is not None and match.view)
             every = node.op == "placeholder" or sum(size > 1 for size in self.mesh.sizes) <= ORDERED
-            self.known[key] = tabulate(candidates, match, tensors, self.mesh, free, every)
+            self.known[key] = tabulate(candidates, match, tensors_of(node), self.mesh, free, every)
         table: Table = self.known[key]
         if wish is None:
             return table

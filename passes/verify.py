@@ -68,31 +68,38 @@ def verify_captured(gm: GraphModule) -> int:
 
 def verify_annotated(gm: GraphModule) -> int:
     """Every node has candidates with one state for each operand and output, all-B among them."""
-    edges = 0
+    edges, seen = 0, set[tuple[int, tuple[int, int]]]()
     for node in gm.graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
         require("candidates" in node.meta, "a node without candidates", node)
         value = node.meta["val"]
         counts = len(operands(node)), len(value) if isinstance(value, (tuple, list)) else 1
-        for signature in node.meta["signatures"]:
-            found = len(signature.inputs), len(signature.outputs)
-            require(found == counts, f"signature {signature} has {found} states for {counts} tensors", node)
-            edges += counts[0]
+        found = node.meta["signatures"]
+        if (id(found), counts) not in seen:  # equal nodes share theirs
+            for signature in found:
+                states = len(signature.inputs), len(signature.outputs)
+                require(states == counts, f"signature {signature} has {states} states for {counts} tensors", node)
+            seen.add((id(found), counts))
+        edges += counts[0] * len(found)
     return edges
 
 
 def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
     """Every node has a legal choice among its candidates; gradients are left in their parameter's home."""
+    seen = set[tuple[int, int]]()  # equal nodes share their choice
     for node in gm.graph.nodes:
         if "candidates" not in node.meta:
             continue
         require(node.name in assignment.choices, "a node without a choice", node)
         choice, candidates = assignment.choices[node.name], node.meta["candidates"]
+        if (id(choice), id(candidates)) in seen:
+            continue
         require(
             all(s in candidates.signatures for s in choice.signatures), f"{choice} is not among the candidates", node
         )
         require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
+        seen.add((id(choice), id(candidates)))
     homes = {
         port.name: assignment.choices[node.name].output(0, mesh.axes)
         for port, node in placeholders(gm).items()

@@ -20,9 +20,9 @@ from sbpc.mesh import Mesh
 from sbpc.states import Broadcast, Partial, Split
 from sbpc.stepgraph import all_layouts, all_steps
 from sbpc.steps import COLLECTIVE, WIRE, Step
+from sbpc.totals import Edges
 
 KINDS = {0: Split, WHOLE: Broadcast, **dict.fromkeys(NAMES, Partial)}  # by code of a state
-FEW = 16  # sources from which paths are sought over all steps together
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
@@ -45,7 +45,7 @@ def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, 
     prices, start, goal = _ends(before, after, shape, itemsize, mesh)
     graph, cost = prices.graph, prices.row(start)
     # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
-    tight = cost[graph.source] + prices.edges <= cost[graph.target] + CLOSE * cost[goal]
+    tight = cost[graph.source] + prices.seconds <= cost[graph.target] + CLOSE * cost[goal]
     onward: dict[int, list[int]] = {}
     for edge in np.flatnonzero(tight & np.isfinite(cost[graph.source])).tolist():
         onward.setdefault(int(graph.source[edge]), []).append(edge)
@@ -138,13 +138,7 @@ class _Graph:
         found = np.concatenate(edges, axis=1)
         self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
-        ends = np.cumsum(np.bincount(self.target, minlength=len(self.states))).tolist()
-        cuts = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
-        self.into = [(at, self.source[cut], cut) for at, cut in enumerate(cuts) if cut.stop > cut.start]
-        self.led, self.first = np.unique(self.target, return_index=True)  # the layouts to which edges lead, first edges
-        by_source = np.argsort(self.source, kind="stable")
-        starts = np.searchsorted(self.source[by_source], np.arange(1, len(self.states)))
-        self.onward = np.split(self.target[by_source], starts)
+        self.edges = Edges(self.target, self.source, len(self.states))
         self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
         self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -194,7 +188,7 @@ class _Prices:
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
         start, each, least = price[graph.kind].T
-        self.edges = np.maximum(start + each * itemsize * block, least)
+        self.seconds = np.maximum(start + each * itemsize * block, least)
         self.even = tuple(dim for dim, size in enumerate(shape) if size % math.prod(mesh.sizes) == 0)
 
     def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -208,40 +202,10 @@ class _Prices:
         return self.rows([source])[0]
 
     def rows(self, sources: Sequence[int]) -> np.ndarray:
-        """The cheapest totals from each source to every layout: all sources at once, relaxed until nothing changes."""
+        """The cheapest totals from each source to every layout."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
-        total = np.full((len(self.graph.states), len(fresh)), np.inf)
-        total[fresh, range(len(fresh))] = 0.0
-        (self.relax_at_once if len(fresh) <= FEW else self.relax_in_turn)(total, fresh)
-        self._rows.update(zip(fresh, total.T.copy()))
+        self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))
         return np.stack([self._rows[at] for at in sources])
-
-    def relax_at_once(self, total: np.ndarray, _: Sequence[int]) -> None:
-        """Lower the totals [layouts, sources] over all edges together: more rounds, but none of Python's time."""
-        led, changed = self.graph.led, True
-        while changed:
-            sums = total[self.graph.source] + self.edges[:, None]
-            better = np.minimum(np.minimum.reduceat(sums, self.graph.first, axis=0), total[led])
-            changed = bool((better < total[led]).any())
-            total[led] = better
-
-    def relax_in_turn(self, total: np.ndarray, fresh: Sequence[int]) -> None:
-        """The same layout by layout, so that what was lowered is used at once."""
-        waiting = np.zeros(len(total), dtype=bool)  # rows to be computed anew, as one before them was lowered
-        most = max(len(source) for _, source, _ in self.graph.into)
-        sums, better = np.empty((most, len(fresh))), np.empty(len(fresh))
-        for at in fresh:
-            waiting[self.graph.onward[at]] = True
-        while waiting.any():
-            for target, source, into in self.graph.into:
-                if waiting[target]:
-                    waiting[target] = False
-                    found = np.take(total, source, axis=0, out=sums[: len(source)], mode="clip")
-                    found += self.edges[into, None]
-                    np.minimum.reduce(found, axis=0, out=better)
-                    if (better < total[target]).any():
-                        np.minimum(total[target], better, out=total[target])
-                        waiting[self.graph.onward[target]] = True
 
 
 def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float, float]:

@@ -23,13 +23,16 @@ def measure(
     boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds"
 ) -> Cost:
     """The cost of one step of a boxed graph, which is the objective that `assign` minimised; memory: see `memory_totals`."""
-    kernels: Counter[Kernel] = Counter()
+    calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
     for node in boxed.graph.nodes:
         if "step" in node.meta:
             transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
-            kernels[kernel_of(node)] += 1
+            calls.setdefault(alike(node), []).append(node)
+    kernels: Counter[Kernel] = Counter()
+    for nodes in calls.values():
+        kernels[kernel_of(nodes[0])] += len(nodes)
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
@@ -39,6 +42,13 @@ def measure(
         boxed.meta.get("dynamic", {}), objective,
     )  # fmt: skip
     return replace(cost, lower_bound=min(lower_bound, cost.paid))
+
+
+def alike(node: Node) -> Any:
+    """What calls that are one kernel have in common, as far as a look tells: their match knows all shapes, and in which
+    layouts they read and leave tensors, their choice."""
+    match = node.meta.get("match")
+    return node if match is None or "dims" in node.meta else (id(match), id(node.meta["choice"]))
 
 
 def kernel_of(node: Node) -> Kernel:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    ("errors", "kinds", "_compat", "bounds", "repeats", "nodes", "uncollected"),
+    ("errors", "kinds", "_compat", "bounds", "repeats", "nodes", "totals", "uncollected"),
     ("states", "ports", "random", "cluster", "frames", "writer"),
     ("layout", "structure"),
     ("mesh", "codes"),

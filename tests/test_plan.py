@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.errors import CaptureError, MemoryLimitError, MeshError, PinError, PlanError
+from sbpc.measure import kernel_of
 from tests import models
 from tests.compare import largest_error
+from tests.random_plans import random_plan
 from tests.test_golden import TwoLayers
 
 H100 = Mesh(data=4, tensor=4, cluster="h100")
@@ -221,6 +224,15 @@ def test_formula_of_the_cost_gives_its_seconds(net: str, mesh: Mesh) -> None:
     assert float(cost.expr.subs(finite)) == pytest.approx(cost.seconds, rel=1e-9)
     assert cost.seconds == cost.compute_seconds + cost.comm_seconds
     refused(KeyError, lambda: cost.subs(nothing=1.0))
+
+
+@pytest.mark.parametrize("net", ["gpt2", "resnet"])
+def test_calls_are_counted_by_kernel(net: str) -> None:
+    model, args = getattr(models, net)()
+    found = sbpc.plan(model, args, Mesh(x=2, y=2))
+    for plan in (found, *(random_plan(found, seed) for seed in range(3))):
+        calls = [node for node in plan.boxed.graph.nodes if node.op == "call_function" and "choice" in node.meta]
+        assert dict(plan.cost.kernels) == Counter(map(kernel_of, calls))
 
 
 def test_formula_of_data_parallelism_is_the_textbook_one() -> None:

@@ -28,6 +28,7 @@ NEAR = 500  # so many labels, those nearest to the bound, are searched first; tw
 PAIRED = 20  # times as many labels as variables, of which the relaxation says which to search, where two of the axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
+MOVED = 1e-3  # the gap with which a move on one of more than two axes ends: its last part takes as long as all before
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIMES, EACH = 8, 6  # labels of which the relaxation says which to search: as many times variables, those nearest to the bound, of a
 # variable at most so many
@@ -153,6 +154,8 @@ class Search:
         messages = self.converge(Messages(self.problem, space, self.cap), rounds=2)
         if messages is None:
             return self.seconds, True
+        if self.seconds * (1 - gap) <= messages.bound:
+            return messages.bound, self.seconds <= messages.bound
         few = max(NEAR, 2 * len(self.labels))
         if messages.columns > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
             self.approach(messages.extra(), few)
@@ -233,7 +236,7 @@ class Search:
         while idle < axes:
             before = self.labels
             if self.settled.get(axis) != before:
-                self.finish(freed(self.problem, before, [axis]))
+                self.finish(freed(self.problem, before, [axis]), gap=MOVED if self.wide else 0.0)
             idle = idle + 1 if self.labels == before else 0
             self.settled[axis] = self.labels
             axis = (axis + 1) % axes

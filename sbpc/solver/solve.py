@@ -147,10 +147,12 @@ class Both:
 
     def widen(self, finer: Sequence[int]) -> None:
         """Look at many labels unless the bound is far; ends of runs on their own once they may close the gap."""
-        if self.most < self.gap <= FAR:
-            self.search.widen(self.extra)
         if self.most < self.gap <= FINER:
             self.better(finer)
+        if self.most < self.gap <= FAR:
+            self.search.widen(self.extra)
+            if self.most < self.gap <= FINER:
+                self.better(finer)
 
     def turn(self) -> None:
         """Better the bound by smooth messages; look again at many labels."""

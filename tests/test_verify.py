@@ -1,0 +1,123 @@
+"""The checks after each pass: what a pass may get wrong is refused, also in one of many calls that are otherwise alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch.fx import GraphModule, Node
+
+import sbpc
+from sbpc import Mesh
+from sbpc.choices import Choice
+from sbpc.errors import VerifyError
+from sbpc.layout import Layout
+from sbpc.passes.verify import verify_annotated, verify_assigned, verify_captured
+from sbpc.plan import Assignment, Plan, results
+from tests import models
+
+MESH = Mesh(x=2)
+Broken = Callable[[GraphModule, Assignment], Assignment | None]
+
+
+@pytest.fixture
+def plan() -> Plan:
+    model, args = models.mlp(layers=3)
+    return sbpc.plan(model, args, MESH)
+
+
+def last_alike(gm: GraphModule, choices: dict[str, Choice] | None = None) -> Node:
+    """The last call whose value is no result that shares its candidates, and its choice, with an earlier one."""
+    seen, found = set(), []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "match" in node.meta and node not in results(gm):
+            key = id(node.meta["signatures"]), id(choices and choices[node.name])
+            found += [node] if key in seen else []
+            seen.add(key)
+    return found[-1]
+
+
+def chosen(assignment: Assignment, node: Node, choice: Choice | None) -> Assignment:
+    """The assignment with another choice of a node, or none."""
+    choices = {name: made for name, made in assignment.choices.items() if name != node.name}
+    return replace(assignment, choices=choices if choice is None else {**choices, node.name: choice})
+
+
+def shapeless(gm: GraphModule, _: Assignment) -> None:
+    del last_alike(gm).meta["val"]
+
+
+def of_another_shape(gm: GraphModule, _: Assignment) -> None:
+    weight = next(node for node in gm.graph.nodes if node.name.endswith("weight"))
+    weight.meta["val"] = weight.meta["val"].new_empty(1)
+
+
+def without_candidates(gm: GraphModule, _: Assignment) -> None:
+    del last_alike(gm).meta["candidates"]
+
+
+def a_state_too_few(gm: GraphModule, _: Assignment) -> None:
+    node = last_alike(gm)
+    first, *rest = node.meta["signatures"]
+    node.meta["signatures"] = (replace(first, inputs=first.inputs[1:]), *rest)
+
+
+def a_result_too_many(gm: GraphModule, _: Assignment) -> None:
+    node = last_alike(gm)
+    node.meta["val"] = [node.meta["val"], node.meta["val"]]
+
+
+def without_a_choice(gm: GraphModule, assignment: Assignment) -> Assignment:
+    return chosen(assignment, last_alike(gm, assignment.choices), None)
+
+
+def not_a_candidate(gm: GraphModule, assignment: Assignment) -> Assignment:
+    node = last_alike(gm, assignment.choices)
+    choice = assignment.choices[node.name]
+    strange = replace(choice.signatures[0], factor="nothing", inputs=choice.signatures[0].inputs[::-1] * 2)
+    return chosen(assignment, node, replace(choice, signatures=(strange,)))
+
+
+def cut_of_one(gm: GraphModule, assignment: Assignment) -> None:
+    """What is split has one element for two ranks."""
+    node = last_alike(gm, assignment.choices)
+    (factor,) = assignment.choices[node.name].cuts()
+    candidates = node.meta["candidates"]
+    sizes = tuple((name, 1 if name == factor else size) for name, size in candidates.sizes)
+    node.meta["candidates"] = replace(candidates, sizes=sizes, nonempty=frozenset([factor]))
+
+
+def gradient_elsewhere(gm: GraphModule, assignment: Assignment) -> Assignment:
+    at = next(at for at, port in enumerate(gm.meta["ports"].outputs) if port.kind == "gradient")
+    outputs = list(assignment.outputs)
+    outputs[at] = next(
+        layout for layout in (Layout.parse(text, MESH.axes) for text in ("[B]", "[S(0)]")) if layout != outputs[at]
+    )
+    return replace(assignment, outputs=tuple(outputs))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (shapeless, "a value without a shape"),
+        (of_another_shape, "has another shape"),
+        (without_candidates, "a node without candidates"),
+        (a_state_too_few, "states for"),
+        (a_result_too_many, "states for"),
+        (without_a_choice, "a node without a choice"),
+        (not_a_candidate, "is not among the candidates"),
+        (cut_of_one, "cuts a factor that may not be cut so"),
+        (gradient_elsewhere, "its home is"),
+    ],
+)
+def test_what_a_pass_got_wrong_is_refused(plan: Plan, broken: Broken, message: str) -> None:
+    def check(assignment: Assignment) -> None:
+        verify_captured(plan.graph)
+        verify_annotated(plan.graph)
+        verify_assigned(plan.graph, assignment, MESH)
+
+    check(plan.assignment)
+    wrong = broken(plan.graph, plan.assignment)
+    with pytest.raises(VerifyError, match=message):
+        check(plan.assignment if wrong is None else wrong)
