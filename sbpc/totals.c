@@ -17,8 +17,8 @@
 #define LANES 32 /* sources at a time */
 
 typedef struct {
-    const int64_t *into, *before; /* by node where its edges begin, and by edge the node that it comes from */
-    const int64_t *from, *after;  /* by node where its edges begin, and by edge the node that it leads to */
+    const int64_t *into, *before; /* by node where the edges to it begin, and where the last end; by edge where it comes from */
+    const int64_t *out, *after;   /* the same of the edges from it; by edge where it leads */
     const double *prices;         /* by edge of `before` */
     int64_t nodes;
 } Graph;
@@ -49,7 +49,7 @@ static void relax(const Graph *graph, const int64_t *sources, int64_t count, dou
         totals[i] = Py_HUGE_VAL;
     for (int64_t k = 0; k < count; k++) {
         totals[sources[k] * LANES + k] = 0;
-        for (int64_t edge = graph->from[sources[k]]; edge < graph->from[sources[k] + 1]; edge++)
+        for (int64_t edge = graph->out[sources[k]]; edge < graph->out[sources[k] + 1]; edge++)
             waiting[graph->after[edge]] = 1;
     }
     for (int again = 1; again;) {
@@ -61,7 +61,7 @@ static void relax(const Graph *graph, const int64_t *sources, int64_t count, dou
             if (!lower(graph, node, totals))
                 continue;
             again = 1;
-            for (int64_t edge = graph->from[node]; edge < graph->from[node + 1]; edge++)
+            for (int64_t edge = graph->out[node]; edge < graph->out[node + 1]; edge++)
                 waiting[graph->after[edge]] = 1;
         }
     }
@@ -70,11 +70,11 @@ static void relax(const Graph *graph, const int64_t *sources, int64_t count, dou
 static PyObject *totals(PyObject *self, PyObject *args)
 {
     (void)self;
-    Py_buffer into, before, from, after, prices, sources, found;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*w*", &into, &before, &from, &after, &prices, &sources, &found))
+    Py_buffer into, before, out, after, prices, sources, found;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*w*", &into, &before, &out, &after, &prices, &sources, &found))
         return NULL;
-    Graph graph = {into.buf, before.buf, from.buf, after.buf, prices.buf, into.len / 8 - 1};
-    double *room = malloc(graph.nodes * LANES * sizeof *room), *out = found.buf;
+    Graph graph = {into.buf, before.buf, out.buf, after.buf, prices.buf, into.len / 8 - 1};
+    double *room = malloc(graph.nodes * LANES * sizeof *room), *rows = found.buf;
     char *waiting = calloc(graph.nodes, 1);
     int64_t count = sources.len / 8;
     for (int64_t first = 0; room && waiting && first < count; first += LANES) {
@@ -82,12 +82,12 @@ static PyObject *totals(PyObject *self, PyObject *args)
         relax(&graph, (const int64_t *)sources.buf + first, some, room, waiting);
         for (int64_t k = 0; k < some; k++)
             for (int64_t node = 0; node < graph.nodes; node++)
-                out[(first + k) * graph.nodes + node] = room[node * LANES + k];
+                rows[(first + k) * graph.nodes + node] = room[node * LANES + k];
     }
     int failed = !room || !waiting;
     free(room);
     free(waiting);
-    Py_buffer *buffers[] = {&into, &before, &from, &after, &prices, &sources, &found};
+    Py_buffer *buffers[] = {&into, &before, &out, &after, &prices, &sources, &found};
     for (int i = 0; i < 7; i++)
         PyBuffer_Release(buffers[i]);
     if (failed)
@@ -95,8 +95,10 @@ static PyObject *totals(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+_Static_assert(sizeof(void *) == 8, "numpy counts in numbers of 8 bytes");
+
 static PyMethodDef methods[] = {
-    {"totals", totals, METH_VARARGS, "totals(into, before, from, after, prices, sources, found): fills `found`, as totals.py says."},
+    {"totals", totals, METH_VARARGS, "totals(into, before, out, after, prices, sources, found): fills `found`, as totals.py says."},
     {NULL, NULL, 0, NULL},
 };
 

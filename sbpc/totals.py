@@ -20,15 +20,16 @@ FEW = 16  # sources, at most, from which numpy relaxes all edges together
 
 
 class Edges:
-    """The edges of a graph, sorted by the nodes to which they lead; target, source [edges]: int64; nodes: how many."""
+    """The edges of a graph, sorted by the nodes to which they lead; target, source [edges]: int64; nodes: how many, at least one."""
 
     def __init__(self, target: np.ndarray, source: np.ndarray, nodes: int) -> None:
-        self.target, self.before = np.ascontiguousarray(target), np.ascontiguousarray(source)
+        self.before = np.ascontiguousarray(source)
         self.after = np.ascontiguousarray(target[np.argsort(source, kind="stable")])
         self.into, self.out = (np.r_[0, np.cumsum(np.bincount(ends, minlength=nodes))] for ends in (target, source))
 
     def totals(self, prices: np.ndarray, sources: np.ndarray) -> np.ndarray:
         """The cheapest totals [sources, nodes], inf where no path leads; prices: by edge, none below 0."""
+        assert prices.dtype == np.float64 and prices.shape == self.before.shape and sources.dtype == np.int64
         if machine is not None:
             found = np.empty((len(sources), len(self.into) - 1))
             machine.totals(self.into, self.before, self.out, self.after, prices, sources, found)
@@ -40,8 +41,8 @@ class Edges:
 
     def relax_at_once(self, total: np.ndarray, prices: np.ndarray, _: np.ndarray) -> None:
         """Lower the totals [nodes, sources] over all edges together: more rounds, but none of Python's time."""
-        led, first = np.unique(self.target, return_index=True)
-        changed = True
+        led = np.flatnonzero(np.diff(self.into))
+        first, changed = self.into[led], True
         while changed:
             sums = total[self.before] + prices[:, None]
             better = np.minimum(np.minimum.reduceat(sums, first, axis=0), total[led])

@@ -31,7 +31,9 @@ def random_plan(plan: Plan, seed: int) -> Plan:
 def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: random.Random) -> Assignment:
     """A random legal assignment that keeps the wishes."""
     nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
-    choices = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
+    known: dict[Choice, Choice] = {}  # equal ones are one object, as in a plan of the solver
+    drawn = {node.name: draw_choice(node, mesh, wishes.get(node.name), generator) for node in nodes}
+    choices = {name: known.setdefault(choice, choice) for name, choice in drawn.items()}
     homes = {
         (port.kind, port.name): choices[node.name].output(0, mesh.axes)
         for port, node in placeholders(gm).items()

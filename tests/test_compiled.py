@@ -24,8 +24,9 @@ from tests.test_solver import closed
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
+BUILDABLE = HEADERS.exists() and shutil.which(COMPILER) is not None
 built = pytest.mark.skipif(
-    compiled.machine is None and not (HEADERS.exists() and shutil.which(COMPILER)),
+    compiled.machine is None and not BUILDABLE,
     reason="the sweeps cannot be built here: there is no C compiler, or there are no headers of Python",
 )
 PRECISE = 64  # units in the last place of the largest number

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import networkx
 import numpy as np
 import pytest
@@ -11,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpc import totals
-from sbpc.totals import FEW, Edges
-from tests.test_compiled import COMPILER, HEADERS
-
-BUILDABLE = HEADERS.exists() and shutil.which(COMPILER) is not None
+from sbpc.totals import Edges
+from tests.test_compiled import BUILDABLE
 
 
 def drawn(rng: np.random.Generator, nodes: int, edges: int) -> tuple[Edges, np.ndarray, networkx.DiGraph]:
@@ -28,7 +24,7 @@ def drawn(rng: np.random.Generator, nodes: int, edges: int) -> tuple[Edges, np.n
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 200), st.sampled_from([1, 3, FEW, FEW + 1, 32, 33, 70]))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 100), st.integers(1, 300), st.sampled_from([1, 3, 32, 33, 70]))
 def test_totals_are_the_same_in_machine_code_and_in_numpy_and_those_of_dijkstra(seed, nodes, edges, count):
     rng = np.random.default_rng(seed)
     made, prices, graph = drawn(rng, nodes, edges)

@@ -10,11 +10,12 @@ from torch.fx import GraphModule, Node
 
 import sbpc
 from sbpc import Mesh
-from sbpc.choices import Choice
+from sbpc.choices import Choice, operands
 from sbpc.errors import VerifyError
 from sbpc.layout import Layout
-from sbpc.passes.verify import verify_annotated, verify_assigned, verify_captured
+from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plan import Assignment, Plan, results
+from sbpc.states import B, Partial
 from tests import models
 
 MESH = Mesh(x=2)
@@ -28,7 +29,7 @@ def plan() -> Plan:
 
 
 def last_alike(gm: GraphModule, choices: dict[str, Choice] | None = None) -> Node:
-    """The last call whose value is no result that shares its candidates, and its choice, with an earlier one."""
+    """The last call that shares its candidates, and its choice, with an earlier one, and whose value is no result."""
     seen, found = set(), []
     for node in gm.graph.nodes:
         if node.op == "call_function" and "match" in node.meta and node not in results(gm):
@@ -88,6 +89,10 @@ def cut_of_one(gm: GraphModule, assignment: Assignment) -> None:
     node.meta["candidates"] = replace(candidates, sizes=sizes, nonempty=frozenset([factor]))
 
 
+def partial_output(_: GraphModule, assignment: Assignment) -> Assignment:
+    return replace(assignment, outputs=(Layout.parse("[P]", MESH.axes), *assignment.outputs[1:]))
+
+
 def gradient_elsewhere(gm: GraphModule, assignment: Assignment) -> Assignment:
     at = next(at for at, port in enumerate(gm.meta["ports"].outputs) if port.kind == "gradient")
     outputs = list(assignment.outputs)
@@ -108,6 +113,7 @@ def gradient_elsewhere(gm: GraphModule, assignment: Assignment) -> Assignment:
         (without_a_choice, "a node without a choice"),
         (not_a_candidate, "is not among the candidates"),
         (cut_of_one, "cuts a factor that may not be cut so"),
+        (partial_output, r"an output is left in \[P\]"),
         (gradient_elsewhere, "its home is"),
     ],
 )
@@ -118,6 +124,27 @@ def test_what_a_pass_got_wrong_is_refused(plan: Plan, broken: Broken, message: s
         verify_assigned(plan.graph, assignment, MESH)
 
     check(plan.assignment)
+    annotated = [node for node in plan.graph.graph.nodes if "candidates" in node.meta]
+    edges = sum(len(operands(node)) * len(node.meta["signatures"]) for node in annotated)
+    assert verify_annotated(plan.graph) == edges
     wrong = broken(plan.graph, plan.assignment)
     with pytest.raises(VerifyError, match=message):
         check(plan.assignment if wrong is None else wrong)
+
+
+def test_a_value_that_is_read_in_another_layout_than_it_is_in_is_refused(plan: Plan) -> None:
+    assert verify_boxed(plan.boxed, MESH) > 0
+    node = next(node for node in plan.boxed.graph.nodes if "choice" in node.meta and operands(node))
+    (operand, *_) = operands(node)
+    operand.meta["sbp"] = Layout.parse("[S(0)]" if operand.meta["sbp"].states == (B,) else "[B]", MESH.axes)
+    with pytest.raises(VerifyError, match="and is read as"):
+        verify_boxed(plan.boxed, MESH)
+
+
+def test_a_boxing_that_no_collective_does_is_refused(plan: Plan) -> None:
+    node = next(node for node in plan.boxed.graph.nodes if "step" in node.meta)
+    step = node.meta["step"]
+    strange = "[P(max)]" if step.after.states != (Partial("max"),) else "[P(min)]"
+    node.meta["step"] = replace(step, after=Layout.parse(strange, MESH.axes))
+    with pytest.raises(VerifyError, match="is no boxing step"):
+        verify_boxed(plan.boxed, MESH)

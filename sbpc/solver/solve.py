@@ -91,9 +91,10 @@ class Both:
     """The labels and the bound of a folded problem, each of which says where the other can be bettered.
 
     The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
-    at most two axes the relaxation then tells which of many labels are worth a look, and where that leaves a gap, the bound
-    is bettered: by smooth messages, which also say better which labels are near, and then by those of the problem in which
-    nothing is tied. On more axes, where labels are too many, one axis is freed at a time, then two.
+    at most two axes a small gap is left to the ends of runs; then the relaxation tells which of many labels are worth a look,
+    and where that leaves a gap, the bound is bettered: by smooth messages, which also say better which labels are near, and
+    then by those of the problem in which nothing is tied. On more axes, where labels are too many, one axis is freed at a
+    time, then two.
     """
 
     def __init__(self, problem: Problem, alike: Sequence[int], starts: Sequence[Sequence[int]]):
@@ -146,13 +147,14 @@ class Both:
                 self.search.move()
 
     def widen(self, finer: Sequence[int]) -> None:
-        """Look at many labels unless the bound is far; ends of runs on their own once they may close the gap."""
-        if self.most < self.gap <= FINER:
+        """Ends of runs on their own where they may close the gap; then many labels, unless the bound is far."""
+        tried = self.gap <= FINER
+        if self.most < self.gap and tried:
             self.better(finer)
         if self.most < self.gap <= FAR:
             self.search.widen(self.extra)
-            if self.most < self.gap <= FINER:
-                self.better(finer)
+        if self.most < self.gap <= FINER and not tried:
+            self.better(finer)
 
     def turn(self) -> None:
         """Better the bound by smooth messages; look again at many labels."""
