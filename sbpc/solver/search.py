@@ -28,6 +28,8 @@ NEAR = 500  # so many labels, those nearest to the bound, are searched first; tw
 PAIRED = 20  # times as many labels as variables, of which the relaxation says which to search, where two of the axes are free
 WIDEST = 250_000  # most columns of that relaxation: it takes five seconds, and one of a hundred thousand columns one
 CLOSE = 3e-4  # the gap with which that search ends
+MOVED = 1e-3  # the gap with which a move on one of more than two axes ends, where 3e-2 is what is asked of plans: the rest takes
+# as long as all before
 STALLED = 0.05  # where rounds of messages close no more of the gap than that, no more are made
 TIMES, EACH = 8, 6  # labels of which the relaxation says which to search: as many times variables, those nearest to the bound, of a
 # variable at most so many
@@ -231,13 +233,11 @@ class Search:
     def move(self) -> None:
         """Free one axis at all variables, the others as they are, and finish that, on many axes nearly; over all axes until none helps."""
         axes = self.problem.variables[0].digits.shape[1]
-        known = self.wide and 0 < self.seconds < math.inf
-        gap = ENOUGH * (1 - self.floor / self.seconds) if known else 0.0
         idle = axis = 0
         while idle < axes:
             before = self.labels
             if self.settled.get(axis) != before:
-                self.finish(freed(self.problem, before, [axis]), gap=gap)
+                self.finish(freed(self.problem, before, [axis]), gap=MOVED if self.wide else 0.0)
             idle = idle + 1 if self.labels == before else 0
             self.settled[axis] = self.labels
             axis = (axis + 1) % axes
