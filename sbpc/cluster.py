@@ -15,6 +15,7 @@ from sbpc.kinds import check_kinds, is_number, shown
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # may be infinite, null in JSON
+MOST = 1 << 30  # ranks
 RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
     "peak": ("flop/s", 1.0, 1e30),
     "memory_bandwidth": ("bytes/s", 1.0, 1e30),
@@ -161,9 +162,9 @@ def check_figures(what: str, given: Cluster | Rate) -> None:
 
 
 def check_count(what: str, value: Any, least: int) -> None:
-    """Raise MeshError unless a value is an integer from `least` on."""
-    if not is_number(value, int) or value < least:
-        raise MeshError(f"{what} is {shown(value)}\n  It is an integer from {least} on.")
+    """Raise MeshError unless a value is an integer from `least` to MOST."""
+    if not is_number(value, int) or not least <= value <= MOST:
+        raise MeshError(f"{what} is {shown(value)}\n  It is an integer from {least} to {MOST:,}.")
 
 
 def check_rate(cluster: str, rate: Rate) -> None:
@@ -182,7 +183,7 @@ NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor
 CLUSTERS = {
     cluster.name: cluster
     for cluster in (
-        Cluster("ideal", 1e12, math.inf, 0.0, 1 << 30, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
+        Cluster("ideal", 1e12, math.inf, 0.0, MOST, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
         Cluster(
             "a100", 312e12, 2.039e12, 4e-6, 8, 3.4e-6, 300e9, 14e-6, 200e9, memory=80e9,
             source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "

@@ -134,6 +134,13 @@ class Cost:
     dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
     objective: str = "seconds"
 
+    def __repr__(self) -> str:
+        sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
+        return (
+            f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating {self.comm_seconds:.6g} s; "
+            f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
+        )
+
     @property
     def seconds(self) -> float:
         """Predicted seconds of a step: computing and communicating one after the other."""

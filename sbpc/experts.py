@@ -25,7 +25,7 @@ from sbpc.choices import Candidates, Choice, may_cut, operands, value_of
 from sbpc.errors import PlanError
 from sbpc.mesh import Mesh
 from sbpc.pairs import Follower, Layer, Model, States, pairs
-from sbpc.pins import Wish, closest
+from sbpc.pins import Wish
 from sbpc.rules import Signature
 from sbpc.states import B, Split, State
 
@@ -143,8 +143,7 @@ def expert_wishes(model: Model, mesh: Mesh, name: str) -> dict[str, Wish]:
     """The pins of an expert by node. Raises PlanError if there is none of that name, or if the
     scheme does not fit the model or the mesh."""
     if name not in EXPERTS:
-        near = ", ".join(map(repr, closest(str(name), list(EXPERTS))))
-        raise PlanError(f"no baseline is called {name!r}\n  The closest are {near}.")
+        raise PlanError(f"no baseline is called {name!r}\n  There are {', '.join(map(repr, EXPERTS))}.")
     try:
         scheme = EXPERTS[name](model, mesh)
     except PlanError as error:

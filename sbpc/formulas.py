@@ -1,9 +1,10 @@
 """Symbolic sizes: what the dims of inputs and parameters are called is carried through the graph by the ops' rules.
 
 Nothing is captured symbolically. A rule binds every dim of a call to factors, so an operand's symbols become those of
-the factors, and those of the results. A size is kept as atoms, major first, so that (b s) comes apart as b and s. What
-only a number tells, such as the size of a factory, is what was called so if that is one thing; else it stays a number,
-and a note says so.
+the factors, and those of the results. A size is kept as atoms, major first, so that (b s) comes apart as b and s. A dim
+of an input or a parameter that is not named is what it meets in a rule: of down.weight the second one, after up.weight
+with ("4*h", "h"). What only a number tells, such as the size of a factory, is what was called so if that is
+one thing; else it stays a number, and a note says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx import GraphModule, Node
 from sbpc.choices import operands, value_of
 from sbpc.errors import SbpcError
 from sbpc.pins import closest
-from sbpc.ports import OUTPUT, PARAMETER, TANGENT, Port, placeholders
+from sbpc.ports import INPUT, OUTPUT, PARAMETER, TANGENT, Port, placeholders
 from sbpc.rules import Match, Phases
 
 Dims = tuple[Any, ...]  # per dim of a tensor: a sympy expression
@@ -80,6 +81,7 @@ def declare(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[str, int]:
             f"dynamic: {small[0]} is {known[small[0]]}\n  Plan at sizes from 2 on: dims of 1 element are not told apart."
         )
     walk = Walk(given, known, {name for name, size in dynamic.items() if isinstance(size, int)})
+    walk.given = given = met(gm, walk)
     for _ in range(2):  # the second time with the dims that outputs have for their tangents
         for node in gm.graph.nodes:
             if node.op != "output":
@@ -92,6 +94,32 @@ def declare(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[str, int]:
                 given[node] = producer.meta["dims"][index]
     gm.meta["notes"] = tuple(dict.fromkeys((*gm.meta["notes"], *walk.notes)))
     return known
+
+
+def met(gm: GraphModule, walk: Walk) -> dict[Node, Dims]:
+    """The dims of all placeholders: what is not given is what it meets, or else the number it is."""
+    given = dict(walk.given)
+    for node in placeholders(gm).values():
+        if node not in given:
+            walk.given[node] = tuple(map(walk.unknown, node.meta["val"].shape))
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            walk.visit(node)
+    found = {node: tuple(map(walk.known, dims)) for node, dims in walk.given.items() if node not in given}
+    numbers = dict(walk.numbers)
+    for known in (walk.numbers, walk.same, walk.notes):
+        known.clear()
+    ports = {node: port for port, node in placeholders(gm).items()}
+    left = [
+        f"{node.name if ports[node].kind == INPUT else ports[node].name}[{at}] = {dim.subs(numbers)}"
+        for node, dims in found.items()
+        for at, dim in enumerate(dims)
+        if ports[node].kind != TANGENT and not dim.free_symbols.isdisjoint(numbers)
+    ]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        walk.notes.append(f"dims that meet none that is named are numbers in formulas: {', '.join(left[:3])}{more}")
+    return given | {node: tuple(dim.subs(numbers) for dim in dims) for node, dims in found.items()}
 
 
 def read(gm: GraphModule, dynamic: Mapping[str, Any]) -> tuple[dict[Node, Dims], dict[str, int]]:
@@ -160,7 +188,9 @@ class Walk:
     """
 
     def __init__(self, given: dict[Node, Dims], known: Mapping[str, int], called: Set[str]) -> None:
-        self.given, self.notes = given, list[str]()
+        self.given, self.notes = dict(given), list[str]()
+        self.numbers: dict[Any, int] = {}  # of the symbols that stand for sizes which are not known yet
+        self.same: dict[Any, Any] = {}  # what such a symbol is, as far as that has been met
         self.sizes: dict[tuple[Node, int], tuple[Size, ...]] = {}
         self.called = {known[name]: symbol(name) for name in sorted(called)}
         self.told: dict[int, list[Any]] = {}
@@ -220,15 +250,54 @@ class Walk:
             for dim, size in zip(value.dims or (), sizes)
             if dim.factors and dim.literal == 1
         ]
-        bound.sort(key=lambda item: (not product(item[1]).free_symbols, len(item[0].factors)))
+        bound.sort(key=lambda item: (not self.named(product(item[1])), len(item[0].factors)))
         found: dict[str, Size] = {}
         for dim, size in bound:
             numbers = [match.sizes[factor] for factor in dim.factors]
             if math.prod(numbers) == math.prod(number for _, number in size):  # else one element is broadcast
                 for factor, part in zip(dim.factors, self.apart(size, numbers)):
+                    if factor in found and self.numbers:
+                        self.meet(found[factor], part)
                     if factor not in found or not product(found[factor]).free_symbols:
                         found[factor] = part
         return {f: found[f] if f in found else self.by_number(node, number) for f, number in match.sizes.items()}
+
+    def unknown(self, number: int) -> Any:
+        """What stands for a size of that number of which nothing else is known yet; 1 is what it is."""
+        if number == 1:
+            return sympy.Integer(1)
+        made = sympy.Dummy(positive=True)
+        self.numbers[made] = number
+        return made
+
+    def named(self, size: Any) -> bool:
+        """Whether a size has symbols that were given."""
+        return any(symbol not in self.numbers for symbol in size.free_symbols)
+
+    def meet(self, one: Size, other: Size) -> None:
+        """Two sizes are the same, atom by atom where those have the same numbers."""
+        if [number for _, number in one] == [number for _, number in other]:
+            for (first, _), (second, _) in zip(one, other):
+                self.equal(first, second)
+        else:
+            self.equal(product(one), product(other))
+
+    def equal(self, one: Any, other: Any) -> None:
+        """Two expressions are equal: if one of them is a multiple of what is not known yet, it is now."""
+        if one == other or (one.free_symbols | other.free_symbols).isdisjoint(self.numbers):
+            return
+        one, other = self.known(one), self.known(other)
+        for size, told in ((other, one), (one, other)):
+            free = [symbol for symbol in size.free_symbols if symbol in self.numbers]
+            if len(free) == 1 and not self.named(size) and free[0] not in told.free_symbols and told.free_symbols:
+                self.same[free[0]] = told * free[0] / size
+                return
+
+    def known(self, size: Any) -> Any:
+        """A size in terms of what is known of it."""
+        while met := {symbol: self.same[symbol] for symbol in size.free_symbols if symbol in self.same}:
+            size = size.subs(met)
+        return size
 
     def apart(self, size: Size, numbers: Sequence[int]) -> list[Size]:
         """A size as the product of sizes of these numbers, major first."""

@@ -60,7 +60,8 @@ BROKEN: list[tuple[Any, str]] = [
     ({"intra_latency": -1e-6}, "cluster 'h100': intra_latency is -1e-06\n  It is a number from 0 to 1e+06 seconds."),
     ({"launch": math.inf}, "cluster 'h100': launch is inf\n  It is a number from 0 to 1e+06 seconds."),
     ({"inter_latency": 1e308}, "cluster 'h100': inter_latency is 1e+308\n  It is a number from 0 to 1e+06 seconds."),
-    ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 on."),
+    ({"ranks_per_node": 1 << 31}, "cluster 'h100': ranks_per_node is 2147483648\n  It is an integer from 1 to 1,073,741,824."),
+    ({"ranks_per_node": 2.5}, "cluster 'h100': ranks_per_node is 2.5\n  It is an integer from 1 to 1,073,741,824."),
     ({"name": 3}, "cluster 3: name is 3\n  It is a text."),
     ({"speed": 3}, " has unknown speed\n  It needs name, peak, memory_bandwidth, "),
     ({"peak": 10**400}, "cluster 'h100': peak is an integer of 1329 bits\n  It is a number from 1 to"),
@@ -73,7 +74,7 @@ BROKEN: list[tuple[Any, str]] = [
     ),
     (
         {"collectives": [{"collective": "all_reduce", "ranks": 1}]},
-        "cluster 'h100': of all_reduce, ranks is 1\n  It is an integer from 2 on.",
+        "cluster 'h100': of all_reduce, ranks is 1\n  It is an integer from 2 to 1,073,741,824.",
     ),
     (
         {"collectives": [{"collective": "all_reduce", "link": "wire"}]},

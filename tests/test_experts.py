@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     args = block()
     assert_expected_inline(refused(lambda: sbpc.baseline("megatorn", *args, Mesh(x=2))), """\
 no baseline is called 'megatorn'
-  The closest are 'megatron', 'megatron+sp', 'agarwal'.""")
+  There are 'data', 'fsdp', 'megatron', 'megatron+sp', 'summa', 'agarwal', 'one weird trick'.""")
     assert_expected_inline(refused(lambda: sbpc.baseline("agarwal", *args, Mesh(x=2))), """\
 the baseline 'agarwal' does not fit Mesh(x=2): it needs 3 axes, for z, y and x
   Give a mesh of 3 axes or more.""")

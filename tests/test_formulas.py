@@ -70,6 +70,26 @@ def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh
         assert float(plan.cost.bytes_expr[axis].subs(numbers)) == pytest.approx(sent, rel=1e-12)
 
 
+def test_dims_that_are_not_named_are_what_they_meet() -> None:
+    model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
+    few = {name: GPT[name] for name in ("tokens", "tokens.weight", "positions.weight", "*.qkv.weight", "*.up.weight", "heads")}
+    full, plan = (sbpc.plan(model, args, H100, dynamic=names) for names in (GPT, few))
+    assert not plan.notes
+    assert plan.cost.expr == full.cost.expr and plan.cost.bytes_expr == full.cost.bytes_expr
+
+
+def test_a_dim_that_meets_no_name_stays_its_number() -> None:
+    plan, full = pair({"x": ("b", None, None)}), pair(PAIR)
+    assert plan.cost.subs(b=12) == pytest.approx(full.cost.subs(b=12), rel=1e-12) != plan.cost.seconds
+    assert plan.notes[-1] == (
+        "dims that meet none that is named are numbers in formulas: up.weight[0] = 32, up.weight[1] = 8, down.weight[0] = 8 and 1 more"
+    )
+    half = pair({"x": ("b", "s", "h"), "up.weight": ("4*h", "h")})
+    assert half.notes[-1] == "dims that meet none that is named are numbers in formulas: down.weight[0] = 8"
+    assert half.cost.subs(b=12, s=20) == pytest.approx(full.cost.subs(b=12, s=20), rel=1e-12)
+    assert {"s", "h"}.isdisjoint(map(str, plan.cost.expr.free_symbols))
+
+
 def test_bytes_of_a_column_row_pair_read_as_in_the_textbook() -> None:
     x = torch.randn(2, 3, 64, requires_grad=True)
     pins = {"up.weight": "S(0)", "down.weight": "S(1)"}

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
+from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import sbpc
 from sbpc import Mesh
 from sbpc.commands.progress import STEPS, progress
+from sbpc.solver import exact
+from sbpc.solver.exact import highs
+from sbpc.solver.quiet import Quiet
+from sbpc.solver.search import whole
 from tests import models
+from tests.test_compiled import stars
 
 
 def shown(terminal: bool) -> str:
@@ -39,3 +47,24 @@ def test_nothing_is_left_behind_when_planning_is_interrupted() -> None:
         assert STEPS.isEnabledFor(logging.DEBUG)
         raise KeyboardInterrupt
     assert (STEPS.level, STEPS.propagate, list(STEPS.handlers)) == before
+
+
+def test_an_interrupt_while_a_program_is_solved_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback of HiGHS raises is swallowed there: the program would seem to have no solution."""
+    asked = []
+
+    def once(_: object) -> None:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    def watched(*args: Any) -> Quiet:
+        model = highs(*args)
+        model.cbMipInterrupt.subscribe(once)
+        return model
+
+    monkeypatch.setattr(exact, "highs", watched)
+    problem = stars(np.random.default_rng(0), 12, 6, 12, 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        exact.cheapest(problem, whole(problem), 1.0)
+    assert asked == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler

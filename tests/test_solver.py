@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
+from sbpc.solver import Problem, Solution, Value, Variable, search, solve, star, total
 from sbpc.solver.exact import build, highs
-from sbpc.solver.moves import Neighbours
+from sbpc.solver.moves import Neighbours, nearest
 from sbpc.solver.network import Space
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.relax import relaxed
@@ -320,3 +320,23 @@ def test_labels_of_a_relaxation_that_is_a_mixture_are_near_enough_or_none_and_no
     answer = relaxed(problem, space, 31.0, 10**6, 0.2)
     assert answer is not None and answer.labels is not None and not answer.proved
     assert answer.bound == pytest.approx(30.0) and total(problem, answer.labels) >= brute_force(problem) == 31.0
+
+
+def test_labels_that_are_equally_near_are_taken_evenly_and_not_all():
+    extra = [np.zeros(40), np.array([0.0, 2.0, 0.0]), np.full(40, 3.0)]
+    assert [found.tolist() for found in nearest(extra, 10)] == [list(range(8)), [0, 2], []]
+    assert [len(found) for found in nearest(extra, 40)] == [40, 2, 0]  # few more than are asked for
+
+
+def test_a_search_among_labels_that_are_all_as_near_comes_to_an_end(monkeypatch):
+    for name, setting in (("SMALL", 1_000), ("CROSSED", 500), ("DENSE", 2_000), ("NEAR", 20)):
+        monkeypatch.setattr(search, name, setting)
+    rng, labels = np.random.default_rng(0), 25
+    variables = [Variable(f"v{at}", np.full(labels, 10.0), np.arange(labels)[:, None]) for at in range(4)]
+    values = [
+        Value(a, rng.permutation(labels), [(b, rng.permutation(labels)), (c, rng.permutation(labels))], 1 - np.eye(labels))
+        for a, b, c in itertools.combinations(range(4), 3)
+    ]
+    problem = Problem(variables, values)
+    found = solve(problem)
+    assert found.lower_bound <= found.seconds == total(problem, found.labels) <= 44 and found.lower_bound >= 40

@@ -12,6 +12,7 @@ that no others replace (arcs.py).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,12 +268,12 @@ def cheapest(
     model = highs(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_max_nodes", nodes)
     model.setOptionValue("mip_rel_gap", gap)
-    asked, most = 0, longer * max(ASKED[0], ASKED[1] / program.columns**2)
+    asked, most, seen = 0, longer * max(ASKED[0], ASKED[1] / program.columns**2), weakref.proxy(model)
 
     def limit(event: Any) -> None:
         nonlocal asked
         asked += 1
-        event.data_in.user_interrupt = asked > most and (asked > AGAIN * most or event.data_out.mip_gap <= rough)
+        event.data_in.user_interrupt = seen.stopped or (asked > most and (asked > AGAIN * most or event.data_out.mip_gap <= rough))
 
     model.cbMipInterrupt.subscribe(limit)
     model.run()

@@ -10,6 +10,7 @@ import numpy as np
 from sbpc.solver.network import Port, Space, aliased, port, slots
 from sbpc.solver.problem import SLACK, Problem, Value, star, star_seconds, stars, total
 
+EQUALS = 1.5  # times as many labels as are asked for, at most, where some are equally near
 FEWER = 1e-9  # relative: what a boxing costs more where fewer are better
 
 
@@ -149,9 +150,15 @@ def freed(problem: Problem, labels: Sequence[int], axes: Sequence[int]) -> Space
 
 
 def nearest(extra: Sequence[np.ndarray], size: int, each: int | None = None) -> list[np.ndarray]:
-    """By variable those of about `size` labels with the least `extra`, by variable and label; of each variable at most so many."""
+    """By variable those of about `size` labels with the least `extra`, by variable and label; of each variable at most so many.
+    Of many that are equally near there are as many of one variable as of another."""
     every = np.concatenate(extra)
     most = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
+    if each is None and np.count_nonzero(every <= most) > EQUALS * size:
+        ranks = [np.argsort(np.argsort(found, kind="stable")) for found in extra]
+        taken = np.zeros(len(every), dtype=bool)
+        taken[np.lexsort((np.concatenate(ranks), every))[:size]] = True
+        return [np.flatnonzero(found) for found in np.split(taken, np.cumsum([len(found) for found in extra])[:-1])]
     if each is None:
         return [np.flatnonzero(found <= most) for found in extra]
     first = [np.argsort(found, kind="stable")[:each] for found in extra]

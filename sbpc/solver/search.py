@@ -12,7 +12,7 @@ import numpy as np
 
 from sbpc.solver.dual import passed
 from sbpc.solver.exact import Answer, cheapest
-from sbpc.solver.moves import Neighbours, around, freed, nearest, union
+from sbpc.solver.moves import EQUALS, Neighbours, around, freed, nearest, union
 from sbpc.solver.network import Space, aliased, slots
 from sbpc.solver.problem import Problem, Solution, total
 from sbpc.solver.relax import relaxed, supported
@@ -21,6 +21,7 @@ from sbpc.solver.trws import Messages, ceiling
 steps = logging.getLogger("sbpc.progress")
 TIE = 1e-9  # relative: what is not cheaper by more is not looked for
 SMALL = 50_000  # columns of a program that is solved: it takes some two seconds
+DENSE = 2 * SMALL  # columns of a program that has few labels, but so many layouts that fewer labels are searched
 NODES = 300_000  # most nodes of its search tree, times its size
 CROSSED = 20_000  # most columns of a program that crosses known plans, or is tried before any messages
 ENOUGH = 1e-3  # the gap with which a larger problem is left, as a part of what a plan costs above its cheapest labels
@@ -157,8 +158,11 @@ class Search:
             return self.seconds, True
         if self.seconds * (1 - gap) <= messages.bound:
             return messages.bound, self.seconds <= messages.bound
-        few = max(NEAR, 2 * len(self.labels))
-        if messages.columns > SMALL and sum(map(len, messages.space.labels)) > 1.5 * few:
+        labels, least = sum(map(len, messages.space.labels)), 2 * len(self.labels)
+        few = max(NEAR, least)
+        if messages.columns > DENSE and labels <= (EQUALS + 0.5) * few:
+            few = max(labels // 4, least)
+        if messages.columns > SMALL and labels > (EQUALS + 0.5) * few:  # more than `approach` leaves
             self.approach(messages.extra(), few)
             return messages.bound, False
         return self.settle(messages, nodes, gap)

@@ -51,7 +51,11 @@ def solve(
     if alike is None or len(set(alike)) == len(alike):
         search = Search(problem, starts)
         found = search.run(quick)
-        return replace(found, labels=search.tidied()) if found.labels is search.labels else found
+        if found.labels is not search.labels:
+            return found
+        labels = search.tidied()
+        seconds = total(problem, labels)
+        return Solution(labels, seconds, seconds if found.exact else min(found.lower_bound, seconds), found.exact)
     return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
 
 
