@@ -295,8 +295,8 @@ class Walk:
 
     def known(self, size: Any) -> Any:
         """A size in terms of what is known of it."""
-        while met := {symbol: self.same[symbol] for symbol in size.free_symbols if symbol in self.same}:
-            size = size.subs(met)
+        while told := {symbol: self.same[symbol] for symbol in size.free_symbols if symbol in self.same}:
+            size = size.subs(told)
         return size
 
     def apart(self, size: Size, numbers: Sequence[int]) -> list[Size]:

@@ -235,6 +235,11 @@ def test_calls_are_counted_by_kernel(net: str) -> None:
         assert dict(plan.cost.kernels) == Counter(map(kernel_of, calls))
 
 
+def test_a_cost_prints_in_a_line() -> None:
+    cost = sbpc.plan(TwoLayers(), (torch.randn(6, 8),), H100).cost
+    assert repr(cost).startswith(f"Cost({cost.seconds:.6g} s: ") and "\n" not in repr(cost) and len(repr(cost)) < 300
+
+
 def test_formula_of_data_parallelism_is_the_textbook_one() -> None:
     x = torch.randn(96, 8)
     plan = sbpc.plan(TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "B"}, inputs=["S(0)"], outputs=["S(0)"])

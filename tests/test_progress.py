@@ -68,3 +68,24 @@ def test_an_interrupt_while_a_program_is_solved_is_not_lost(monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         exact.cheapest(problem, whole(problem), 1.0)
     assert asked == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_an_interrupt_that_a_handler_lets_pass_a_model_runs_as_ever() -> None:
+    problem, came, runs = stars(np.random.default_rng(0), 12, 6, 12, 1.0), [], []
+    program, x = exact.build(problem, whole(problem))
+    model = highs(program, sum(map(len, x)), 1.0)
+
+    def once(event: Any) -> None:
+        if not runs and not came and not model.stopped:
+            signal.raise_signal(signal.SIGINT)
+        event.data_in.user_interrupt = model.stopped
+
+    model.cbMipInterrupt.subscribe(once)
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    try:
+        for _ in range(2):
+            model.run()
+            runs.append((model.stopped, model.getModelStatus().name))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [1] and runs == [(True, "kInterrupt"), (False, "kOptimal")]

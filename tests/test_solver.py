@@ -340,3 +340,19 @@ def test_a_search_among_labels_that_are_all_as_near_comes_to_an_end(monkeypatch)
     problem = Problem(variables, values)
     found = solve(problem)
     assert found.lower_bound <= found.seconds == total(problem, found.labels) <= 44 and found.lower_bound >= 40
+
+
+def test_what_tidied_labels_cost_is_what_is_said_of_them(monkeypatch):
+    """To tidy a plan may better it."""
+    rng = np.random.default_rng(0)
+    problem = Problem([Variable(f"v{at}", 1 + rng.random(5), np.arange(5)[:, None]) for at in range(3)], [])
+    best = [int(v.costs.argmin()) for v in problem.variables]
+
+    def run(found, quick=False):
+        found.labels = [int(v.costs.argmax()) for v in problem.variables]
+        return Solution(found.labels, total(problem, found.labels), 0.0, False)
+
+    monkeypatch.setattr(Search, "run", run)
+    monkeypatch.setattr(Search, "tidied", lambda _: best)
+    found = solve(problem)
+    assert found.labels == best and found.seconds == total(problem, best)

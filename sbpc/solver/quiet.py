@@ -27,6 +27,7 @@ class Quiet(highspy.Highs):
 
     def run(self) -> highspy.HighsStatus:
         """Solve. Raises what the handler of SIGINT raises."""
+        self.stopped = False  # a handler may have let the last run go on
         main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGINT) if main else None
         if not callable(handler):
