@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbpc
-from sbpc.graphtext import graph_text
+from sbpc.inspect.graph_text import graph_text
 
 
 class TwoLayers(nn.Module):

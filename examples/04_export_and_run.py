@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbpc
-from sbpc.runtime.launch import launch
-from sbpc.runtime.weights import save_weights, weights_of
+from sbpc.runtime.start.launch import launch
+from sbpc.runtime.state.weight_files import save_weights, weights_of
 
 
 class Net(nn.Module):

@@ -9,11 +9,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, OpOverload
-from sbpc.choices import Candidates, nodes_in, of_match, of_replicated, of_stored
 from sbpc.errors import SbpcError, at_node
-from sbpc.nodes import copied
+from sbpc.graph.operands import nodes_in
+from sbpc.graph.rewrite import copied
 from sbpc.rules import match
-from sbpc.rules.own import UNPROVED
+from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
+from sbpc.rules.proof.user_rules import UNPROVED
 
 
 def annotate(gm: GraphModule) -> GraphModule:

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
-from sbpc.boxing import path
-from sbpc.choices import Choice, operands, value_of
-from sbpc.layout import Layout
-from sbpc.mesh import Mesh
-from sbpc.nodes import called, copied, put
-from sbpc.plan import Assignment, results
+from sbpc.boxing.paths import path
+from sbpc.graph.operands import operands, value_of
+from sbpc.graph.ports import results
+from sbpc.graph.rewrite import called, copied, put
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Assignment
+from sbpc.rules.choices import Choice
 
 ABOUT = ("phase", "stack_trace", "module")
 

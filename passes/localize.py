@@ -10,13 +10,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule, rename
-from sbpc.choices import local_sizes, operands, value_of, with_operands
-from sbpc.layout import Layout
-from sbpc.lowering import lower
-from sbpc.mesh import Mesh
-from sbpc.nodes import called, copied, put
-from sbpc.plan import results
-from sbpc.states import chunk_sizes
+from sbpc.boxing.lower import lower
+from sbpc.graph.operands import operands, value_of, with_operands
+from sbpc.graph.ports import results
+from sbpc.graph.rewrite import called, copied, put
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import chunk_sizes
+from sbpc.rules.choices import local_sizes
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""The pipeline: the passes in order, with a check and a clock after each; capture comes before, in `sbpc.api`."""
+"""The pipeline: the passes in order, with a check and a clock after each; capture comes before, in `sbpc.api.planning`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc import codec, programs
-from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import LayoutError, PinError
-from sbpc.formulas import declare
-from sbpc.graphtext import graph_text
-from sbpc.layout import Layout
-from sbpc.mesh import Mesh
+from sbpc.inspect.graph_text import graph_text
+from sbpc.inspect.report import plan_text
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import Space
+from sbpc.passes.assign.space import Space
 from sbpc.passes.box import box
-from sbpc.passes.decompose import decompose
-from sbpc.passes.lift import lift
+from sbpc.passes.canonicalize.decompose import decompose
+from sbpc.passes.canonicalize.lift import lift
+from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.localize import localize
-from sbpc.passes.memory import within
-from sbpc.passes.normalize import normalize
-from sbpc.passes.prices import PricedSpace
-from sbpc.passes.store import store
+from sbpc.passes.memory.priced_space import PricedSpace
+from sbpc.passes.memory.saved_values import store
+from sbpc.passes.memory.search import within
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
-from sbpc.pins import Wish
-from sbpc.plan import Assignment, Plan, Rewriter
+from sbpc.plans import plan_file as codec
+from sbpc.plans import rank_programs as programs
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.plan import Assignment, Plan, Rewriter
+from sbpc.plans.symbolic_sizes import declare
 
 log = logging.getLogger("sbpc")
 steps = logging.getLogger("sbpc.progress")
 ROOM, TIE, FEW = 3e-2, 1e-9, 100_000
-REWRITER = Rewriter(box, localize, verify, codec.save, programs.save)
+REWRITER = Rewriter(box, localize, verify, codec.save, programs.save, plan_text)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc.errors import PlanError
-from sbpc.kinds import shown
-from sbpc.plan import Plan
-from sbpc.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
-from sbpc.programs import Programs
-from sbpc.structure import flatten, unflatten
+from sbpc.errors import PlanError, shown
+from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
+from sbpc.graph.pytree import flatten, unflatten
+from sbpc.plans.plan import Plan
+from sbpc.plans.rank_programs import Programs
 
 
 def check_plan(plan: Any) -> None:

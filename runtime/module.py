@@ -12,18 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, detached, on_dtensors, slots
-from sbpc.errors import PlanError
-from sbpc.kinds import shown
-from sbpc.layout import broadcast
-from sbpc.plan import Plan
-from sbpc.ports import PARAMETER
-from sbpc.programs import Programs
-from sbpc.random import wrap
-from sbpc.runtime import bind, groups, optimizers, scaler
-from sbpc.runtime.agree import agree
+from sbpc.errors import PlanError, shown
+from sbpc.graph.ports import PARAMETER
+from sbpc.graph.random_bits import wrap
+from sbpc.mesh.layout import broadcast
+from sbpc.plans.plan import Plan
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.materialize import Recording, agreed, same_start
-from sbpc.runtime.shards import of_rank_zero, sharded, take_state
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start.agree import agree
+from sbpc.runtime.state import dtensor_optimizers as optimizers
+from sbpc.runtime.state import grad_scaler as scaler
+from sbpc.runtime.state.deferred_init import Recording, agreed, same_start
+from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.step import Held, Runner
 
 HELD, RANDOM = "_sbpc_held", "_sbpc_random"
@@ -51,7 +53,7 @@ def parallelize(
     a name, asked for one after another, in place of those of the model, which may then be on the meta device.
     executor: "code" (generated), "inductor", "interpreter", or "nans", which raises NanError at the first node that
     makes one.
-    Where random numbers are drawn, forward number n has the seed `sbpc.random.seed_of_step(base, n)`, on all ranks and on
+    Where random numbers are drawn, forward number n has the seed `sbpc.graph.random_bits.seed_of_step(base, n)`, on all ranks and on
     every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
     kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
 

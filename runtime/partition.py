@@ -10,10 +10,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
-from sbpc.choices import nodes_in
-from sbpc.nodes import copied
-from sbpc.plan import results
-from sbpc.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders
+from sbpc.graph.operands import nodes_in
+from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
+from sbpc.graph.rewrite import copied
 
 aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
@@ -114,7 +113,7 @@ def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable
 def memory_of(node: Node) -> Node:
     """The node whose memory a value may lie in: itself, or what it is a view of."""
     call = node.all_input_nodes[0] if node.target is operator.getitem else node
-    if call.op != "call_function" or not isinstance(call.target, OpOverload):  # a function of `sbpc.runtime.kernels`
+    if call.op != "call_function" or not isinstance(call.target, OpOverload):  # a function of `sbpc.runtime.device_kernels`
         return node
     if call.target is wait:
         return memory_of(call.all_input_nodes[0])

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, keeps_graph, local_of, slots, storage_of, with_local, writes_of
 from sbpc.errors import PlanError
-from sbpc.plan import Plan
-from sbpc.ports import (
+from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
     HOMES,
@@ -33,13 +32,15 @@ from sbpc.ports import (
     TANGENT,
     Port,
 )
-from sbpc.programs import Programs
-from sbpc.random import seed_of_step
-from sbpc.runtime import bind, groups
+from sbpc.graph.random_bits import seed_of_step
+from sbpc.plans.plan import Plan
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime import bind
+from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import Run
-from sbpc.runtime.kernels import placed
 from sbpc.runtime.partition import Partition, partition
-from sbpc.runtime.shards import placements
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.state.dtensors import placements
 
 
 class Runner:

@@ -2,7 +2,7 @@
 
 import sys
 
-from sbpc.cli import main
+from sbpc.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.nn import Module
 
-from sbpc.layout import Layout
-from sbpc.lowering import lower
-from sbpc.mesh import Mesh
-from sbpc.runtime.lockstep import Run, lockstep
-from sbpc.states import Partial
-from sbpc.steps import Step, layouts, steps
+from sbpc.boxing.lower import lower
+from sbpc.boxing.steps import Step, layouts, steps
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Partial
+from sbpc.runtime.one_process.lockstep import Run, lockstep
 
 NAMES = ("a", "b", "c", "d")
 LOCAL = ("slice", "keep", "pad", "crop")  # steps that send nothing

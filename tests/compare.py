@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc import Plan, simulate
-from sbpc.structure import flatten
+from sbpc.graph.pytree import flatten
 
 
 def eager(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sbpc.rules.brute import lacking, sizes_of, valid
-from sbpc.rules.prove import Case, short
-from sbpc.rules.registry import named_arguments
+from sbpc.rules.match import named_arguments
+from sbpc.rules.proof.brute_force import lacking, sizes_of, valid
+from sbpc.rules.proof.prove import Case, short
 from tests import pointwise_cases, proof_cases
 
 FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}

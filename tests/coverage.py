@@ -20,8 +20,8 @@ from torch.fx import Node
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.cost import kernel_work
-from sbpc.measure import kernel_of
+from sbpc.plans.cost import kernel_work
+from sbpc.plans.measure import kernel_of
 from sbpc.rules import registry
 from tests import hf_models, models, vision_models
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc.mesh.states import REDUCE, B, P, Partial, Split, State, shards
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.brute import RANKS, Size, close, follows, others, parts_of, resized, sizes_of
-from sbpc.rules.prove import BROKEN, Case, call, equal, short, swapped
-from sbpc.rules.registry import named_arguments
-from sbpc.states import REDUCE, B, P, Partial, Split, State, shards
+from sbpc.rules.match import named_arguments
+from sbpc.rules.proof.brute_force import RANKS, Size, close, follows, others, parts_of, resized, sizes_of
+from sbpc.rules.proof.prove import BROKEN, Case, call, equal, short, swapped
 from tests.completeness import FAMILIES, explained
 from tests.dtensor_rules import fake_mesh, signatures
 

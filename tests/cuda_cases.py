@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpc.rules.prove import STAND_INS, Case
+from sbpc.rules.proof.prove import STAND_INS, Case
 from tests.samples import close, f, x
 
 aten = torch.ops.aten

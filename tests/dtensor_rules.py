@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, TupleStrategy
 
-import sbpc.states
+import sbpc.mesh.states
 from sbpc._compat import fake_group, tree_leaves, tree_map
+from sbpc.mesh.states import B, P, Split, State
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.prove import Case
-from sbpc.states import B, P, Split, State
+from sbpc.rules.proof.prove import Case
 
 RANKS = 2
 MOST = 100  # tuples of hints that are tried; where there are more, those that are alike
@@ -131,8 +131,8 @@ def state(placement: Any, given: bool) -> State:
         return Split(placement.dim)
     if type(placement) is not Partial:
         masked = type(placement).__name__.endswith("MaskPartial")
-        return (B if given else P) if masked else sbpc.states.Partial(str(placement))
-    return sbpc.states.Partial(placement.reduce_op)
+        return (B if given else P) if masked else sbpc.mesh.states.Partial(str(placement))
+    return sbpc.mesh.states.Partial(placement.reduce_op)
 
 
 def signatures(one: Case, mesh: Any) -> list[Signature]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sbpc.mesh.states import B, P, Split, State
 from sbpc.rules import Match, Signature
-from sbpc.rules.prove import Case, case
-from sbpc.states import B, P, Split, State
+from sbpc.rules.proof.prove import Case, case
 from tests.samples import close, f, indices, x
 
 aten = torch.ops.aten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sbpc.rules.prove import Case, case
+from sbpc.rules.proof.prove import Case, case
 from tests.samples import CLOSE, close, f, x, y
 
 aten = torch.ops.aten

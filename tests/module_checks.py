@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import sbpc
-from sbpc.runtime import groups
-from sbpc.runtime.shards import placements
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.state.dtensors import placements
 
 MESH = {"a": 2, "b": 2}
 UNEVEN = {  # another order of cuts; 3 rows in 2 parts

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpc.rules.pointwise import pointwise
-from sbpc.rules.prove import Case, tensors
+from sbpc.rules.ops.pointwise import pointwise
+from sbpc.rules.proof.prove import Case, tensors
 
 aten = torch.ops.aten
 CLOSE = 1e-10

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter
 
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Port
-from sbpc.structure import flatten
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Port
+from sbpc.graph.pytree import flatten
 
 Values = dict[Port, Tensor]
 

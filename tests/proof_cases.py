@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sbpc.random import BITS
-from sbpc.rules.prove import Case, case
+from sbpc.graph.random_bits import BITS
+from sbpc.rules.proof.prove import Case, case
 from tests import cuda_cases, layer_cases
 from tests.samples import close, f, x, y
 

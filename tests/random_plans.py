@@ -8,16 +8,17 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.api import output_wishes, placeholder_wishes
-from sbpc.choices import Choice, operands, value_of
-from sbpc.layout import broadcast
-from sbpc.mesh import Mesh
+from sbpc.boxing.steps import layouts
+from sbpc.graph.operands import operands, value_of
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, placeholders, results
+from sbpc.mesh.layout import broadcast
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish
+from sbpc.mesh.states import B
+from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.pins import Wish
-from sbpc.plan import Assignment, Plan, results
-from sbpc.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, placeholders
-from sbpc.states import B
-from sbpc.steps import layouts
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.rules.choices import Choice
 
 
 def random_plan(plan: Plan, seed: int) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpc.rules.prove import Case
+from sbpc.rules.proof.prove import Case
 
 CLOSE = 1e-10
 

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import placeholder_wishes, prepare
-from sbpc.measure import measure
-from sbpc.passes import assign
+from sbpc.api.planning import prepare
+from sbpc.graph.ports import results
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import Space
+from sbpc.passes.assign import space as assign
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.box import box
-from sbpc.passes.capture import capture
-from sbpc.passes.normalize import normalize
-from sbpc.plan import results
+from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.capture.capture import capture
+from sbpc.plans.measure import measure
 from sbpc.solver import Problem, total
 from tests import models
 

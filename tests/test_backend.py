@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbpc
-from sbpc.backend import checked
+from sbpc.api.torch_compile import checked
 from tests import models
 from tests.processes import run_ranks
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sbpc.errors import CaptureError
-from sbpc.passes.capture import capture
-from sbpc.passes.normalize import normalize
-from sbpc.ports import MUTATION, TANGENT, Port, placeholders
-from sbpc.structure import unflatten
+from sbpc.graph.ports import MUTATION, TANGENT, Port, placeholders
+from sbpc.graph.pytree import unflatten
+from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.capture.capture import capture
 from tests.models import MODELS, batch_norm, dataclass_output, gpt2, kwargs_model, lora, mlp, unused_parameter
 from tests.programs import assert_equal, double, eager
 

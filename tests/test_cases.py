@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes import memory
-from sbpc.passes.prices import Divided
+from sbpc.passes.memory import search as memory
+from sbpc.passes.memory.priced_space import Divided
 from sbpc.solver import Limit, Problem, Variable, bound_by_cases, cases, near
 from sbpc.solver.cases import Cut, Division, Leaf, Tree, sides
 from tests import models

@@ -16,15 +16,16 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.cli import main
+from sbpc.cli.main import main
 from sbpc.errors import CheckpointError
-from sbpc.layout import Layout, broadcast
-from sbpc.runtime import checkpoint, groups
-from sbpc.runtime.checkpoint import Checkpoints, whole_model, whole_steps
+from sbpc.mesh.layout import Layout, broadcast
 from sbpc.runtime.module import parallelize
-from sbpc.runtime.parts import part_of, whole_state
-from sbpc.runtime.shards import distribute
-from sbpc.runtime.weights import read_tensors, save_weights, weights_of
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.state import checkpoint
+from sbpc.runtime.state.blocks import part_of, whole_state
+from sbpc.runtime.state.checkpoint import Checkpoints, whole_model, whole_steps
+from sbpc.runtime.state.dtensors import distribute
+from sbpc.runtime.state.weight_files import read_tensors, save_weights, weights_of
 from tests import models
 from tests.processes import run_ranks
 from tests.test_plan import refused

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sbpc.cli import main
+from sbpc.cli.main import main
 
 TARGET = """
 from pathlib import Path

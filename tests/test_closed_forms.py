@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import output_wishes, placeholder_wishes
-from sbpc.formulas import declare
-from sbpc.moments import STORED
+from sbpc.graph.ports import PARAMETER, placeholders
+from sbpc.mesh.pins import exactly
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import Space
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
+from sbpc.passes.memory.live_bytes import STORED
+from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.store import store
-from sbpc.pins import exactly
-from sbpc.ports import PARAMETER, placeholders
+from sbpc.plans.symbolic_sizes import declare
 
 b, s, h, m, k, n = (sympy.Symbol(name, positive=True) for name in ("b", "s", "h", "m", "k", "n"))
 p, q, r = (sympy.Symbol(name, positive=True) for name in ("p", "q", "r"))

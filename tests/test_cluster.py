@@ -12,8 +12,8 @@ import pytest
 
 import sbpc
 from sbpc import Cluster, Mesh
-from sbpc.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
 from sbpc.errors import MeshError
+from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
 from tests import models
 from tests.random_plans import random_plan
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import sbpc
 from sbpc import Mesh
-from sbpc.runtime import groups
+from sbpc.runtime.start import process_groups as groups
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

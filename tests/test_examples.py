@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import sbpc
-from sbpc import demo
+from sbpc.cli import demo_run as demo
 from sbpc.errors import SbpcError
 from sbpc.rules import registry
 

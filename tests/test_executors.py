@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule
 
 import sbpc
 from sbpc._compat import TorchDispatchMode
-from sbpc.runtime import groups
 from sbpc.runtime.executors import BOUND, inductor
+from sbpc.runtime.start import process_groups as groups
 from tests import models
 from tests.processes import run_ranks
 

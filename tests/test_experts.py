@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import prepare
-from sbpc.cluster import CLUSTERS
+from sbpc.api.planning import prepare
 from sbpc.errors import PlanError
-from sbpc.experts import EXPERTS
+from sbpc.mesh.cluster import CLUSTERS
+from sbpc.passes.assign.expert_schemes import EXPERTS
 from tests import models
 from tests.compare import largest_error
 

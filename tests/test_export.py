@@ -15,15 +15,15 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.cli import main
+from sbpc.cli.main import main
+from sbpc.cli.target import load_target
+from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.errors import PlanError
-from sbpc.ports import PARAMETER
-from sbpc.programs import Programs
-from sbpc.runtime.checkpoint import whole_model
-from sbpc.runtime.weights import read_tensors, reader, save_tensors, save_weights, tree, weights_of
-from sbpc.structure import flatten
-from sbpc.target import load_target
-from sbpc.train import optimizer_of, train
+from sbpc.graph.ports import PARAMETER
+from sbpc.graph.pytree import flatten
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime.state.checkpoint import whole_model
+from sbpc.runtime.state.weight_files import read_tensors, reader, save_tensors, save_weights, tree, weights_of
 from tests import models
 from tests.compare import eager, largest_error, relative_error
 from tests.test_plan import refused

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import MeshError, NanError, PlanError
-from sbpc.runtime.agree import check_nodes, compare
-from sbpc.runtime.launch import RankError, launch
 from sbpc.runtime.module import parallelize
+from sbpc.runtime.start.agree import check_nodes, compare
+from sbpc.runtime.start.launch import RankError, launch
 from tests.faults import processes, run_job
 from tests.processes import run_ranks
 from tests.test_launch import gone, script
@@ -37,8 +37,8 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_s
 
 STUCK = """
 import torch
-from sbpc.runtime import groups
-from sbpc.runtime.launch import as_rank
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start.launch import as_rank
 with as_rank():
     groups.start(timeout=10)
     groups.bind(__import__("sbpc").Mesh(x=2))

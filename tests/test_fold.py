@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes.assign import Space
-from sbpc.repeats import Run, runs
+from sbpc.passes.assign.repeated_blocks import Run, runs
+from sbpc.passes.assign.space import Space
 from sbpc.solver import Problem, Solution, Value, Variable, solve, total, untied_proof
 from sbpc.solver.check import Proof, checked_bound
 from sbpc.solver.dual import between_ends, prove

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import name_dims, prepare
-from sbpc.measure import measure
+from sbpc.api.planning import prepare
 from sbpc.passes.box import box
+from sbpc.plans.measure import measure
+from sbpc.plans.symbolic_sizes import name_dims
 from tests import models
 
 GPT: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sbpc.passes.found import Found, Plans
+from sbpc.passes.memory.candidate_plans import Found, Plans
 
 
 def plans(limit: float, taken: dict[int, tuple[float, int]]) -> Plans:

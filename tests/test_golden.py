@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.graphtext import graph_text
+from sbpc.inspect.graph_text import graph_text
 
 
 class TwoLayers(nn.Module):

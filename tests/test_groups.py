@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sbpc import Mesh
 from sbpc._compat import gloo_in_turn
-from sbpc.runtime import groups
+from sbpc.runtime.start import process_groups as groups
 from tests.processes import run_ranks
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import placeholder_wishes
-from sbpc.cost import OPTIMIZER_STATE
-from sbpc.moments import calls_of
 from sbpc.passes.annotate import annotate
-from sbpc.passes.held import of_call, rows, without
+from sbpc.passes.assign.wishes import placeholder_wishes
+from sbpc.passes.memory.live_bytes import calls_of
+from sbpc.passes.memory.peak_rows import of_call, rows, without
+from sbpc.passes.memory.priced_space import PricedSpace
+from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.prices import PricedSpace
-from sbpc.passes.store import store
+from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.solver import Limit
 from tests import models
 from tests.random_plans import draw

@@ -14,9 +14,9 @@ import sbpc
 from sbpc import Mesh
 from sbpc._compat import TorchDispatchMode
 from sbpc.errors import PlanError
-from sbpc.rules.prove import STAND_INS
+from sbpc.rules.proof.prove import STAND_INS
+from sbpc.runtime.device_kernels import attend, placed
 from sbpc.runtime.executors import code
-from sbpc.runtime.kernels import attend, placed
 from sbpc.runtime.partition import partition
 from tests import cuda_cases
 from tests.test_plan import refused

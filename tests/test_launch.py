@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import sbpc
-from sbpc.runtime.launch import RankError, launch
-from sbpc.target import load_target
-from sbpc.train import loss_of, optimizer_of, train
+from sbpc.cli.target import load_target
+from sbpc.cli.train_loop import loss_of, optimizer_of, train
+from sbpc.runtime.start.launch import RankError, launch
 
 MLP = f"{Path(__file__).with_name('models.py')}:mlp"
 
@@ -29,7 +29,7 @@ def children(mark: str) -> list[int]:
 
 MEET = """
 import torch.distributed as dist
-from sbpc.runtime.launch import as_rank
+from sbpc.runtime.start.launch import as_rank
 with as_rank():
     dist.init_process_group("gloo")
     dist.barrier()
@@ -122,10 +122,10 @@ os._exit(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(tmp_path, number):
     sleep = "Path(__file__).with_name(f'asleep{rank}').touch(); time.sleep(600)\n"
-    follow = "from sbpc.runtime.launch import as_rank\nwith as_rank(): " + sleep
+    follow = "from sbpc.runtime.start.launch import as_rank\nwith as_rank(): " + sleep
     rank = script(tmp_path, follow if number == signal.SIGKILL else sleep)
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it may be inherited as ignored
-    code += f"from sbpc.runtime.launch import launch; launch({rank!r}, 2)"
+    code += f"from sbpc.runtime.start.launch import launch; launch({rank!r}, 2)"
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while not all((tmp_path / f"asleep{at}").exists() for at in range(2)) and time.monotonic() < deadline:

@@ -12,10 +12,10 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes.capture import capture
-from sbpc.passes.lift import lift
-from sbpc.passes.normalize import normalize
-from sbpc.steps import WIRE
+from sbpc.boxing.steps import WIRE
+from sbpc.passes.canonicalize.lift import lift
+from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.capture.capture import capture
 from tests.compare import largest_error
 from tests.models import MODELS, gpt2
 from tests.programs import assert_equal, double, eager

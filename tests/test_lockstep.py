@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
 
 from sbpc.errors import VerifyError
-from sbpc.runtime.lockstep import lockstep
+from sbpc.runtime.one_process.lockstep import lockstep
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbpc.boxing import path
-from sbpc.layout import Layout
-from sbpc.memory import emitted
-from sbpc.mesh import Mesh
-from sbpc.steps import Step, layouts, steps, wire
+from sbpc.boxing.paths import path
+from sbpc.boxing.steps import Step, layouts, steps, wire
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.memory import emitted
 from tests.boxings import boxed_layouts, crops, meshes, numbers, positions, program, run_boxing, shapes
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)

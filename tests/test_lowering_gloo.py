@@ -12,10 +12,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from sbpc._compat import register_process_group, unregister_process_group
-from sbpc.boxing import path
-from sbpc.layout import Layout
-from sbpc.mesh import Mesh
-from sbpc.steps import Step
+from sbpc.boxing.paths import path
+from sbpc.boxing.steps import Step
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
 from tests.boxings import numbers, positions, program, runs
 
 GRID, LINE = Mesh(a=2, b=2), Mesh(c=4)
@@ -77,7 +77,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 def test_gloo_boxes_as_defined(tmp_path: Path) -> None:
-    multiprocessing.set_forkserver_preload(["tests.test_lowering_gloo", "sbpc.lowering"])  # import once, not four times
+    multiprocessing.set_forkserver_preload(["tests.test_lowering_gloo", "sbpc.boxing.lower"])  # import once, not four times
     mp.start_processes(run_rank, (str(tmp_path),), nprocs=4, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     used: dict[str, None] = {}

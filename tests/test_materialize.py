@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
-from sbpc.runtime.materialize import Recording
+from sbpc.runtime.state.deferred_init import Recording
 from tests import models
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.cluster import CLUSTERS
 from sbpc.errors import MemoryLimitError
-from sbpc.moments import STORED
+from sbpc.mesh.cluster import CLUSTERS
+from sbpc.passes.memory.live_bytes import STORED
 from tests import models
 from tests.compare import largest_error
 from tests.models import Model

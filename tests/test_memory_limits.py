@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import placeholder_wishes
-from sbpc.cluster import CLUSTERS
-from sbpc.cost import OPTIMIZER_STATE
 from sbpc.errors import MemoryLimitError
-from sbpc.moments import at_call, at_optimizer, calls_of
-from sbpc.passes import memory
+from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.annotate import annotate
+from sbpc.passes.assign.label_tables import LEAST
+from sbpc.passes.assign.wishes import placeholder_wishes
+from sbpc.passes.memory import search as memory
+from sbpc.passes.memory.live_bytes import at_call, at_optimizer, calls_of
+from sbpc.passes.memory.priced_space import PricedSpace
+from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.prices import PricedSpace
-from sbpc.passes.store import store
+from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.solver import Problem, total
-from sbpc.tables import LEAST
 from tests import models
 from tests.random_plans import draw
 from tests.test_closed_forms import Linears

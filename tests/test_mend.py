@@ -9,9 +9,9 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes import memory
-from sbpc.passes.found import Found
-from sbpc.passes.mend import mends
+from sbpc.passes.memory import search as memory
+from sbpc.passes.memory.candidate_plans import Found
+from sbpc.passes.memory.local_repair import mends
 from tests import models
 
 

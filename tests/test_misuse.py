@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError
-from sbpc.runtime import groups
+from sbpc.runtime.start import process_groups as groups
 from tests.processes import run_ranks
 
 

@@ -6,7 +6,7 @@ import operator
 
 from torch.fx import Graph
 
-from sbpc.nodes import called, copied
+from sbpc.graph.rewrite import called, copied
 
 
 def test_a_node_and_its_copy_hold_what_torch_gives_them() -> None:

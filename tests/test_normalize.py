@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sbpc._compat import FakeTensor
-from sbpc.passes.capture import capture
-from sbpc.passes.normalize import REWRITES, normalize
+from sbpc.passes.canonicalize.normalize import REWRITES, normalize
+from sbpc.passes.capture.capture import capture
 from tests.models import MODELS, gpt2
 from tests.programs import assert_equal, double, eager
 

@@ -12,7 +12,7 @@ from torch.optim import sgd
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes.lists import LISTS
+from sbpc.passes.canonicalize.foreach_ops import LISTS
 from tests.compare import relative_error
 from tests.random_plans import random_plan
 

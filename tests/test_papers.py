@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Cluster, Mesh
-from sbpc.cluster import CLUSTERS
-from sbpc.steps import WIRE
+from sbpc.boxing.steps import WIRE
+from sbpc.mesh.cluster import CLUSTERS
 from tests import models
 from tests.test_experts import Block
 

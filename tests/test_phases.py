@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.choices import Choice, of_match
+from sbpc.boxing.steps import WIRE
 from sbpc.errors import RuleError
-from sbpc.graphtext import graph_text
-from sbpc.measure import measure
-from sbpc.passes.assign import Space
+from sbpc.inspect.graph_text import graph_text
+from sbpc.passes.assign.space import Space
 from sbpc.passes.box import box
-from sbpc.rules.phases import decomposition
-from sbpc.rules.prove import Case
+from sbpc.plans.measure import measure
+from sbpc.rules.choices import Choice, of_match
+from sbpc.rules.proof.prove import Case
 from sbpc.rules.registry import MATCHES, TABLE, entry
+from sbpc.rules.two_phase import decomposition
 from sbpc.solver.problem import star, targets
-from sbpc.steps import WIRE
 from tests import layer_cases, models, proof_cases
 from tests.compare import largest_error, relative_error
 from tests.random_plans import random_plan

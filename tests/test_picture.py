@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import sbpc
-from sbpc.page import curves, largest_difference, picture_html
-from sbpc.picture import graph_svg, sources
-from sbpc.rows import Fold, fold, graph_rows
+from sbpc.inspect.graph_rows import Fold, fold, graph_rows
+from sbpc.inspect.page import curves, largest_difference, picture_html
+from sbpc.inspect.picture import graph_svg, sources
 from tests.models import gpt2, mlp
 
 SVG = "{http://www.w3.org/2000/svg}"

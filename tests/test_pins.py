@@ -9,10 +9,11 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api import pin_wishes, placeholder_wishes, prepare
+from sbpc.api.planning import prepare
 from sbpc.errors import PinError
-from sbpc.passes.assign import Space
-from sbpc.pins import both
+from sbpc.mesh.pins import both
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import pin_wishes, placeholder_wishes
 
 MESH = Mesh(x=2, y=2, z=2)
 

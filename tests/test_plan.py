@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.errors import CaptureError, MemoryLimitError, MeshError, PinError, PlanError
-from sbpc.measure import kernel_of
+from sbpc.plans.measure import kernel_of
 from tests import models
 from tests.compare import largest_error
 from tests.random_plans import random_plan

@@ -12,15 +12,15 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.cli import main
+from sbpc.cli.main import main
 from sbpc.errors import RuleError
+from sbpc.mesh.states import B, P, S
 from sbpc.rules import match, registry
 from sbpc.rules.binding import Signature
-from sbpc.rules.infer import Evidence, infer
-from sbpc.rules.probe import probe_call, refuted
-from sbpc.rules.prove import case, short
-from sbpc.rules.scale import Call, scales, small_calls
-from sbpc.states import B, P, S
+from sbpc.rules.proof.infer import Evidence, infer
+from sbpc.rules.proof.probe import probe_call, refuted
+from sbpc.rules.proof.prove import case, short
+from sbpc.rules.proof.small_calls import Call, scales, small_calls
 from tests import own_ops
 from tests.samples import x
 from tests.test_own_rules import Scaled

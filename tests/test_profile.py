@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sbpc import Cluster, Mesh
-from sbpc.cli import main
-from sbpc.cluster import CLUSTERS, COLLECTIVES
+from sbpc.cli.main import main
 from sbpc.errors import MeshError
-from sbpc.runtime import profile as module
-from sbpc.runtime.profile import Line, Message, Team, fit, measure, profile, rates, straight
+from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES
+from sbpc.runtime import measure_cluster as module
+from sbpc.runtime.measure_cluster import Line, Message, Team, fit, measure, profile, rates, straight
 from tests.processes import run_ranks
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import sbpc
 from sbpc import Mesh
-from sbpc.commands.progress import STEPS, progress
+from sbpc.cli.progress import STEPS, progress
 from sbpc.solver import exact
 from sbpc.solver.exact import highs
 from sbpc.solver.quiet import Quiet

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError
-from sbpc.plan import Plan
+from sbpc.plans.plan import Plan
 from sbpc.solver import Proof, checked_bound
 from tests import models
 from tests.test_assign import program, seconds_of_labels, spaces

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sbpc.mesh.states import B, P, S
 from sbpc.rules.binding import Signature
-from sbpc.rules.brute import lacking, valid
-from sbpc.rules.prove import case
-from sbpc.states import B, P, S
+from sbpc.rules.proof.brute_force import lacking, valid
+from sbpc.rules.proof.prove import case
 from tests import own_ops
 from tests.completeness import FAMILIES, explained, of_family
 from tests.samples import x

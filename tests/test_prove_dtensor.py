@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sbpc.mesh.states import B, P, S
 from sbpc.rules.binding import Signature
-from sbpc.rules.prove import case
-from sbpc.states import B, P, S
+from sbpc.rules.proof.prove import case
 from tests.completeness import FAMILIES, explained
 from tests.coverage import listed
 from tests.cross_check import EXPLAINED, fault, has, of_families

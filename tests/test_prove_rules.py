@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sbpc.rules.prove import Count, prove
+from sbpc.rules.proof.prove import Count, prove
 from tests import pointwise_cases, proof_cases
 
 FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sbpc
 from sbpc import Mesh, Plan
-from sbpc.graphtext import graph_text
-from sbpc.passes.draws import DRAWS
-from sbpc.random import GOLDEN, bits, seed_of_step
+from sbpc.graph.random_bits import GOLDEN, bits, seed_of_step
+from sbpc.inspect.graph_text import graph_text
+from sbpc.passes.capture.random_ops import DRAWS
 from tests import hf_models
 from tests.compare import eager, relative_error
 from tests.processes import run_ranks

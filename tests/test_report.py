@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.cluster import CLUSTERS
-from sbpc.report import plan_text, some
+from sbpc.inspect.report import plan_text, some
+from sbpc.mesh.cluster import CLUSTERS
 
 
 class Stack(nn.Module):

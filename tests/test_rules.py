@@ -11,7 +11,7 @@ import torch
 
 from sbpc.errors import RuleError
 from sbpc.rules import match, registry, rule
-from sbpc.rules.prove import Case, case, check, prove
+from sbpc.rules.proof.prove import Case, case, check, prove
 from sbpc.rules.registry import TABLE
 from tests import coverage, pointwise_cases, proof_cases
 from tests.duality import duals, missing

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.cluster import CLUSTERS, Rate
-from sbpc.states import B, Split
-from sbpc.steps import WIRE
+from sbpc.boxing.steps import WIRE
+from sbpc.mesh.cluster import CLUSTERS, Rate
+from sbpc.mesh.states import B, Split
 from tests.compare import largest_error
 
 

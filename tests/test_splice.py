@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes import memory
-from sbpc.passes.splice import blocks, spliced
+from sbpc.passes.memory import search as memory
+from sbpc.passes.memory.mix_blocks import blocks, spliced
 from tests import models
 
 

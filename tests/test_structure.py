@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sbpc.errors import CaptureError, PlanError
-from sbpc.structure import flatten, paths, unflatten
+from sbpc.graph.pytree import flatten, paths, unflatten
 
 Pair = namedtuple("Pair", "left right")
 

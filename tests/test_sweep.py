@@ -11,10 +11,10 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.bounds import matmul_words
-from sbpc.cli import main
-from sbpc.sweep import Row, meshes
+from sbpc.api.sweep import Row, meshes
+from sbpc.cli.main import main
 from tests import models
+from tests.matmul_bound import matmul_words
 
 
 def product(m: int, n: int, k: int, devices: int, **options: Any) -> list[Row]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpc import totals
-from sbpc.totals import Edges
+from sbpc.boxing import shortest_paths as totals
+from sbpc.boxing.shortest_paths import Edges
 from tests.test_compiled import BUILDABLE
 
 

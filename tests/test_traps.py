@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import B, Mesh, P, S
-from sbpc.choices import operands
-from sbpc.layout import Layout
-from sbpc.states import Partial
+from sbpc.graph.operands import operands
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import Partial
 from tests import models
 from tests.compare import largest_error, relative_error
 from tests.random_plans import random_plan

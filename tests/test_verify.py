@@ -10,12 +10,14 @@ from torch.fx import GraphModule, Node
 
 import sbpc
 from sbpc import Mesh
-from sbpc.choices import Choice, operands
 from sbpc.errors import VerifyError
-from sbpc.layout import Layout
+from sbpc.graph.operands import operands
+from sbpc.graph.ports import results
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import B, Partial
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
-from sbpc.plan import Assignment, Plan, results
-from sbpc.states import B, Partial
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.rules.choices import Choice
 from tests import models
 
 MESH = Mesh(x=2)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError
-from sbpc.runtime.weights import (
+from sbpc.runtime.state.weight_files import (
     RECORD,
     SEAL,
     Weights,

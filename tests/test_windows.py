@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import sbpc
 from sbpc import Mesh
-from sbpc.passes import memory
 from sbpc.passes.annotate import annotate
-from sbpc.passes.found import Found
-from sbpc.passes.prices import PricedSpace
-from sbpc.passes.store import store
+from sbpc.passes.memory import search as memory
+from sbpc.passes.memory.candidate_plans import Found
+from sbpc.passes.memory.priced_space import PricedSpace
+from sbpc.passes.memory.saved_values import store
 from sbpc.solver import Limit, Problem, Variable, Windows, total
 from sbpc.solver import windows as windows_module
 from sbpc.solver.moves import Neighbours

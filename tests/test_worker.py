@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sbpc.rules.worker import Lost, attempt
+from sbpc.rules.proof.worker import Lost, attempt
 
 
 def work(item: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from sbpc.rules import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise  # isort: skip
-from sbpc.rules import reductions, views  # isort: skip
+from sbpc.rules.ops import attention, conv, decompositions, embedding, factories, index, loss, matmul, norm, pointwise  # isort: skip
+from sbpc.rules.ops import reductions, views  # isort: skip
 from sbpc.rules.binding import Signature
-from sbpc.rules.phases import Phases, decomposition
-from sbpc.rules.registry import Match, match, rule
+from sbpc.rules.match import Match, Phases
+from sbpc.rules.registry import match, rule
+from sbpc.rules.two_phase import decomposition
 
 __all__ = [
     "Match", "Phases", "Signature", "attention", "conv", "decomposition", "decompositions", "embedding", "factories",

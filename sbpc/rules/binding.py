@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
+from sbpc.mesh.states import B, P, Partial, Split, State
 from sbpc.rules.grammar import Dim, Operand, Rule
-from sbpc.states import B, P, Partial, Split, State
 
 
 @dataclass(frozen=True)

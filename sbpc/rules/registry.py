@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,169 +12,26 @@ from torch import Tensor
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
 from sbpc.rules.binding import Bound, Signature, bind, divides, flat_outputs, signatures
-from sbpc.rules.grammar import Rule, parse
-from sbpc.rules.phases import Phases, take_apart
+from sbpc.rules.grammar import parse
+from sbpc.rules.match import (
+    FREE,
+    WRITTEN,
+    Arguments,
+    Call,
+    Count,
+    Entry,
+    Kernel,
+    Match,
+    Shard,
+    Write,
+    named_arguments,
+)
 from sbpc.rules.predicate import holds
+from sbpc.rules.two_phase import take_apart
 
 aten = torch.ops.aten
-Call = Callable[..., Any]
-Arguments = Mapping[str, Any]
-Text = Union[
-    str, "tuple[str, dict[str, int]]", None
-]  # a rule string, if need be with sizes that the shapes do not tell
-Write = Callable[[Arguments, Any], Text]
-FREE = "0"  # flops of views and factories
-WRITTEN = "written"  # one flop per element of the outputs
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One row of the table: how the rule of `op` is written, what it costs, how it runs on shards.
-
-    source: "" for a rule of sbpc's own, else "proved", "unproved" or "reviewed, FILE:LINE".
-    """
-
-    op: OpOverload
-    text: str | Write
-    flops: str | Count | None
-    local: Kernel | None
-    nonempty: tuple[str, ...]
-    view: bool
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Match:
-    """A rule bound to one call at global sizes.
-
-    sizes: factor -> global size. signatures: all-B first. divides: factors that lead a group; every axis that cuts one
-    must divide its (local) size. nonempty: factors that may leave no rank an empty shard. view: the outputs alias an
-    input. shifts: factors of which `localize` wants the offset where they are split. phases: what runs in the place of the
-    op where a factor is split `via` a function.
-    """
-
-    op: OpOverload
-    rule: Rule
-    sizes: dict[str, int]
-    signatures: tuple[Signature, ...]
-    divides: frozenset[str]
-    nonempty: frozenset[str]
-    view: bool
-    bound: Bound
-    entry: Entry
-    phases: Phases | None = None
-
-    @cached_property
-    def shifts(self) -> frozenset[str]:
-        return frozenset(
-            factor for factor in self.sizes if any(factor.split(".")[0] == name for name, _ in self.rule.idx)
-        )
-
-    def flops(self, local: Mapping[str, Any]) -> Any:
-        """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its space."""
-        text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
-        if text is None:
-            return math.prod((local[factor] for factor in self.points), start=self.each)
-        if text == WRITTEN:
-            outputs = [value.dims for value in self.bound.outputs if value.dims is not None]
-            return sum(math.prod((dim.size(local) for dim in dims), start=1) for dims in outputs)
-        number, *names = text.split()
-        chosen = [
-            f
-            for name in names
-            for f in self.sizes
-            if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")
-        ]
-        top, _, bottom = number.partition("/")
-        found = math.prod((local[factor] for factor in chosen), start=int(top))
-        return found / int(bottom) if bottom else found
-
-    @cached_property
-    def each(self) -> int:
-        """Flops per point: 1, or as many as an op has parts of that many points; one kernel does what they would do."""
-        parts = self.phases.parts if self.phases is not None else ()
-        return sum(not part.match.view and part.match.space == self.space for part in parts) or 1
-
-    @cached_property
-    def space(self) -> int:
-        """The number of points at global sizes."""
-        return math.prod(self.sizes[factor] for factor in self.points)
-
-    @cached_property
-    def points(self) -> tuple[str, ...]:
-        """The factors that some tensor of the call has."""
-        held = {
-            f for value in (*self.bound.inputs, *self.bound.outputs) for dim in value.dims or () for f in dim.factors
-        }
-        return tuple(factor for factor in self.sizes if factor in held)
-
-    def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
-        """The local shape of output `at`."""
-        dims = self.bound.outputs[at].dims
-        assert dims is not None
-        return [dim.size(local) for dim in dims]
-
-    def localize(
-        self,
-        call: Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        local: Mapping[str, int],
-        offsets: Mapping[str, Any],
-    ) -> Any:
-        """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
-
-        args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
-        int64 tensor, the global index of the first local element, for the factors of `shifts` that are split.
-        """
-        shard = Shard(self, call, args, kwargs, local, offsets)
-        return shard.plain() if self.entry.local is None else self.entry.local(shard)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One call on the shards of one rank, which a local kernel is to run (or emit); the fields of `Match.localize`."""
-
-    match: Match
-    call: Call
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    local: Mapping[str, int]
-    offsets: Mapping[str, Any]
-
-    @cached_property
-    def given(self) -> dict[str, Any]:
-        """The arguments by name, defaults included; integer arguments at global sizes."""
-        return named_arguments(self.match.op, self.args, self.kwargs)
-
-    def plain(self, /, **changed: Any) -> Any:
-        """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
-        placed, named = list(self.args), dict(self.kwargs)
-        for fill in self.match.bound.fills:
-            sizes = [dim.size(self.local) for dim in fill.dims]
-            if fill.at < len(placed) or fill.name in named:
-                changed.setdefault(fill.name, sizes[0] if fill.single else sizes)
-        places = {argument.name: at for at, argument in enumerate(self.match.op._schema.arguments)} if changed else {}
-        for name, value in changed.items():
-            if places[name] < len(placed):
-                placed[places[name]] = value
-            else:
-                named[name] = value
-        return self.call(self.match.op, *placed, **named)
-
-    def shape(self, at: int = 0) -> list[int]:
-        """The local shape of output `at`."""
-        return self.match.output_shape(at, self.local)
-
-    def zeros(self) -> Any:
-        """All outputs as zeros, in the dtype of the first argument."""
-        like = next(iter(self.given.values()))
-        made = [self.call(aten.new_zeros.default, like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
-        return made[0] if len(made) == 1 else tuple(made)
-
-
-Count = Callable[[Match], str]
-Kernel = Callable[[Shard], Any]
 TABLE: dict[OpOverload, Entry] = {}
 GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
 MATCHES: dict[Any, Match | None] = {}
@@ -262,15 +116,6 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output
         return _match(op, args, kwargs, outputs)
     MATCHES[key] = _match(op, args, kwargs, outputs)
     return MATCHES[key]
-
-
-def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    found = {}
-    for at, argument in enumerate(op._schema.arguments):
-        given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
-        found[argument.name] = given
-    return found
 
 
 def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Match | None:

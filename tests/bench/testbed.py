@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Cluster, Mesh, Plan
-from sbpc.runtime import groups
 from sbpc.runtime.executors import EXECUTORS
+from sbpc.runtime.start import process_groups as groups
 from tests import models
 from tests.bench.bed import Bed, missing
 

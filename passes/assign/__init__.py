@@ -1,0 +1,1 @@
+"""One layout for every value: the layout problem of an annotated graph, and its solution."""

@@ -1,0 +1,155 @@
+"""Rewrite a captured graph into a canonical one: no second names for a value, one op per idea, no means.
+
+A mean of local means is wrong where ranks hold different counts, so a mean becomes a sum and a global divisor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from sbpc.graph.rewrite import Writer, permute, rewrite, view
+from sbpc.passes.canonicalize.foreach_ops import LISTS
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # torch's numbers for the reduction of a loss
+
+
+def normalize(gm: GraphModule) -> GraphModule:
+    """The canonical graph of `gm`, which stays as it was.
+
+    Before: as captured. After: no op of `REWRITES` is left but where its row says so; no node without a use; meta and
+    ports as before, `val` new for the new nodes.
+    """
+    return rewrite(gm, REWRITES)
+
+
+def same(_: Writer, x: Node) -> Node:
+    """Another name for the same values."""
+    return x
+
+
+def overwritten(write: Writer, x: Node, values: Node, *_: Any) -> Node | None:
+    """A copy over all of a tensor is the copy, where it needs no conversion."""
+    same = all(getattr(x.meta["val"], key) == getattr(values.meta["val"], key) for key in ("shape", "dtype", "device"))
+    return values if same else None
+
+
+def part(_: Writer, x: Any, at: int) -> Any:
+    """A result of an op that was rewritten into several."""
+    return x[at] if isinstance(x, tuple) else None
+
+
+def transpose(write: Writer, x: Node, first: int, second: int) -> Node:
+    order = list(range(x.meta["val"].dim()))
+    if order:
+        order[first], order[second] = order[second], order[first]
+    return permute(write, x, order)
+
+
+def transpose_matrix(write: Writer, x: Node) -> Node:
+    return transpose(write, x, 0, -1)
+
+
+def unchanged_shape(write: Writer, x: Node, *_: Any, **__: Any) -> Node | None:
+    """An expand or a slice that takes all there is."""
+    return x if x.meta["val"].shape == write.value.shape else None
+
+
+def mean(
+    write: Writer, x: Node, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Node:
+    """sum / global count; in float32 where a sum of 16-bit numbers could overflow or lose digits."""
+    value = x.meta["val"]
+    dtype = dtype or value.dtype
+    dims = list(dims or range(value.dim()))
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    options = {} if wide == value.dtype else {"dtype": wide}
+    total = write.call(aten.sum.dim_IntList, x, dims, keepdim, **options)
+    result = write.call(aten.div.Scalar, total, math.prod(value.shape[dim] for dim in dims))
+    return result if wide == dtype else write.call(aten._to_copy.default, result, dtype=dtype)
+
+
+def nll_loss(write: Writer, x: Any, target: Node, weight: Any, reduction: int, ignore: int) -> Any:
+    """The mean is the sum over the total weight of all targets that count. A float16 sum could overflow."""
+    if reduction != MEAN:
+        return None
+    half = x.meta["val"].dtype == torch.float16
+    if half:
+        x, weight = (value and write.call(aten._to_copy.default, value, dtype=torch.float32) for value in (x, weight))
+    both = write.call(write.target, x, target, weight, SUM, ignore)
+    loss, total = write.part(both, 0), write.part(both, 1)
+    loss = write.call(aten.div.Tensor, loss, total)
+    if half:
+        loss, total = (write.call(aten._to_copy.default, value, dtype=torch.float16) for value in (loss, total))
+    return loss, total
+
+
+def nll_loss_backward(
+    write: Writer, gradient: Node, x: Node, target: Node, weight: Any, reduction: int, ignore: int, total: Node
+) -> Node | None:
+    if reduction != MEAN:
+        return None
+    each = write.call(aten.div.Tensor, gradient, total)
+    return write.call(write.target, each, x, target, weight, SUM, ignore, total)
+
+
+def loss_of_points(write: Writer, *args: Any, **kwargs: Any) -> Node | None:
+    """mse_loss and its kin: the loss of every element, then the sum, then the global count."""
+    named = write.arguments(args, kwargs)
+    reduction = named["reduction"]
+    if reduction not in (MEAN, SUM):
+        return None
+    points = write.call(write.target, *{**named, "reduction": 0}.values())
+    return mean(write, points) if reduction == MEAN else write.call(aten.sum.default, points)
+
+
+def loss_of_points_backward(write: Writer, *args: Any, **kwargs: Any) -> Node | None:
+    named = write.arguments(args, kwargs)
+    reduction, gradient = named["reduction"], named["grad_output"]
+    if reduction not in (MEAN, SUM):
+        return None
+    shape = torch.broadcast_shapes(*(named[name].meta["val"].shape for name in ("self", "target")))
+    if reduction == MEAN:
+        gradient = write.call(aten.div.Scalar, gradient, math.prod(shape))
+    gradient = write.call(aten.expand.default, gradient, list(shape))
+    return write.call(write.target, *{**named, "grad_output": gradient, "reduction": 0}.values())
+
+
+REWRITES: dict[Any, Callable[..., Any]] = {
+    **LISTS,
+    aten._unsafe_view.default: view,
+    aten.alias.default: same,
+    aten.binary_cross_entropy.default: loss_of_points,
+    aten.binary_cross_entropy_backward.default: loss_of_points_backward,
+    aten.copy.default: overwritten,
+    aten.detach.default: same,
+    aten.expand.default: unchanged_shape,
+    aten.huber_loss.default: loss_of_points,
+    aten.huber_loss_backward.default: loss_of_points_backward,
+    aten.lift_fresh.default: same,
+    aten.lift_fresh_copy.default: same,
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
+    aten.mse_loss.default: loss_of_points,
+    aten.mse_loss_backward.default: loss_of_points_backward,
+    aten.nll_loss2d_backward.default: nll_loss_backward,
+    aten.nll_loss2d_forward.default: nll_loss,
+    aten.nll_loss_backward.default: nll_loss_backward,
+    aten.nll_loss_forward.default: nll_loss,
+    aten.permute.default: permute,
+    aten.slice.Tensor: unchanged_shape,
+    aten.smooth_l1_loss.default: loss_of_points,
+    aten.smooth_l1_loss_backward.default: loss_of_points_backward,
+    aten.soft_margin_loss.default: loss_of_points,
+    aten.soft_margin_loss_backward.default: loss_of_points_backward,
+    aten.t.default: transpose_matrix,
+    aten.transpose.int: transpose,
+    aten.view.default: view,
+    operator.getitem: part,
+}

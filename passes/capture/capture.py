@@ -1,0 +1,128 @@
+"""Capture a module as one joint forward and backward graph of ATen ops, at global shapes, on fake tensors.
+
+The light tracer comes first; what it refuses (writes into buffers, views or arguments) goes to AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from sbpc._compat import enable_python_dispatcher
+from sbpc.errors import CaptureError, SbpcError
+from sbpc.graph import ports
+from sbpc.graph.ports import Port
+from sbpc.passes.capture.aot_tracer import joint
+from sbpc.passes.capture.light_tracer import Light, NeedsAot
+from sbpc.passes.capture.program import Program, environment, finish, program
+from sbpc.passes.capture.random_ops import streams
+from sbpc.passes.capture.source_lines import traceback_stack, user_error
+
+log = logging.getLogger("sbpc")
+
+
+def capture(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+    method: str = "light",
+) -> GraphModule:
+    """The graph of `loss(module(*args, **kwargs), *targets)` and, with `train`, of its gradients.
+
+    Before: a module and its arguments, real, meta or fake. After: `gm.meta["ports"]` says what goes in and comes out;
+    every node has `val`, `module`, `stack_trace` and `phase` in its meta. The module is left as it was.
+
+    method: "light" (AOTAutograd where that gives up) or "aot". Raises CaptureError with the user's line.
+    """
+    if method not in ("light", "aot"):
+        raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
+    with environment(train):  # fresh fakes for each method: the first may have written into its own
+        if method == "light":
+            try:
+                with streams():
+                    return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
+            except NeedsAot as reason:
+                log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
+        with streams(), _blame("step"):
+            return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
+
+
+def _light(source: Program, train: bool) -> GraphModule:
+    light = Light(source)
+    for port, label, value in source.placeholders():
+        light.placeholder(port, label, value)
+    wanted = source.wanted(train)
+    values = [value for _, _, value in source.placeholders()]
+    with source.substituted(source.parameters, source.buffers) as replaced, light.watching(values):
+        with _recording(source, light), _blame("forward"):
+            outputs, results = source(source.inputs)
+        written = replaced()
+        light.phase = "backward"
+        tangents = _tangents(source, light, outputs) if train else {}
+        gradients: Sequence[Tensor | None] = [None] * len(wanted)
+        if wanted and tangents:
+            with _recording(source, light), _blame("backward"):
+                roots, leaves = [outputs[at] for at in tangents], [value for _, value in wanted]
+                gradients = torch.autograd.grad(roots, leaves, list(tangents.values()), allow_unused=True)
+    found = [(Port(ports.OUTPUT, str(at)), light.node_of(value)) for at, value in enumerate(outputs)]
+    found += [(Port(ports.MUTATION, name), light.node_of(value)) for name, value in written.items()]
+    found += [(port, light.node_of(value)) for (port, _), value in zip(wanted, gradients) if value is not None]
+    return finish(source, light.graph, light.constants, light.ports, found, results, dict(light.kept), train)
+
+
+def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """A tangent for every output that has a gradient, contiguous whatever the strides of the output."""
+    with source.mode:
+        tangents = {
+            at: torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            for at, value in enumerate(outputs)
+            if value.requires_grad
+        }
+    for at, value in tangents.items():
+        light.placeholder(Port(ports.TANGENT, str(at)), f"tangent_{at}", value)
+    return tangents
+
+
+# What torch says of fake tensors where the model does what no graph can hold -> what it does, and what to do instead.
+SAID = {
+    ".numpy() is not supported": ("asks for the values of a tensor with .numpy()", "Write it with torch alone."),
+    "Mixing fake modes": ("makes copies with copy.deepcopy", "Copy in __init__, or copy a tensor with clone()."),
+    "shape_env must not be None": ("makes a nested tensor", "Pad to one length, and mask the padding."),
+    "backward through the graph a second time": (
+        "finds that the forward has called backward already", "Leave that to the training loop, or use autograd.grad."
+    ),
+    "use_reentrant=True": ("uses torch.utils.checkpoint with use_reentrant=True", "Give it use_reentrant=False."),
+}
+
+
+@contextlib.contextmanager
+def _blame(part: str) -> Iterator[None]:
+    """Turn an error of the model's own code into a CaptureError that shows its line; the error is its cause."""
+    try:
+        yield
+    except (SbpcError, NeedsAot):
+        raise
+    except Exception as error:  # whatever the model raises
+        text = str(error).strip() or "no message"
+        raises = f"raises {type(error).__name__}: {text}", "Call the model on these arguments on one device first."
+        what, todo = next((known for said, known in SAID.items() if said in text), raises)
+        raise user_error(f"the model's {part} {what}", traceback_stack(error), todo) from error
+
+
+@contextlib.contextmanager
+def _recording(source: Program, light: Light) -> Iterator[None]:
+    with source.mode, light, enable_python_dispatcher():
+        yield

@@ -1,0 +1,354 @@
+"""A light tracer: every op that torch dispatches on fake tensors becomes a node of one graph.
+
+Tensors are matched to nodes by identity and all kept alive; a tensor that was never seen raises, so that nothing is
+silently left out. A write into fresh memory is made functional; for any other write `NeedsAot` is raised.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from sbpc._compat import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    autograd_node,
+    next_sequence_number,
+    storage_of,
+)
+from sbpc.errors import CaptureError
+from sbpc.graph.ports import SEED_PORT, Port
+from sbpc.graph.rewrite import put
+from sbpc.passes.capture.program import Program, placeholder
+from sbpc.passes.capture.random_ops import drawn, is_random
+from sbpc.passes.capture.source_lines import user_error, user_stack
+
+aten = torch.ops.aten
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+LIFTS = (aten.lift_fresh.default, aten.lift.default)
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # real tensors, that is
+STATISTICS = {  # arguments that are written in training although the schema does not say so
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
+
+
+class NeedsAot(Exception):
+    """The light tracer cannot do this; AOTAutograd may."""
+
+
+class Watch(TorchDispatchMode):
+    """Sees every op of a forward: refuses what no graph can hold, and knows which submodule is being called."""
+
+    supports_higher_order_operators = True  # so that `refuse` sees them
+
+    def __init__(self, source: Program) -> None:
+        super().__init__()
+        self.source, self.known = source, source.known
+        self.modules = {id(part): name for name, part in source.module.named_modules()}
+        self.path = [""]
+        self.given_seed: Tensor | None = None
+        self.memory: dict[int, tuple[int, Tensor]] = {}  # by id of a tensor, which is kept alive: its storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        refuse(func)
+        if is_random(func, args, kwargs):
+            return drawn(self.again, self.seed, func, args, kwargs)
+        if func._schema.is_mutable and func.namespace != "aten":
+            raise user_error(f"{func} writes into its arguments", user_stack(), "Give it a form that returns new tensors.")
+        if func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
+            return self._write_lists(func, args, kwargs)
+        for value in _leaves((args, kwargs)):
+            if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
+                raise unregistered(value)
+            if isinstance(value, Tensor):
+                self.check_memory(value)
+        torch.fx.traceback.get_current_meta()["custom"] = {"sbpc": (self.path[-1], user_stack())}
+        out = run(func, args, kwargs, self.stack())
+        for value in _leaves(out):
+            if isinstance(value, Tensor):
+                self.check_memory(value)
+        return out
+
+    def _write_lists(self, func: Any, args: Any, kwargs: Any) -> None:
+        """A fused step of an optimizer by its functional form: AOTAutograd cannot take one with an empty list."""
+        results = self.again(functional_form(func), *args, **kwargs)
+        for before, after in zip(args, results):
+            for old, new in zip(before, after):
+                self.again(aten.copy_.default, old, new)
+
+    def stack(self) -> str:
+        """The lines of the model that led here."""
+        return user_stack()
+
+    def again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run another op in the place of one that was dispatched."""
+        return self.__torch_dispatch__(op, (), args, kwargs)
+
+    def seed(self) -> Tensor:
+        """The seed of the step, as an input of the program."""
+        assert self.given_seed is not None
+        return self.given_seed
+
+    def check_memory(self, value: Tensor) -> None:
+        """Remember the memory of `value`. Raises CaptureError if it is another one than before."""
+        storage = storage_of(value)
+        if self.memory.setdefault(id(value), (storage, value))[0] != storage:
+            what = "the forward assigns to the .data of a tensor, which no op shows"
+            raise user_error(what, user_stack(), "Compute a new tensor instead.")
+
+    @contextmanager
+    def watching(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """While this lasts, `path` follows the submodules that are called; `values` must keep their memory."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.path.append(self.modules.get(id(module), self.path[-1]))
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self.path.pop()
+
+        for value in values:
+            self.check_memory(value)
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+        for value in values:
+            self.check_memory(value)
+
+
+class Light(Watch):
+    """Records every op into `graph`. `phase` is "forward" until the caller sets it to "backward"."""
+
+    def __init__(self, source: Program) -> None:
+        super().__init__(source)
+        self.graph = Graph()
+        self.phase = "forward"
+        self.ports: list[Port] = []
+        self.front: Node | None = None  # the last placeholder
+        self.nodes: dict[int, Node] = {}
+        self.kept: list[tuple[Node, Any]] = []  # every node with its value: ids stay unique while the values live
+        self.constants: dict[str, Tensor] = {}
+        self.fakes: dict[int, Tensor] = {}  # by id of a known real tensor
+        self.owners: dict[int, int] = {}  # by storage: how many tensors share it
+        self.by_number: dict[int, Node] = {}  # by autograd sequence number: the forward op that made the autograd node
+        self.last: Node | None = None
+
+    def placeholder(self, port: Port, name: str, value: Tensor) -> None:
+        """Make `value` known as an input of the graph; what shares its memory may not be written."""
+        with self.graph.inserting_after(self.front) if self.front else nullcontext():
+            node = self.front = placeholder(self.graph, name)
+        node.meta.update(module="", stack_trace="", phase=self.phase)
+        self.ports.append(port)
+        self._keep(node, value)
+        self.owners[storage_of(value)] += 1
+
+    def seed(self) -> Tensor:
+        """The seed of the step; the first draw makes it an input."""
+        if self.given_seed is None:
+            self.given_seed = self.source.seed()
+            self.placeholder(SEED_PORT, SEED_PORT.name, self.given_seed)
+        return self.given_seed
+
+    def node_of(self, value: Tensor) -> Node:
+        """The node that made `value`. Raises NeedsAot if it was made behind the tracer's back."""
+        node = self.nodes.get(id(value))
+        if node is None:
+            raise NeedsAot("a tensor was made without an op that can be seen")
+        self.check_memory(value)
+        return node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        refuse(func)
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        if func in LIFTS and type(args[0]) in PLAIN:
+            return self._fresh_constant(func, args[0])
+        if is_random(func, args, kwargs):
+            return drawn(self.again, self.seed, func, args, kwargs)
+        if any(type(value) in PLAIN for value in _leaves((args, kwargs))):
+            args, kwargs = _map((args, kwargs), self._registered)
+        if any(args[at] is not None for at in STATISTICS.get(func, ())) and args[5]:
+            raise NeedsAot(f"{func} writes running statistics")
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        out = run(func, args, kwargs, self.stack())
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if id(out) not in self.nodes:
+                self._keep(self._emit(func, args, kwargs), out)
+        elif isinstance(out, (tuple, list)) and any(isinstance(item, Tensor) for item in out):
+            node = self._emit(func, args, kwargs)
+            self.kept.append((node, out))
+            for at, item in enumerate(out):
+                if isinstance(item, Tensor):
+                    part = self.graph.create_node("call_function", operator.getitem, (node, at))
+                    put(part, "meta", dict(node.meta))
+                    self._keep(part, item)
+
+    def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
+        args, kwargs = _map((args, kwargs), self.node_of)
+        node = self.graph.create_node("call_function", func, args, kwargs, name=func._schema.name.split("::")[1])
+        path, stack = self.path[-1], user_stack()
+        if self.phase == "backward":
+            source = self._forward_of()
+            if source is not None and not stack:
+                path, stack = source.meta["module"], source.meta["stack_trace"]
+            self.last = node
+        else:
+            self.by_number.setdefault(next_sequence_number() - 1, node)
+        put(node, "meta", {"module": path, "stack_trace": stack, "phase": self.phase})
+        return node
+
+    def stack(self) -> str:
+        """The lines of the model that led here, those of the forward op where autograd runs its backward."""
+        source = self._forward_of() if self.phase == "backward" else None
+        return user_stack() or (source.meta["stack_trace"] if source is not None else "")
+
+    def _forward_of(self) -> Node | None:
+        running: Any = autograd_node()
+        found = None if running is None else self.by_number.get(running._sequence_nr())
+        return found or self.last
+
+    def _keep(self, node: Node, value: Tensor) -> None:
+        self.kept.append((node, value))
+        self.nodes[id(value)] = node
+        self.check_memory(value)
+        storage = storage_of(value)
+        self.owners[storage] = self.owners.get(storage, 0) + 1
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an in-place op whose target nothing else can see, and record its functional form instead."""
+        target = args[0] if args else None
+        written = [at for at, arg in enumerate(func._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        functional = functional_form(func)
+        simple = written == [0] and torch.Tag.inplace_view not in func.tags
+        if not simple or functional is None or not isinstance(target, Tensor):
+            raise NeedsAot(f"{func} has no functional form")
+        self.node_of(target)
+        if self.owners[storage_of(target)] != 1:
+            raise NeedsAot(f"{func} writes into memory that others can see")
+        fresh = run(functional, args, kwargs, self.stack())
+        if fresh.shape != target.shape or fresh.stride() != target.stride():
+            raise NeedsAot(f"{func} keeps another shape than its functional form")
+        node = self._emit(functional, args, kwargs)
+        if fresh.dtype != target.dtype:
+            self.kept.append((node, fresh))
+            cast = self.graph.create_node(
+                "call_function", aten._to_copy.default, (node,), {"dtype": target.dtype}, name="_to_copy"
+            )
+            put(cast, "meta", dict(node.meta))
+            node = cast
+        run(func, args, kwargs, self.stack())
+        self.kept.append((node, target))
+        self.nodes[id(target)] = node
+        return target
+
+    def _fresh_constant(self, func: Any, value: Tensor) -> Tensor:
+        """`torch.tensor(1.)` in the model: nobody else holds this tensor, so the graph may keep it."""
+        out: Tensor = func(value)
+        self._keep(self._constant(value), out)
+        return out
+
+    def _constant(self, value: Tensor) -> Node:
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        node = self.graph.create_node("get_attr", name, name=name)
+        put(node, "meta", {"module": self.path[-1], "stack_trace": user_stack(), "phase": self.phase})
+        return node
+
+    def _registered(self, value: Tensor) -> Tensor:
+        """`value` itself, or the fake for a real tensor that is a buffer under another name or one of the loss."""
+        if isinstance(value, FakeTensor):
+            return value
+        if id(value) not in self.fakes:
+            if id(value) not in self.known:
+                raise unregistered(value)
+            fake = self.known[id(value)][1]
+            if fake is None:
+                fake = self.source.mode.from_tensor(value)
+                self._keep(self._constant(value), fake)
+                self.owners[storage_of(fake)] += 1
+            self.fakes[id(value)] = fake
+        return self.fakes[id(value)]
+
+
+def run(func: Any, args: Any, kwargs: Any, stack: str) -> Any:
+    """Run an op on fake tensors. Raises CaptureError if it needs their values, or gives other than dense tensors."""
+    try:
+        out = func(*args, **kwargs)
+    except DATA_DEPENDENT as error:
+        what = f"{func} needs the values of a tensor, and a captured graph has none"
+        todo = "Write it without .item(), nonzero or a branch on a tensor: torch.where keeps both sides."
+        raise user_error(what, stack, todo) from error
+    except UnsupportedOperatorException as error:
+        what = f"{func} does not say what it gives for tensors without values"
+        raise user_error(what, stack, "Tell it with torch.library.register_fake, or use another op.") from error
+    for value in _leaves(out):
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+            what = f"{func} gives a tensor of layout {value.layout}"
+            raise user_error(what, stack, "Only dense tensors can be planned: an nn.Embedding with sparse=False, say.")
+    return out
+
+
+def refuse(func: Any) -> None:
+    """Raise CaptureError for an operator that takes functions, and for one that makes nested tensors."""
+    if isinstance(func, HigherOrderOperator):
+        what = f"{func} takes functions, and a captured graph holds plain ops"
+        raise user_error(what, user_stack(), "Write it out: torch.where keeps both sides of a branch.")
+    if "nested_tensor" in func.name():
+        raise user_error(f"{func} makes a nested tensor", user_stack(), "Pad to one length, and mask the padding.")
+
+
+def unregistered(value: Tensor) -> CaptureError:
+    """The error for a tensor that the model holds in an attribute: a graph could not follow later changes to it."""
+    what = f"the model uses a tensor {list(value.shape)} that is no parameter, no buffer and no argument"
+    return user_error(what, user_stack(), "Register it with register_buffer, or pass it as an argument.")
+
+
+def functional_form(func: Any) -> Any:
+    """The op that returns what the in-place op `func` writes, or None."""
+    space, name = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
+    found = getattr(packet, func._overloadname, None)
+    return None if found is None or found._schema.is_mutable else found
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(item, change) for key, item in value.items()}
+    return value

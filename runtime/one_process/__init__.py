@@ -1,0 +1,1 @@
+"""All ranks of a mesh in one process: the programs run in lockstep, bytes counted."""

@@ -1,0 +1,118 @@
+"""simulate: run all ranks of a plan in this process, with collectives in plain Python, and count what moves and lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbpc.errors import PlanError, check_kinds
+from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
+from sbpc.graph.random_bits import wrap
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Plan
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime import bind
+from sbpc.runtime.one_process.lockstep import lockstep
+
+
+@dataclass
+class Simulation:
+    """What one step gave, as whole tensors.
+
+    gradients: by name as in `named_parameters()`; a frozen parameter is absent, an unused one None. buffers: new values.
+    input_gradients: by number among the tensor arguments. bytes_sent: by axis, busiest rank. peak_memory: bytes, busiest
+    rank, everything that was alive. Unpacks as `outputs, gradients`.
+    """
+
+    outputs: Any
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    bytes_sent: dict[str, float]
+    peak_memory: int
+    input_gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.outputs, self.gradients))
+
+
+def simulate(
+    plan: Plan | Programs,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    tangents: Any = None,
+    seed: int = 0,
+) -> Simulation:
+    """One step of `plan` on all its ranks, in this process, running the programs that torchrun runs.
+
+    args are whole, on one device; so is what comes back. tangents: the gradients of the outputs, ones if not given.
+    seed: of all random numbers; one seed gives the same numbers on every mesh. The model is left unchanged.
+
+    Raises PlanError if model or arguments are not like those planned.
+    """
+    bind.check_plan(plan)
+    check_kinds(PlanError, seed=(seed, "an integer"))
+    mesh = plan.mesh
+    given, layouts = whole_inputs(plan, model, args, kwargs, tangents, seed), plan.given
+    ranks: list[list[Tensor]] = [[] for _ in range(mesh.ranks)]
+    for port in plan.ports.inputs:
+        parts = layouts[port].shards(given[port], mesh.sizes)
+        for held, part in zip(ranks, parts):
+            held.append(own(part))
+    for rank, held in enumerate(ranks):
+        held += [torch.tensor([at]) for at in mesh.coordinates(rank)]
+    with torch.no_grad():
+        run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], ranks, groups(mesh))
+    results = {
+        port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
+        for at, (port, layout) in enumerate(plan.left.items())
+    }
+    trained = [name for name, _ in model.named_parameters()]
+    return Simulation(
+        bind.outputs(plan, results),
+        bind.gradients(plan, results, trained),
+        {port.name: value for port, value in results.items() if port.kind == MUTATION and value is not None},
+        {alias.split("::")[-1]: sent for alias, sent in run.bytes_sent.items()},
+        run.peak_memory,
+        {int(port.name): value for port, value in results.items() if port.kind == INPUT_GRADIENT and value is not None},
+    )
+
+
+def whole_inputs(
+    plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any, seed: int
+) -> dict[Port, Tensor]:
+    """Every placeholder's whole tensor, checked against the plan."""
+    found = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
+    leaves = bind.arguments(plan, args, kwargs)
+    free = iter(bind.default_tangents(plan, tangents))
+    for port, planned in plan.shapes.items():
+        if port.kind == INPUT:
+            bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
+            found[port] = leaves[int(port.name)].detach()
+        elif port.kind == SEED:
+            found[port] = torch.tensor(wrap(seed))
+        elif port not in found:
+            found[port] = next(free)
+    real = [tensor for port, tensor in found.items() if port.kind == PARAMETER]
+    if any(tensor.is_meta for tensor in real):
+        raise PlanError(
+            "the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu')."
+        )
+    return found
+
+
+def own(shard: Tensor) -> Tensor:
+    """The shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
+    whole = shard.untyped_storage().nbytes() > shard.nbytes
+    return shard.clone(memory_format=torch.contiguous_format) if whole else shard
+
+
+def groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """The ranks of every group that a program may name."""
+    count = len(mesh.axes)
+    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+    return {mesh.group_name(axes): mesh.groups(axes) for axes in runs}

@@ -1,0 +1,114 @@
+"""Process groups for the groups that programs name: made once per mesh, bound under their names, awaited and freed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sbpc._compat import gloo_in_turn, register_process_group, unregister_process_group
+from sbpc.errors import MeshError
+from sbpc.mesh.mesh import Mesh
+from sbpc.runtime.start.rendezvous import store_of_attempt
+
+TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
+waiting = {"seconds": TIMEOUT}
+bound: dict[str, dist.ProcessGroup] = {}
+
+
+def limit() -> timedelta:
+    """How long a rank waits for another one."""
+    return timedelta(seconds=waiting["seconds"])
+
+
+def start(device: str | None = None, timeout: float | None = None) -> torch.device:
+    """Join the process group that the launcher set up, if that has not been done; the device of this rank.
+
+    timeout: seconds after which a rank that waits for another one ends with an error.
+    Raises MeshError outside a launcher.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = device_of(kind)
+    if timeout is not None:
+        waiting["seconds"] = timeout
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise MeshError("there is no process group\n  Run under torchrun --nproc-per-node N, or use sbpc.simulate.")
+        store = store_of_attempt(waiting["seconds"])
+        place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        about: dict[str, Any] = {} if store is None else {"store": store, **place}
+        with gloo_in_turn():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
+    return where
+
+
+def device_of(kind: str) -> torch.device:
+    """The device of this rank: of GPUs the one with the number of the rank on its machine. Raises MeshError."""
+    if kind != "cuda":
+        return torch.device(kind)
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= there:
+        raise MeshError(f"rank {local} of this machine has no GPU, there are {there}\n  Start one rank for each GPU.")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def check_ranks(mesh: Mesh) -> None:
+    """Raise MeshError unless there is one process for every rank of the mesh."""
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    if there != mesh.ranks:
+        raise MeshError(
+            f"{mesh} needs {mesh.ranks} ranks, there are {there}\n  Run under torchrun --nproc-per-node {mesh.ranks}."
+        )
+
+
+def bind(mesh: Mesh) -> None:
+    """Make the process groups of a mesh and bind each under its name; those that exist already are kept.
+
+    Every rank must call this at the same point: making groups is a collective.
+    """
+    count = len(mesh.axes)
+    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+    for axes in runs:
+        name = mesh.group_name(axes)
+        if name in bound:
+            continue
+        for ranks in mesh.groups(axes):
+            group = new(ranks)
+            if dist.get_rank() in ranks:
+                bound[name] = group
+        register_process_group(name, bound[name])
+
+
+def new(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """A process group of these ranks, of all where none are named. Every rank must call this at the same point."""
+    with gloo_in_turn():
+        return dist.new_group(ranks, timeout=limit(), backend=backend)
+
+
+def stop() -> None:
+    """Unbind all groups and leave the process group."""
+    for name in bound:
+        unregister_process_group(name)
+    bound.clear()
+    meshes.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
+
+
+def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    """The torch DeviceMesh of a mesh, made once, over the groups that its programs use. Collective where they are not bound."""
+    if (mesh, kind) not in meshes:
+        bind(mesh)
+        over = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
+        ranks = torch.arange(mesh.ranks).view(mesh.sizes)
+        meshes[mesh, kind] = DeviceMesh.from_group(over, kind, ranks, mesh_dim_names=mesh.axes)
+    return meshes[mesh, kind]

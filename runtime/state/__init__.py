@@ -1,0 +1,1 @@
+"""Parameters, optimizer state and checkpoints, laid out over the ranks."""

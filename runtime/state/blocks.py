@@ -1,0 +1,145 @@
+"""What a rank holds of whole tensors: blocks by name, in any layout, of a module and of its optimizer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sbpc._compat import StridedShard
+from sbpc.errors import CheckpointError
+from sbpc.mesh.layout import Layout, broadcast
+from sbpc.mesh.states import Split, chunk_sizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """The block `local` of a whole tensor of `shape`, from `start` on.
+
+    replica: the number of this rank among those that hold the same block; replicas: how many these are.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    replica: int = 0
+    replicas: int = 1
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor; one that is no DTensor is whole on every rank."""
+    if not isinstance(tensor, DTensor):
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        return Part(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks)
+    layout, sizes = layout_of(tensor), tuple(map(int, tensor.device_mesh.shape))
+    coordinates = tensor.device_mesh.get_coordinate()
+    if coordinates is None:
+        raise CheckpointError("a tensor lies on a mesh without this rank\n  Save the tensors of one mesh on its ranks.")
+    start, shape = [0] * tensor.dim(), [int(size) for size in tensor.shape]
+    for dim, axes in layout.cuts.items():
+        for axis in axes:
+            lengths = chunk_sizes(shape[dim], sizes[axis])
+            start[dim] += sum(lengths[: coordinates[axis]])
+            shape[dim] = lengths[coordinates[axis]]
+    free = [axis for axis in range(len(sizes)) if axis not in layout.order]
+    replica = 0
+    for axis in free:
+        replica = replica * sizes[axis] + coordinates[axis]
+    replicas = math.prod(sizes[axis] for axis in free)
+    return Part(tensor.to_local().detach(), tuple(tensor.shape), tuple(start), replica, replicas)
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """The layout of a DTensor. A strided shard says how many ranks cut before it, which tells the order of cuts."""
+    names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(tensor.device_mesh.ndim))
+    sizes, states = tuple(tensor.device_mesh.shape), list(broadcast(names).states)
+    factors: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise CheckpointError("a tensor holds partial results\n  Redistribute it before it is saved.")
+        if not placement.is_replicate():
+            states[axis] = Split(placement.dim)  # type: ignore[attr-defined]
+            factors[axis] = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+    for order in itertools.permutations(factors):
+        if all(factor == cut_before(axis, order, states, sizes) for axis, factor in factors.items()):
+            return Layout(names, tuple(states), order)
+    raise CheckpointError(f"the placements {tensor.placements} are those of no layout\n  Redistribute the tensor.")
+
+
+def cut_before(axis: int, order: Sequence[int], states: Sequence[Any], sizes: Sequence[int]) -> int:
+    """Among how many ranks of inner axes a dim is cut before `axis` cuts it."""
+    before = order[: order.index(axis)]
+    return math.prod(sizes[other] for other in before if other > axis and states[other] == states[axis])
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The first name of every parameter."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Part]:
+    """By name what this rank holds: `model/NAME` of parameters and buffers, `optimizer/NAME/KEY` of their state."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {f"model/{name}": part_of(tensor) for name, tensor in tensors.items()}
+    for name, state in states_of(model, optimizer):
+        found |= {f"optimizer/{name}/{key}": part_of(v) for key, v in state.items() if isinstance(v, Tensor)}
+    return found
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, dict[str, Any]]]:
+    """The optimizer's state of every parameter that has one, by the parameter's name."""
+    if optimizer is None:
+        return []
+    names, found = names_of(model), []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    "the optimizer holds a parameter of another model, which the model has not\n"
+                    "  Make the optimizer from the parameters of the parallel module."
+                )
+            found.append((names[parameter], optimizer.state.get(parameter, {})))
+    return found
+
+
+def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of another dtype in the layout of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter, dtype=dtype).detach()
+    return DTensor.from_local(
+        torch.zeros_like(parameter.to_local(), dtype=dtype).detach(),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def whole(part: Part) -> Tensor:
+    """The whole tensor of which every rank holds a part, on all ranks, bit for bit."""
+    found = torch.zeros(part.shape, dtype=part.local.dtype, device=part.local.device)
+    if part.replica == 0:
+        block(found, part).copy_(part.local)
+    if dist.is_initialized() and found.numel():
+        dist.all_reduce(found.reshape(-1).view(torch.uint8))  # one rank brings a byte, the others zeros
+    return found
+
+
+def block(tensor: Tensor, part: Part) -> Tensor:
+    """The view of a whole tensor that a part stands for."""
+    for dim, (start, size) in enumerate(zip(part.start, part.local.shape)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole parameters and buffers of a parallel module by name, on every rank: a plain one-device state dict."""
+    held = parts_of(model)
+    return {name.removeprefix("model/"): whole(part) for name, part in held.items()}

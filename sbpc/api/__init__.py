@@ -1,0 +1,1 @@
+"""The calls that a user makes: plan, baseline, load, sweep and the torch.compile backend."""

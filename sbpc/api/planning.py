@@ -1,0 +1,278 @@
+"""What a user calls to get a plan: `plan` and `load`; `prepare` captures once for many plans."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from sbpc._compat import left_out_of
+from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number
+from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import INPUT, OUTPUT
+from sbpc.graph.pytree import unflatten
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish, both, conflict
+from sbpc.passes.annotate import annotate, duplicate
+from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
+from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import output_wishes, pin_wishes, placeholder_wishes
+from sbpc.passes.capture.capture import capture as capture_graph
+from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
+from sbpc.plans import plan_file as codec
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.symbolic_sizes import name_dims
+
+STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
+OBJECTIVES = ("seconds", "bytes")
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    mesh: Mesh,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    optimizer: str | None = "adamw",
+    dtype: Any = None,
+    memory: float | None = None,
+    pin: Mapping[str, str | Layout] | None = None,
+    inputs: Sequence[str | Layout | None] | None = None,
+    outputs: Sequence[str | Layout | None] | None = None,
+    spread: bool = False,
+    objective: str = "seconds",
+    dynamic: Any = None,
+    capture: str = "light",
+    dump: str | Path | None = None,
+) -> Plan:
+    """The cheapest layouts for one step of `model(*args, **kwargs)` on `mesh`.
+
+    model and args may be on the meta device: nothing is allocated. With `loss`, the step is
+    `loss(model(*args, **kwargs), *targets)`, and the program takes `(*args, *targets)`. train: forward and backward, else
+    the forward alone. optimizer: whose state is counted ("adamw", "adam", "momentum", "sgd", None). dtype: the type for
+    autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout, as in `"S(0)@tensor"`.
+    inputs, outputs: one layout per tensor among the arguments or results; without, they are whole on every rank. With an
+    input layout each rank is given its own shard. spread: inputs, parameters and outputs are stored exactly once over the
+    ranks. objective: "seconds", or "bytes" alone. dynamic: name of an input or parameter -> what its dims are called in
+    `plan.cost.expr`, as in ("b", "4*h"); name of a symbol that no dim has alone -> its number. capture: "light", or "aot"
+    for torch's own tracer. dump: a folder for the text of the graph after every pass.
+
+    Raises CaptureError, PinError, LayoutError, MemoryLimitError or SbpcError, each with what to do.
+    """
+    options: dict[str, Any] = {
+        "optimizer": optimizer,
+        "memory": memory,
+        "objective": objective,
+        "pin": pin,
+        "spread": spread,
+    }
+    options |= {"inputs": inputs, "outputs": outputs, "dynamic": dynamic}
+    check_mesh(mesh)
+    check_options(**options)
+    task = prepare(
+        model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
+    )
+    return task.plan(mesh, **options)
+
+
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
+    """An expert's plan under the same cost model; options are those of `plan`.
+
+    name: "data", "fsdp", "megatron", "megatron+sp", "summa", "agarwal" or "one weird trick"; see
+    `sbpc.passes.assign.expert_schemes`. Raises PlanError if the scheme does not fit the model or the mesh, and what `plan` raises.
+    """
+    check_mesh(mesh)
+    check_kinds(name=(name, "a text"))
+    about = {key: options.pop(key) for key in STEP if key in options}
+    check_options(**options)
+    return prepare(model, args, **about).plan(mesh, **options, baseline=name)
+
+
+@dataclass
+class Task:
+    """A captured and annotated step, to be planned on one mesh or on many."""
+
+    gm: GraphModule
+    stages: Stages
+    about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
+
+    @uncollected()
+    def plan(
+        self,
+        mesh: Mesh,
+        *,
+        optimizer: str | None = "adamw",
+        memory: float | None = None,
+        pin: Mapping[str, str | Layout] | None = None,
+        inputs: Sequence[str | Layout | None] | None = None,
+        outputs: Sequence[str | Layout | None] | None = None,
+        spread: bool = False,
+        objective: str = "seconds",
+        dynamic: Any = None,
+        baseline: str | None = None,
+    ) -> Plan:
+        """The plan on `mesh`; options are those of `plan`, taken to be checked. baseline: the expert to follow."""
+        stored = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
+        wanted = output_wishes(self.gm, mesh, outputs, spread)
+        pins = {name: str(layout) for name, layout in (pin or {}).items()}
+
+        def wishes_with(pins: Mapping[str, str]) -> dict[str, Wish]:
+            wishes = both(stored, pin_wishes(self.gm, mesh, pins, stored), mesh)
+            if baseline is not None:
+                wishes = both(wishes, expert_wishes(Model(self.gm), mesh, baseline), mesh)
+            return wishes
+
+        def refusal(pins: Mapping[str, str]) -> SbpcError | None:
+            try:
+                Space(self.gm, mesh, wishes_with(pins), wanted)
+            except PinError as error:
+                return error
+            return None
+
+        options = {
+            "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
+            "pin": pins, "spread": spread, **self.about,
+        }  # fmt: skip
+        if baseline is not None:
+            options["baseline"] = baseline
+        if dynamic is not None:
+            options["dynamic"] = name_dims(self.gm, mesh, dynamic)
+
+        def experts() -> Iterator[dict[str, Wish]]:
+            model = Model(self.gm)
+            for name in EXPERTS:
+                with suppress(PinError, PlanError):  # what does not fit the model, the mesh or the pins
+                    yield both(wishes, expert_wishes(model, mesh, name), mesh)
+
+        try:
+            wishes = wishes_with(pins)
+            return finish(self.gm, mesh, wishes, wanted, options, self.stages, None if baseline else experts)
+        except PinError as error:
+            raise conflict(pins, refusal) from error
+
+    def again(self) -> Task:
+        """The same step with a graph and clocks of its own, for a further plan beside the others."""
+        return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
+
+
+@uncollected()
+def prepare(
+    model: nn.Module,
+    args: Sequence[Any],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    targets: Sequence[Any] = (),
+    train: bool = True,
+    dtype: Any = None,
+    capture: str = "light",
+    dump: str | Path | None = None,
+) -> Task:
+    """Capture and annotate a step; arguments are those of `plan`."""
+    check_kinds(
+        model=(model, "an nn.Module"),
+        kwargs=(kwargs, "a mapping whose keys are texts", "None"),
+        loss=(loss, "a function", "None"),
+        train=(train, "True or False"),
+        dump=(dump, "a path", "None"),
+    )
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
+    stages = Stages(None if dump is None else Path(dump))
+    with stages.timed("capture"):
+        captured = capture_graph(
+            model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
+        )
+        gc.collect(0)  # the tracer leaves cycles, of a large model several times as many objects as its graph has
+    about = {
+        "train": train,
+        "model": type(model).__name__,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "eval": [name for name, part in model.named_modules() if not part.training],
+        "left_out": list(left_out_of(model)),
+    }
+    return Task(front(captured, stages), stages, about)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise SbpcError(
+            f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
+        )
+
+
+def check_options(
+    *,
+    optimizer: Any = None,
+    memory: Any = None,
+    objective: Any = "seconds",
+    pin: Any = None,
+    spread: Any = False,
+    inputs: Any = None,
+    outputs: Any = None,
+    dynamic: Any = None,
+) -> None:
+    """Refuse options of the wrong kind and what cannot be planned, before anything is captured."""
+    check_kinds(
+        optimizer=(optimizer, "a text", "None"),
+        pin=(pin, "a mapping whose keys are texts", "None"),
+        inputs=(inputs, "a list", "None"),
+        outputs=(outputs, "a list", "None"),
+        spread=(spread, "True or False"),
+    )
+    if optimizer not in OPTIMIZER_STATE:
+        raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
+    if objective not in OBJECTIVES:
+        raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
+    if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
+        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
+
+
+def load(path: str | Path) -> Plan:
+    """The plan that `Plan.save` wrote. Reading it runs no code of the file's; all but its programs is checked.
+
+    Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
+    """
+    decoder = codec.decode(path)
+    with decoder.reading():
+        mesh = decoder.mesh()
+        gm = annotate(decoder.graph(decoder.body))
+        choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
+        body = decoder.body
+        if "dynamic" in body["options"]:
+            name_dims(gm, mesh, body["options"]["dynamic"])
+        assignment = Assignment(choices, aliases, tuple(outputs))
+        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
+        check_loaded(plan)
+    return plan
+
+
+def check_loaded(plan: Plan) -> None:
+    """Check a plan that came from a file as far as its boxed graph, and what its report reads."""
+    verify_captured(plan.graph)
+    verify_annotated(plan.graph)
+    if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
+        raise PlanError("the modules in eval mode have no names\n  Plan anew.")
+    names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
+    if names != [str(number) for number in range(len(names))]:
+        raise PlanError(f"inputs named {names}\n  Plan anew.")
+    leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
+    unflatten(plan.ports.results, leaves)
+    unflatten(plan.ports.arguments, [None] * len(names))
+    check_options(optimizer=plan.options.get("optimizer"), objective=plan.options["objective"])
+    verify_boxed(plan.boxed, plan.mesh)
+    str(plan)

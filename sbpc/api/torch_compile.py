@@ -1,0 +1,192 @@
+"""The torch.compile backend: `torch.compile(model, backend="sbpc", options={"mesh": mesh})`, under torchrun.
+
+Each graph that dynamo hands over is planned by itself. Its parameters are plain and whole on every rank, so that this
+spreads the work but saves no memory; a module from `sbpc.parallelize` keeps its shards, and dynamo leaves it as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import FakeTensorMode, compile_id, outside_dynamo, source_of
+from sbpc.api.planning import plan
+from sbpc.errors import SbpcError
+from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Plan
+from sbpc.runtime.executors import executor_of
+from sbpc.runtime.module import agreed_seed
+from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.step import Runner
+
+log = logging.getLogger("sbpc")
+OPTIONS = {
+    "mesh": "sbpc.Mesh(data=2), or a DeviceMesh; needed",
+    "memory": "bytes per rank",
+    "objective": '"seconds" or "bytes"',
+    "executor": '"code", "interpreter" or "inductor"',
+}
+WHOLE = (
+    "torch.compile hands over whole parameters: the work is spread over %s, but every rank holds all of them.\n"
+    "  sbpc.parallelize(model, plan) stores them in parts."
+)
+told: set[Mesh] = set()
+
+
+def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """What runs one graph of dynamo on this rank.
+
+    Raises SbpcError for options that there are not, and as `sbpc.plan` does.
+    """
+    mesh, options = checked(options or {})
+    where = groups.start()
+    groups.check_ranks(mesh)
+    groups.bind(mesh)
+    if mesh not in told:
+        told.add(mesh)
+        log.warning(WHOLE, mesh)
+    train = torch.is_grad_enabled()
+    with outside_dynamo():
+        lifted = Lifted(gm, examples)
+        asked = {key: value for key, value in options.items() if key != "executor"}
+        found = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **asked)
+    tell(gm, lifted, found)
+    runner = Runner(found, executor_of(options.get("executor", "code")), where)
+    random = {"seed": agreed_seed(where), "step": 0}
+
+    def run(*values: Any) -> Any:
+        given = {port: value for port, value in zip(lifted.ports, values) if port is not None}
+        return runner.run(given, random, runner.trains and torch.is_grad_enabled())
+
+    return run
+
+
+def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
+    """The mesh and the other options. Raises SbpcError for what is none."""
+    known = "\n".join(f"    {name}: {about}" for name, about in OPTIONS.items())
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise SbpcError(f"the backend has no option {unknown[0]!r}\n  It has\n{known}")
+    mesh = options.get("mesh")
+    mesh = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if not isinstance(mesh, Mesh):
+        raise SbpcError(f"the option mesh is {mesh!r}\n  Give options={{'mesh': sbpc.Mesh(data=2)}}. Options are\n{known}")
+    return mesh, {key: value for key, value in options.items() if key != "mesh"}
+
+
+def tell(gm: GraphModule, lifted: Lifted, found: Plan) -> None:
+    """Log what was planned, and why once more."""
+    frame, time = compile_id()
+    calls = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
+    shapes = ", ".join(str(list(value.shape)) for value in lifted.inputs)
+    log.info("graph %d: %d calls on %s, %d parameters", frame, calls, shapes, len(found.parameters))
+    if frame:
+        log.info("graph %d is apart from the first: a graph break lies between them, or it is another function", frame)
+    if time:
+        log.info("graph %d is planned anew, for the %d. time: for other shapes, modes or values", frame, time + 1)
+
+
+class Lifted(nn.Module):
+    """A graph of dynamo with the parameters and buffers among its inputs put back under their names.
+
+    inputs: fakes of the other tensors. ports: by input of the graph; None for a number, which is part of the plan, and
+    by asking for which the backend has dynamo guard it.
+    """
+
+    def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph_module = with_floats(gm)
+        self.weights = nn.Module()
+        self.inputs: list[Tensor] = []
+        self.ports: list[Port | None] = []
+        self.numbers: list[Any] = []
+        mode = FakeTensorMode()
+        for placeholder, example in zip(gm.graph.find_nodes(op="placeholder"), examples):
+            source, number = source_of(placeholder), None
+            if not isinstance(example, Tensor):
+                port, number = None, int(example) if isinstance(example, torch.SymInt) else example
+            else:
+                fake = faked(example, mode)
+                if isinstance(example, nn.Parameter) or "_buffers[" in source:
+                    name = self.named(source)
+                    kind = PARAMETER if isinstance(example, nn.Parameter) else BUFFER
+                    self.keep(name, nn.Parameter(fake, example.requires_grad) if kind == PARAMETER else fake)
+                    port = Port(kind, f"weights.{name}")
+                else:
+                    port = Port(INPUT, str(len(self.inputs)))
+                    self.inputs.append(fake.requires_grad_(example.requires_grad))
+            self.ports.append(port)
+            self.numbers.append(number)
+
+    def named(self, source: str) -> str:
+        """The name of a parameter, from L['self']._modules['up']._parameters['weight']; a number after it if taken."""
+        name = ".".join(re.findall(r"\['([^']+)'\]", source)[1:]) or "weight"
+        taken = {port.name for port in self.ports if port is not None}
+        return name if f"weights.{name}" not in taken else f"{name}_{len(self.ports)}"
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Register a parameter or a buffer under a qualified name."""
+        *path, leaf = name.split(".")
+        parent = self.weights
+        for part in path:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        if isinstance(value, nn.Parameter):
+            parent.register_parameter(leaf, value)
+        else:
+            parent.register_buffer(leaf, value)
+
+    def whole(self, mesh: Mesh) -> dict[str, str]:
+        """Pins: every parameter is whole on every rank, as it is handed over."""
+        layout = "[" + ", ".join("B" for _ in mesh.axes) + "]"
+        return {port.name: layout for port in self.ports if port is not None and port.kind == PARAMETER}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The graph's results."""
+
+        def value(port: Port) -> Any:
+            return inputs[int(port.name)] if port.kind == INPUT else operator.attrgetter(port.name)(self)
+
+        pairs = zip(self.ports, self.numbers)
+        return self.graph_module(*(number if port is None else value(port) for port, number in pairs))
+
+
+def with_floats(gm: GraphModule) -> GraphModule:
+    """A graph of dynamo with Python's floats as numbers in it.
+
+    One that has changed between calls comes as a tensor, of which the graph takes `item()`; by asking for its value the
+    backend has dynamo guard it.
+    """
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.find_nodes(op="call_method", target="item"):
+        number = node.meta.get("example_value")
+        if node.args[0].op == "placeholder" and isinstance(number, torch.SymFloat):
+            put(float(number), node)
+            graph.erase_node(node)
+    return GraphModule(gm, graph)
+
+
+def put(number: float, node: Node) -> None:
+    """Put a number in the place of a node wherever it is read."""
+    for user in list(node.users):
+        user.args = map_arg(user.args, lambda arg: number if arg is node else arg)
+        user.kwargs = map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+
+
+def faked(example: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor without data of the same looks, its sizes being numbers."""
+    sizes, strides = [int(size) for size in example.shape], [int(stride) for stride in example.stride()]
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)

@@ -1,0 +1,340 @@
+"""Lowering: one boxing step as ATen ops and functional collectives at the local shapes of a rank.
+
+A program is shared by all ranks with the same local shapes: it depends on a rank's coordinates through its shapes and
+through the position tensors alone. Uneven chunks travel padded to the largest chunk of their group, so that all ranks
+of a group run the same collective on the same shape; where even that chunk is empty, none of them runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sbpc.boxing.steps import Step
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import Partial, Split, chunk_sizes
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def lower(
+    step: Step,
+    x: Any,
+    call: Callable[..., Any],
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    coordinates: Sequence[int],
+    position: Sequence[Any],
+    group: Callable[[tuple[int, ...]], str],
+) -> Any:
+    """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
+
+    x: what the rank holds of a tensor of `shape` on a mesh of `sizes`. position: by axis an int64 tensor of shape [1],
+    the rank's coordinate. group: the name of the group over some axes. The result is contiguous, unless it is x itself.
+    """
+    shapes = [layout.local_shape(shape, sizes, coordinates) for layout in step.layouts]
+    before, after = shapes[0], shapes[-1]
+    together = tuple(map(max, *shapes))  # the tensor of which the ranks of a group hold parts
+    local = Local(call, x, before)
+    if math.prod(sizes[axis] for axis in step.axes) == 1:
+        return x
+    if 0 in together:
+        return x if before == after else local.view(after).x
+    first, last = step.parts[0], step.parts[-1]
+    left, cut = Cut.of(first.before, first.axes, together, sizes), Cut.of(last.after, last.axes, together, sizes)
+    return LOWER[step.collective](local, Site(step, after, left, cut, position, group)).contiguous().x
+
+
+@dataclass(frozen=True)
+class Local:
+    """A value of the program being written: its shape, and whether it is known to be contiguous."""
+
+    call: Callable[..., Any]
+    x: Any
+    shape: tuple[int, ...]
+    solid: bool = False
+
+    def then(self, op: Any, shape: Sequence[int], *args: Any, solid: bool = True) -> Local:
+        """What `op(x, *args)` gives."""
+        return Local(self.call, self.call(op, self.x, *args), tuple(shape), solid)
+
+    def contiguous(self) -> Local:
+        """The same, contiguous; no copy if it is already."""
+        return self if self.solid else self.then(aten.contiguous.default, self.shape)
+
+    def view(self, shape: Sequence[int]) -> Local:
+        """The same elements in another shape."""
+        return (
+            self if tuple(shape) == self.shape else self.then(aten.view.default, shape, list(shape), solid=self.solid)
+        )
+
+    def shuffle(self, apart: Sequence[int], dims: list[int], shape: Sequence[int]) -> Local:
+        """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
+        if dims == sorted(dims):
+            return self.contiguous().view(shape)
+        moved = [apart[dim] for dim in dims]
+        return self.view(apart).then(aten.permute.default, moved, dims, solid=False).contiguous().view(shape)
+
+    def slice(self, dim: int, start: int, stop: int) -> Local:
+        """The elements of a dim from `start` to `stop`."""
+        if stop - start == self.shape[dim]:
+            return self
+        shape = put(self.shape, dim, stop - start)
+        return self.then(aten.slice.Tensor, shape, dim, start, stop, solid=False)
+
+    def pad(self, dim: int, size: int, front: int = 0) -> Local:
+        """Zeros around a dim until it has `size` elements, `front` of them before it."""
+        if size == self.shape[dim]:
+            return self
+        pads = [0] * (2 * (len(self.shape) - 1 - dim)) + [front, size - front - self.shape[dim]]
+        return self.then(aten.constant_pad_nd.default, put(self.shape, dim, size), pads)
+
+    def collective(self, op: Any, shape: Sequence[int], *args: Any) -> Local:
+        """A functional collective, awaited."""
+        return self.contiguous().then(op, shape, *args).then(c10d.wait_tensor.default, shape)
+
+
+def put(shape: Sequence[int], dim: int, *sizes: int) -> tuple[int, ...]:
+    """The shape with `sizes` in place of one dim.
+
+    >>> put((2, 6, 4), 1, 3, 2)
+    (2, 3, 2, 4)
+    """
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def concatenate(parts: Sequence[Local], dim: int) -> Local:
+    """The parts one after the other along a dim."""
+    call, size = parts[0].call, sum(part.shape[dim] for part in parts)
+    return Local(call, call(aten.cat.default, [part.x for part in parts], dim), put(parts[0].shape, dim, size), True)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a group cut a dim of `size` elements along some axes, one after the other.
+
+    axes: in the order of the cuts. ranks: their sizes by axis, in mesh order, in which the ranks of a group stand.
+    """
+
+    dim: int
+    size: int
+    axes: tuple[int, ...]
+    ranks: dict[int, int]
+
+    @classmethod
+    def of(cls, layout: Layout, axes: tuple[int, ...], shape: Sequence[int], sizes: Sequence[int]) -> Cut | None:
+        """How `layout` cuts a tensor of `shape` along `axes`, the last cuts of their dim; None if they cut none."""
+        state = layout.states[axes[0]]
+        if not isinstance(state, Split):
+            return None
+        tail = layout.cuts[state.dim][-len(axes) :]
+        return cls(state.dim, shape[state.dim], tail, {axis: sizes[axis] for axis in axes})
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The sizes of the axes in the order of the cuts."""
+        return [self.ranks[axis] for axis in self.axes]
+
+    @functools.cached_property
+    def chunks(self) -> list[int]:
+        """The sizes of the chunks in the order of the cuts; the first is the largest."""
+        chunks = [self.size]
+        for count in self.lengths:
+            chunks = [part for size in chunks for part in chunk_sizes(size, count)]
+        return chunks
+
+    @functools.cached_property
+    def even(self) -> bool:
+        """Whether the chunks, each padded to the first, follow each other with padding at the very end alone."""
+        step = self.chunks[0]
+        return self.chunks == [max(0, min(step, self.size - at * step)) for at in range(len(self.chunks))]
+
+    @functools.cached_property
+    def members(self) -> list[int]:
+        """By chunk, in the order of the cuts: the place in the group of the rank that holds it."""
+        at = [list(self.ranks).index(axis) for axis in self.axes]
+        stands = enumerate(itertools.product(*map(range, self.ranks.values())))
+        return [place for _, place in sorted(([stand[i] for i in at], place) for place, stand in stands)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a step is emitted: this rank's shape after it, and how its group cuts the tensor before and after it."""
+
+    step: Step
+    after: tuple[int, ...]
+    left: Cut | None
+    cut: Cut | None
+    positions: Sequence[Any]
+    group_of: Callable[[tuple[int, ...]], str]
+
+    @property
+    def position(self) -> Any:
+        """The rank's coordinate on the one axis of the step."""
+        (axis,) = self.step.axes
+        return self.positions[axis]
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
+        return self.group_of(self.step.axes)
+
+    @property
+    def reduction(self) -> str:
+        """How partial results are put together."""
+        state = self.step.before.states[self.step.axes[0]]
+        assert isinstance(state, Partial)
+        return state.op
+
+
+def all_gather(x: Local, site: Site) -> Local:
+    """Gather the padded chunks on dim 0, then lay them along the dim that was cut."""
+    left = known(site.left)
+    block = x.pad(left.dim, left.chunks[0])
+    ranks = math.prod(left.lengths)
+    shape = put(block.shape, 0, ranks * block.shape[0])
+    return join(block.collective(c10d.all_gather_into_tensor.default, shape, ranks, site.group), block.shape, left)
+
+
+def all_reduce(x: Local, site: Site) -> Local:
+    """Reduce the whole."""
+    return x.collective(c10d.all_reduce.default, x.shape, site.reduction, site.group)
+
+
+def all_to_all(x: Local, site: Site) -> Local:
+    """Send to each rank its chunk of one dim, and lay the chunks of the other dim that come together."""
+    left, cut = known(site.left), known(site.cut)
+    pieces = divide(x.pad(left.dim, left.chunks[0]), cut)
+    ranks = math.prod(cut.lengths)
+    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    splits = [block[0]] * ranks
+    moved = pieces.collective(c10d.all_to_all_single.default, pieces.shape, splits, splits, site.group)
+    return join(moved, block, left).slice(cut.dim, 0, site.after[cut.dim])
+
+
+def reduce_scatter(x: Local, site: Site) -> Local:
+    """Reduce the padded chunks, each to its rank."""
+    cut = known(site.cut)
+    pieces = divide(x, cut)
+    ranks = math.prod(cut.lengths)
+    block = put(pieces.shape, 0, pieces.shape[0] // ranks)
+    mine = pieces.collective(c10d.reduce_scatter_tensor.default, block, site.reduction, ranks, site.group)
+    return mine.slice(cut.dim, 0, site.after[cut.dim])
+
+
+def keep(x: Local, site: Site) -> Local:
+    """Zeros, but on coordinate 0 of the axis."""
+    away = Local(x.call, site.position, (1,)).then(aten.ne.Scalar, (1,), 0)
+    mask = away.view([1] * len(x.shape))
+    return x.then(aten.masked_fill.Scalar, x.shape, mask.x, 0, solid=x.solid)
+
+
+def pad(x: Local, site: Site) -> Local:
+    """The chunk in its place, zeros elsewhere. Ranks with a full chunk tell by position, a short one is the last."""
+    cut = known(site.left)
+    dim, step, held = cut.dim, cut.chunks[0], x.shape[cut.dim]
+    if held < step:
+        return x.pad(dim, cut.size, front=cut.size - held)
+    full = cut.size // step
+    number = Local(x.call, site.position, (1,)).then(aten.add.Scalar, (1,), 1)
+    away = numbers(number, full).then(aten.ne.Tensor, (full,), number.x).view(put([1] * (len(x.shape) + 1), dim, full))
+    wide = put(x.shape, dim, full, step)
+    chunks = x.view(put(x.shape, dim, 1, step)).then(aten.expand.default, wide, list(wide), solid=False)
+    filled = chunks.then(aten.masked_fill.Scalar, wide, away.x, 0)  # zeros to copy into would be a second copy
+    return filled.view(put(x.shape, dim, full * step)).pad(dim, cut.size)
+
+
+def cut_out(x: Local, site: Site) -> Local:
+    """The rank's chunk. Ranks with a full chunk tell by position, a short one is the last."""
+    cut = known(site.cut)
+    dim, step, held = cut.dim, cut.chunks[0], site.after[cut.dim]
+    if held < step:  # a copy: a view would keep the whole tensor alive
+        return x.then(aten.slice_copy.Tensor, put(x.shape, dim, held), dim, cut.size - held, cut.size)
+    full = cut.size // step
+    chunks = x.slice(dim, 0, full * step).view(put(x.shape, dim, full, step))
+    chunk = chunks.then(aten.index_select.default, put(x.shape, dim, 1, step), dim, site.position)
+    return chunk.view(site.after)
+
+
+def crop(x: Local, site: Site) -> Local:
+    """Of the chunk that one axis cut what lies in the one that the other axis cuts; zeros in the rest of that one.
+
+    A chunk begins at its number times the size of the first, unless it is empty. What is found and copied is blocks, of
+    which all chunks begin and end at multiples.
+    """
+    left, cut = known(site.left), known(site.cut)
+    dim, held, wanted = cut.dim, x.shape[cut.dim], site.after[cut.dim]
+    if 0 in (held, wanted):
+        return x.then(aten.new_zeros.default, site.after, list(site.after))
+    block = math.gcd(left.chunks[0], cut.chunks[0], held, wanted)
+    there, here = (
+        Local(x.call, site.positions[at.axes[0]], (1,)).then(aten.mul.Scalar, (1,), at.chunks[0] // block) for at in (left, cut)
+    )
+    ahead = here.then(aten.sub.Tensor, (1,), there.x)
+    count = (wanted // block,)
+    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in what is held, which has the places from 1 on
+    nearest = place.then(aten.clamp.default, count, 1, held // block)
+    away = nearest.then(aten.ne.Tensor, count, place.x).view(put([1] * (len(x.shape) + 1), dim, *count))
+    blocks, taken = put(x.shape, dim, held // block, block), put(x.shape, dim, *count, block)
+    found = x.view(blocks).then(aten.index_select.default, taken, dim, nearest.then(aten.sub.Scalar, count, 1).x)
+    return found.then(aten.masked_fill.Scalar, taken, away.x, 0).view(site.after)
+
+
+def numbers(like: Local, count: int) -> Local:
+    """The numbers from 1 to `count`; like: a tensor of integers."""
+    return like.then(aten.new_ones.default, (count,), [count]).then(aten.cumsum.default, (count,), 0)
+
+
+def divide(x: Local, cut: Cut) -> Local:
+    """The chunks of one dim, padded to one size, laid along dim 0 in the order of the ranks that get them."""
+    dim, step = cut.dim, cut.chunks[0]
+    block = put(x.shape, dim, step)
+    if cut.even:
+        apart = put(x.shape, dim, *cut.lengths, step)
+        members = [dim + cut.axes.index(axis) for axis in cut.ranks]
+        rest = [at for at in range(len(apart)) if at not in members]
+        count = len(cut.chunks)
+        return x.pad(dim, count * step).shuffle(apart, members + rest, put(block, 0, count * block[0]))
+    ends = list(itertools.accumulate(cut.chunks))
+    parts = [x.slice(dim, end - size, end).pad(dim, step) for size, end in zip(cut.chunks, ends)]
+    return concatenate([part for _, part in sorted(zip(cut.members, parts), key=lambda item: item[0])], 0)
+
+
+def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
+    """Blocks laid along dim 0 in the order of the ranks they came from, laid along one dim instead, without padding."""
+    dim, count = cut.dim, len(cut.chunks)
+    if cut.even:
+        apart = (*cut.ranks.values(), *block)
+        rest = list(range(len(cut.ranks), len(apart)))
+        members = [list(cut.ranks).index(axis) for axis in cut.axes]
+        dims = [*rest[:dim], *members, *rest[dim:]]
+        return x.shuffle(apart, dims, put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
+    size = block[0]
+    parts = [
+        x.slice(0, place * size, (place + 1) * size).slice(dim, 0, held) for place, held in zip(cut.members, cut.chunks)
+    ]
+    return concatenate([part for part in parts if part.shape[dim]], dim)
+
+
+def known(cut: Cut | None) -> Cut:
+    assert cut is not None
+    return cut
+
+
+LOWER = {
+    "all_gather": all_gather,
+    "all_reduce": all_reduce,
+    "all_to_all": all_to_all,
+    "crop": crop,
+    "keep": keep,
+    "pad": pad,
+    "reduce_scatter": reduce_scatter,
+    "slice": cut_out,
+}

@@ -1,0 +1,1 @@
+"""The command line: targets, options, output and one file for every command."""

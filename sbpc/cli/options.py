@@ -1,0 +1,208 @@
+"""What commands take: the types of their options, those of everything that plans, and the plan that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+from sbpc.api.planning import plan
+from sbpc.cli.progress import progress
+from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target
+from sbpc.errors import MeshError, PinError, PlanError, SbpcError
+from sbpc.mesh.cluster import CLUSTERS, Cluster
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.plan import Plan
+from sbpc.rules.proof.rule_files import load_rules
+
+PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # of no use with a plan that is made
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def add_planning(one: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """The options of everything that plans; without `mesh` those of what plans on many meshes."""
+    if mesh:
+        add_mesh(one)
+    one.add_argument(
+        "--cluster",
+        type=file_name,
+        metavar="NAME_OR_FILE",
+        help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)",
+    )
+    names = [name for name in OPTIMIZER_STATE if name is not None]
+    one.add_argument(
+        "--optimizer", choices=names, default="adamw", help="whose state is counted, and used (default: adamw)"
+    )
+    one.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
+    add_step(one)
+
+
+def add_step(one: argparse.ArgumentParser) -> None:
+    """The options of everything that captures a step."""
+    one.add_argument("--no-train", action="store_true", help="plan the forward alone")
+    one.add_argument(
+        "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
+    )
+    one.add_argument(
+        "--rules",
+        action="append",
+        type=file_name,
+        default=[],
+        metavar="FILE",
+        help="reviewed rules of ops that have none, as `sbpc probe` writes them; may be given again",
+    )
+
+
+def add_mesh(one: argparse.ArgumentParser) -> None:
+    """The options of what plans on one mesh."""
+    one.add_argument(
+        "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
+    )
+    one.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME=LAYOUT",
+        help="as in '*.up.weight=S(0)@tensor'; may be given again",
+    )
+    one.add_argument("--dump", type=file_name, metavar="DIR", help="write the graph after every pass into this folder")
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """`data=2,tensor=2` as a dict."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not name.isidentifier() or not equals or not size.isdigit() or name in axes:
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()!r} in {text!r}: axes are given once each, as in data=2,tensor=2"
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def quantity(text: str) -> float:
+    """A number of bytes with a decimal prefix: 80G."""
+    prefix = text[-1:] if text[-1:] in UNITS else ""
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text.removesuffix(prefix)) * UNITS[prefix]) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as in 80G")
+
+
+def positive(text: str) -> int:
+    """A number of things."""
+    with contextlib.suppress(ValueError):
+        if (found := int(text)) > 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1 on")
+
+
+def rate(text: str) -> float:
+    """A learning rate."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, as in 0.001")
+
+
+def seconds(text: str) -> float:
+    """A time to wait."""
+    with contextlib.suppress(ValueError):
+        if 0 < (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, as in 60")
+
+
+def file_name(text: str) -> str:
+    """The name of a file or a folder, as it is given."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
+
+
+def mesh_of(options: argparse.Namespace) -> Mesh:
+    """The mesh that the options describe."""
+    if options.mesh is None:
+        raise MeshError("there is no mesh\n  Give one, as in --mesh data=2,tensor=2.")
+    try:
+        return Mesh(cluster=cluster_of(options), **options.mesh)
+    except TypeError:  # an axis called "cluster" or "self"
+        raise MeshError(f"no axis can have one of the names {', '.join(options.mesh)}\n  Call it otherwise.") from None
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
+    """The cluster that the options name, or the one in the file that they name."""
+    name: str | None = options.cluster
+    if name is None or name in CLUSTERS:
+        return name
+    if not Path(name).exists():
+        raise MeshError(
+            f"no cluster is called {name!r}, and there is no such file\n"
+            f"  Known are {', '.join(CLUSTERS)}; `sbpc profile -o` and Cluster.save write files of others."
+        )
+    return Cluster.load(name)
+
+
+def pins_of(options: argparse.Namespace) -> dict[str, str]:
+    """The pins by pattern."""
+    pins: dict[str, str] = {}
+    for text in options.pin:
+        name, equals, layout = text.partition("=")
+        if not equals:
+            raise PinError(f"--pin {text!r} names no layout\n  A pin is NAME=LAYOUT, as in '*.up.weight=S(0)@tensor'.")
+        if pins.setdefault(name, layout) != layout:
+            raise PinError(f"--pin {name!r} is given as {pins[name]!r} and as {layout!r}\n  Remove one of them.")
+    return pins
+
+
+def make_folder(path: str) -> None:
+    """Make the folder for a dump, before anything is planned. Raises SbpcError if that is not possible."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SbpcError(f"cannot make the folder {path}: {error.strerror}\n  Name another for --dump.") from error
+
+
+def without_planning(options: argparse.Namespace, file: str, *unused: str) -> None:
+    """Refuse options that would be of no use with the plan in a file."""
+    given = [f"--{option.replace('_', '-')}" for option in (*PLANNING, *unused) if getattr(options, option)]
+    if given:
+        raise SbpcError(f"{file} is a plan: {', '.join(given)} cannot change it\n  Remove what is for planning.")
+
+
+def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
+    """The plan that the options ask for, and the target; what is wrong with options is said before that is built."""
+    split_target(target)
+    mesh, pins = mesh_of(options), pins_of(options)
+    if options.dump:
+        make_folder(options.dump)
+    built = target_of(options, target)
+    about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
+    about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
+    with progress():
+        return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
+
+
+def target_of(options: argparse.Namespace, target: str) -> Target:
+    """The target, and the rules that the options name in force."""
+    register(options, target)
+    return load_target(target, options.dtype)
+
+
+def register(options: argparse.Namespace, target: str | None = None) -> None:
+    """Put the rules that the options name in force; importing the target's file registers the ops that they are about."""
+    if target is not None:
+        import_file(split_target(target)[0])
+    for file in options.rules:
+        load_rules(file)
+
+
+def is_plan(text: str) -> bool:
+    """Whether the file of a plan is named, and no target. Raises PlanError if it does not exist."""
+    if text.endswith(".sbpc") and not Path(text).exists():
+        raise PlanError(f"there is no file {text!r}\n  Name one that `sbpc plan -o` wrote, or a target.")
+    return Path(text).is_file() and not text.endswith(".py")

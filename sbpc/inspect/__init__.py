@@ -1,0 +1,1 @@
+"""Plans and graphs for people to look at: reports, text, pictures, pages."""

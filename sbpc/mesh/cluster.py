@@ -1,0 +1,249 @@
+"""A cluster: what a flop, a byte of memory and a byte on a link cost, in seconds, on the machines of a mesh."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sympy
+
+from sbpc.errors import MeshError, check_kinds, is_number, shown
+
+LINKS = ("intra", "inter")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # may be infinite, null in JSON
+MOST = 1 << 30  # ranks
+RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
+    "peak": ("flop/s", 1.0, 1e30),
+    "memory_bandwidth": ("bytes/s", 1.0, 1e30),
+    "launch": ("seconds", 0.0, 1e6),
+    "intra_latency": ("seconds", 0.0, 1e6),
+    "intra_bandwidth": ("bytes/s", 1.0, 1e30),
+    "inter_latency": ("seconds", 0.0, 1e6),
+    "inter_bandwidth": ("bytes/s", 1.0, 1e30),
+    "memory": ("bytes", 1.0, 1e30),
+    "latency": ("seconds", 0.0, 1e6),
+    "efficiency": ("", 1e-12, 1e12),
+    "traffic": ("", 1e-12, 1e12),
+    "least": ("seconds", 0.0, 1e6),
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How one collective runs over groups of `ranks` ranks on one link; None: over groups of any size, on either link.
+
+    latency: seconds a round, None for the link's own. efficiency: bytes that the textbook's ring sends, per second, as a
+    fraction of the link's bandwidth. traffic: bytes on the wire for each byte that the textbook's ring sends. least:
+    seconds that it takes at least, however few its bytes and, unlike the latency, however many its ranks.
+    """
+
+    collective: str
+    ranks: int | None = None
+    link: str | None = None
+    latency: float | None = None
+    efficiency: float = 1.0
+    traffic: float = 1.0
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Figures of one device and of its links; see `Mesh` for who uses which link.
+
+    peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel
+    takes. ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a
+    collective, and bytes/s that one rank sends, inside a node and that one *node* sends to the others. memory: bytes of
+    one device. collectives: where one runs otherwise than in those figures.
+    """
+
+    name: str
+    peak: float
+    memory_bandwidth: float
+    launch: float
+    ranks_per_node: int
+    intra_latency: float
+    intra_bandwidth: float
+    inter_latency: float
+    inter_bandwidth: float
+    memory: float = math.inf
+    collectives: tuple[Rate, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise MeshError(f"cluster {self.name!r}: {name} is {getattr(self, name)!r}\n  It is a text.")
+        check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
+        check_figures(f"cluster {self.name!r}: ", self)
+        if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
+            raise MeshError(f"cluster {self.name!r}: collectives is {shown(self.collectives)}\n  It is a tuple of rates.")
+        for rate in self.collectives:
+            check_rate(self.name, rate)
+
+    def rate(self, collective: str, ranks: int, link: str) -> Rate:
+        """How a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
+        fitting = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
+
+        def distance(rate: Rate) -> tuple[float, bool]:
+            return (math.inf if rate.ranks is None else abs(math.log(rate.ranks / ranks)), rate.link is None)
+
+        return min(fitting, key=distance, default=Rate(collective))
+
+    def figures(self) -> dict[str, Any]:
+        """Everything as JSON values; infinity is null, and what a rate leaves open is left out."""
+        found = {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
+        return found | {"collectives": rates}
+
+    @classmethod
+    def of(cls, figures: Any, what: str) -> Cluster:
+        """The cluster that `figures` describe. Raises MeshError, which begins with `what`, for missing or bad ones."""
+        given = keyed(cls, figures, what)
+        rates = given.get("collectives", ())
+        if not isinstance(rates, (tuple, list)):
+            raise MeshError(f"{what}: collectives is {rates!r}\n  It is a list of rates, each with its collective.")
+        read = tuple(Rate(**keyed(Rate, rate, f"{what}: a rate of collectives")) for rate in rates)
+        open_ended = {name: math.inf for name, value in given.items() if value is None and name in UNBOUNDED}
+        try:
+            return cls(**(given | open_ended | {"collectives": read}))
+        except MeshError as error:
+            raise MeshError(f"{what}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the figures as JSON; infinity is written as null."""
+        check_kinds(MeshError, path=(path, "a path"))
+        Path(path).write_text(json.dumps(self.figures(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read what `save` wrote. Raises MeshError for a file that lacks a figure or holds a bad one."""
+        check_kinds(MeshError, path=(path, "a path"))
+        try:
+            figures = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise MeshError(
+                f"cluster file {path}: {error}\n  Write one with Cluster.save or `sbpc profile`."
+            ) from error
+        return cls.of(figures, f"cluster file {path}")
+
+
+def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
+    """The figures by the names of the fields of `cls`. Raises MeshError for missing and unknown ones."""
+    known = [field.name for field in fields(cls)]
+    needed = [name for name in known if name not in vars(cls)]  # a field with a default is an attribute of its class
+    if not isinstance(figures, Mapping):
+        raise MeshError(f"{what} is {figures!r:.60}\n  It is a JSON object with {', '.join(needed)}.")
+    missing, unknown = [n for n in needed if n not in figures], [n for n in figures if n not in known]
+    if missing or unknown:
+        wrong = " and ".join(
+            f"{word} {', '.join(map(str, names))}"
+            for word, names in (("lacks", missing), ("has unknown", unknown))
+            if names
+        )
+        more = [name for name in known if name not in needed]
+        raise MeshError(f"{what} {wrong}\n  It needs {', '.join(needed)}; it may have {', '.join(more)}.")
+    return dict(figures)
+
+
+def check_figures(what: str, given: Cluster | Rate) -> None:
+    """Raise MeshError, which begins with `what`, unless every figure is a number in its range, or left out where it may be."""
+    for name, value in vars(given).items():
+        if name not in RANGES or (value is None and getattr(type(given), name, ...) is None):
+            continue
+        unit, least, most = RANGES[name]
+        endless = name in UNBOUNDED
+        if not is_number(value, (int, float)) or not (least <= value <= most or (endless and value == math.inf)):
+            limits = f"from {least:g} to {most:g} {unit}".rstrip() + ", or infinite" * endless
+            raise MeshError(f"{what}{name} is {shown(value)}\n  It is a number {limits}.")
+
+
+def check_count(what: str, value: Any, least: int) -> None:
+    """Raise MeshError unless a value is an integer from `least` to MOST."""
+    if not is_number(value, int) or not least <= value <= MOST:
+        raise MeshError(f"{what} is {shown(value)}\n  It is an integer from {least} to {MOST:,}.")
+
+
+def check_rate(cluster: str, rate: Rate) -> None:
+    """Raise MeshError unless a rate makes sense."""
+    what = f"cluster {cluster!r}: of {rate.collective}, "
+    if rate.collective not in COLLECTIVES:
+        raise MeshError(f"{what}a rate is given\n  The collectives are {', '.join(COLLECTIVES)}.")
+    if rate.link not in (*LINKS, None):
+        raise MeshError(f"{what}link is {rate.link!r}\n  It is {' or '.join(LINKS)}, or left out for both.")
+    if rate.ranks is not None:
+        check_count(f"{what}ranks", rate.ranks, 2)
+    check_figures(what, rate)
+
+
+NCCL = "latencies: NCCL's own tuning table (ring, simple protocol); launch floor: estimated"
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster("ideal", 1e12, math.inf, 0.0, MOST, 0.0, 1e12, 0.0, 1e12, source="no machine: a byte costs a flop"),
+        Cluster(
+            "a100", 312e12, 2.039e12, 4e-6, 8, 3.4e-6, 300e9, 14e-6, 200e9, memory=80e9,
+            source="NVIDIA DGX A100 80GB datasheet: bf16 dense, HBM2e, NVLink 3 in one direction, "
+            f"8 x 200 Gbit/s InfiniBand per node; {NCCL}",
+        ),
+        Cluster(
+            "h100", 989e12, 3.35e12, 4e-6, 8, 3.4e-6, 450e9, 14e-6, 400e9, memory=80e9,
+            source="NVIDIA DGX H100 datasheet: bf16 dense, HBM3, NVLink 4 in one direction, "
+            f"8 x 400 Gbit/s InfiniBand per node; {NCCL}",
+        ),
+        Cluster(
+            "perlmutter", 312e12, 1.555e12, 4e-6, 4, 3.4e-6, 300e9, 14e-6, 100e9, memory=40e9,
+            source="NERSC, Perlmutter architecture: 4 x A100 40GB (bf16 dense, HBM2), 12 links of NVLink 3 at 25 GB/s, "
+            f"4 x Slingshot 11 at 200 Gbit/s per node; {NCCL}",
+        ),
+        Cluster(
+            "frontier", 191.5e12, 1.6e12, 4e-6, 8, 5.7e-6, 50e9, 14e-6, 100e9, memory=64e9,
+            source="OLCF, Frontier user guide: 8 dies (half an MI250X: bf16, HBM2e) per node, the slowest Infinity Fabric "
+            "link of a ring through all 8 (50 GB/s of 50 to 200), 4 x Slingshot 11 at 200 Gbit/s per node; "
+            "latencies and launch floor: as for others, PCIe and network",
+        ),
+        Cluster(
+            "workstation", 154.8e12, 768e9, 4e-6, 4, 5.7e-6, 31.5e9, 14e-6, 1.25e9, memory=48e9,
+            source="NVIDIA RTX A6000 datasheet: bf16 dense, GDDR6; 4 of them on PCIe 4.0 x16, without NVLink, "
+            f"10 Gbit/s Ethernet outside; {NCCL}",
+        ),
+        Cluster(
+            "ethernet", 0.97e12, 51.2e9, 5e-6, 1, 50e-6, 118.7e6, 50e-6, 118.7e6, memory=32e9,
+            source="one 8-core desktop per rank (AMD Ryzen 7 5800X: 8 x 3.8 GHz x 32 flops in float32; DDR4-3200, two "
+            "channels), 1 Gbit/s Ethernet (1,460 of 1,538 bytes a frame); latency and launch floor: estimated",
+        ),
+    )
+}  # fmt: skip
+
+
+def named_cluster(name: str) -> Cluster:
+    """The cluster called `name`. Raises MeshError if there is none."""
+    if not isinstance(name, str) or name not in CLUSTERS:
+        raise MeshError(
+            f"no cluster is called {name!r}\n  Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
+        )
+    return CLUSTERS[name]
+
+
+def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any) -> Any:
+    """Seconds of one kernel; every argument a number, a numpy array or a sympy expression."""
+    return largest(flops / peak, bytes_moved / memory_bandwidth, launch)
+
+
+def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, least: Any) -> Any:
+    """Seconds of one collective; every argument a number or a sympy expression."""
+    found = rounds * latency + bytes_sent / bandwidth
+    return largest(found, least) if least else found
+
+
+def largest(*terms: Any) -> Any:
+    """The largest of numbers, of numpy arrays element by element, or of sympy expressions."""
+    if any(isinstance(term, sympy.Basic) for term in terms):
+        return sympy.Max(*terms)
+    return functools.reduce(np.maximum, terms)

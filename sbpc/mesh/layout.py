@@ -1,0 +1,163 @@
+"""A layout: the states of one tensor over all axes of a mesh, and the order in which the axes cut each dim."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sbpc.errors import LayoutError
+from sbpc.mesh.states import B, Partial, Split, State, chunk_sizes, parse_state, shards, whole
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One state per mesh axis, outermost axis first.
+
+    `order` lists the splitting axes (by number) grouped by the dim they cut, dims ascending, and within a dim in the
+    order of cutting; left out, it is mesh order. Only the order within a dim distinguishes two layouts.
+
+    >>> Layout(("data", "tensor"), (Split(0), Split(0)))
+    [S(0), S(0)]
+    >>> Layout(("data", "tensor"), (Split(0), Split(0)), (1, 0))
+    [S(0), S(0)] S(0)@tensor>data
+    """
+
+    axes: tuple[str, ...]
+    states: tuple[State, ...]
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.states):
+            raise LayoutError(
+                f"{len(self.states)} states for the axes {', '.join(self.axes)}\n  Give one state per axis."
+            )
+        given = self.order or range(len(self.axes))
+        split = sorted((s.dim, at) for at, s in enumerate(self.states) if isinstance(s, Split))
+        rank_of = {axis: at for at, axis in enumerate(given)}
+        if not all(axis in rank_of for _, axis in split):
+            raise LayoutError(f"order {self.order} leaves out a splitting axis of {self.states}\n  Name them all.")
+        ordered = tuple(axis for _, axis in sorted(split, key=lambda item: (item[0], rank_of[item[1]])))
+        object.__setattr__(self, "order", ordered)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.states, self.order, self.axes))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.axes, self.states, self.order)  # hashes of texts differ from process to process
+
+    @functools.cached_property
+    def cuts(self) -> dict[int, tuple[int, ...]]:
+        """By dim: the numbers of the axes that cut it, first cut first."""
+        found: dict[int, tuple[int, ...]] = {}
+        for axis in self.order:
+            state = self.states[axis]
+            assert isinstance(state, Split)
+            found[state.dim] = (*found.get(state.dim, ()), axis)
+        return found
+
+    def replace(self, changes: dict[int, State]) -> Layout:
+        """This layout with other states on some axes; an axis that splits anew cuts last."""
+        states = tuple(changes.get(at, state) for at, state in enumerate(self.states))
+        kept = tuple(at for at in self.order if at not in changes)
+        return Layout(self.axes, states, (*kept, *(at for at in range(len(self.axes)) if at not in kept)))
+
+    def local_shape(self, shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the rank at `coordinates` holds of a tensor of `shape` on a mesh of `sizes`."""
+        local = list(shape)
+        for dim, axes in self.cuts.items():
+            for axis in axes:
+                local[dim] = chunk_sizes(local[dim], sizes[axis])[coordinates[axis]]
+        return tuple(local)
+
+    def shards(self, tensor: Tensor, sizes: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
+        """What every rank, in row-major order, holds of `tensor`."""
+        rest = [at for at in range(len(self.axes)) if at not in self.order]
+        parts: dict[tuple[int, ...], Tensor] = {(): tensor}
+        sequence = (*rest, *self.order)
+        for axis in sequence:
+            parts = {
+                (*key, rank): piece
+                for key, part in parts.items()
+                for rank, piece in enumerate(shards(part, self.states[axis], sizes[axis], generator))
+            }
+        back = [sequence.index(axis) for axis in range(len(self.axes))]
+        return [
+            part
+            for _, part in sorted(
+                ((tuple(key[at] for at in back), part) for key, part in parts.items()), key=lambda i: i[0]
+            )
+        ]
+
+    def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
+        """What the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
+        assert not self.partial, f"{self} has no one shard"
+        for dim, axes in self.cuts.items():
+            for axis in axes:
+                lengths = chunk_sizes(tensor.shape[dim], sizes[axis])
+                at = coordinates[axis]
+                tensor = tensor.narrow(dim, sum(lengths[:at]), lengths[at])
+        return tensor
+
+    def whole(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """The tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
+        held = dict(zip(itertools.product(*map(range, sizes)), parts))
+        rest = [at for at in range(len(self.axes)) if at not in self.order]
+        live = list(range(len(self.axes)))
+        for axis in reversed((*rest, *self.order)):
+            at = live.index(axis)
+            groups: dict[tuple[int, ...], list[Tensor]] = {}
+            for key in sorted(held):
+                groups.setdefault((*key[:at], *key[at + 1 :]), []).append(held[key])
+            held = {key: whole(group, self.states[axis]) for key, group in groups.items()}
+            live.remove(axis)
+        return held[()]
+
+    @property
+    def partial(self) -> bool:
+        """Whether any axis holds partial results."""
+        return any(isinstance(state, Partial) for state in self.states)
+
+    def __str__(self) -> str:
+        text = "[" + ", ".join(map(str, self.states)) + "]"
+        for dim, axes in self.cuts.items():
+            if axes != tuple(sorted(axes)):
+                text += f" S({dim})@" + ">".join(self.axes[at] for at in axes)
+        return text
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str, axes: Sequence[str]) -> Layout:
+        """The layout that `str` writes as `text`.
+
+        >>> Layout.parse("[S(0), S(0)] S(0)@tensor>data", ("data", "tensor")).cuts
+        {0: (1, 0)}
+        """
+        match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
+        if match is None:
+            raise LayoutError(
+                f"{text!r} is not a layout\n  A layout reads [B, S(0)], with S(0)@inner>outer for another order."
+            )
+        states = tuple(parse_state(part) for part in match[1].split(",") if part.strip())
+        order: list[int] = []
+        for state, names in re.findall(r"S\((\d+)\)@(\S+)", match[2]):
+            for name in names.split(">"):
+                if name not in axes or states[list(axes).index(name)] != Split(int(state)):
+                    raise LayoutError(f"{text!r}: axis {name!r} does not cut dim {state}\n  Name the axes of that dim.")
+                order.append(list(axes).index(name))
+        return cls(tuple(axes), states, (*order, *(at for at in range(len(axes)) if at not in order)))
+
+
+def broadcast(axes: Sequence[str]) -> Layout:
+    """The layout in which every rank holds everything."""
+    return Layout(tuple(axes), (B,) * len(axes))

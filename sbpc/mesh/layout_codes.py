@@ -1,0 +1,102 @@
+"""Layouts as integers, so that arrays of them can be made, compared and counted without an object for each.
+
+Four bits per mesh axis say its state: the dim of a split, or one of B, P, P(max), P(min). Above them stands one bit per
+pair of axes, set where both cut the same dim and the later axis of the mesh cuts first.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from sbpc.errors import LayoutError
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import B, Broadcast, Partial, Split, State
+
+WHOLE, SUM = 12, 13
+EXTREMES = {"sum": SUM, "max": 14, "min": 15}
+NAMES = {code: op for op, code in EXTREMES.items()}
+ORDERS = 16  # where the bits of the pairs begin
+
+
+@functools.cache
+def pairs(axes: int) -> tuple[tuple[int, int], ...]:
+    """The pairs of axes, the earlier one first; the place of a pair is the number of its bit."""
+    return tuple(itertools.combinations(range(axes), 2))
+
+
+def state_code(state: State) -> int:
+    """The four bits of a state. Raises LayoutError for a dim above 11."""
+    if isinstance(state, Split):
+        if state.dim >= WHOLE:
+            raise LayoutError(f"a split of dim {state.dim}\n  Split one of the first {WHOLE} dims.")
+        return state.dim
+    return WHOLE if isinstance(state, Broadcast) else EXTREMES[state.op]
+
+
+def joined(states: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Codes of layouts: states [layouts, axes], order [layouts] bits of pairs, of which those that matter are kept."""
+    found = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
+    for bit, (a, b) in enumerate(pairs(states.shape[1])):
+        same = (states[:, a] == states[:, b]) & (states[:, a] < WHOLE)
+        found |= np.where(same, order & (1 << bit), 0) << ORDERS
+    return found
+
+
+def states_of(codes: np.ndarray, axes: int) -> np.ndarray:
+    """The state of every axis, [layouts, axes]."""
+    return (codes[:, None] >> np.arange(0, 4 * axes, 4)) & 15
+
+
+def order_bits(order: Sequence[int], axes: int) -> int:
+    """The bits of an order of all axes, first cut first."""
+    place = {axis: at for at, axis in enumerate(order)}
+    return sum(1 << bit for bit, (a, b) in enumerate(pairs(axes)) if place.get(b, axes) < place.get(a, axes))
+
+
+def sorted_axes(group: Sequence[int], bits: int, axes: int) -> tuple[int, ...]:
+    """Axes that cut the same thing, in the order of cutting that the bits say."""
+    later = {pair: bool(bits >> bit & 1) for bit, pair in enumerate(pairs(axes))}
+
+    def before(axis: int) -> int:
+        return sum(
+            later[other, axis] ^ True if other < axis else later[axis, other] for other in group if other != axis
+        )
+
+    return tuple(sorted(group, key=before))
+
+
+def encode(layout: Layout) -> int:
+    """The code of a layout."""
+    states = np.array([[state_code(state) for state in layout.states]])
+    return int(joined(states, np.array([order_bits(layout.order, len(layout.axes))]))[0])
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def decode(code: int, axes: tuple[str, ...]) -> Layout:
+    """The layout of a code, made once.
+
+    >>> both = Layout(("x", "y"), (Split(0), Split(0)), (1, 0))
+    >>> decode(encode(both), both.axes) == both
+    True
+    """
+    count = len(axes)
+    numbers = [code >> 4 * axis & 15 for axis in range(count)]
+    states = tuple(Split(n) if n < WHOLE else B if n == WHOLE else Partial(NAMES[n]) for n in numbers)
+    order: list[int] = []
+    for dim in sorted({n for n in numbers if n < WHOLE}):
+        order += sorted_axes([axis for axis in range(count) if numbers[axis] == dim], code >> ORDERS, count)
+    return Layout(axes, states, tuple(order))
+
+
+def elements(codes: np.ndarray, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
+    states = states_of(codes, len(sizes))
+    found = np.ones(len(codes))
+    for dim, size in enumerate(shape):
+        ranks = np.where(states == dim, np.array(sizes), 1).prod(1)
+        found *= -(-size // ranks)  # ceil(ceil(n/a)/b) is ceil(n/(a b))
+    return found

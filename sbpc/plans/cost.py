@@ -1,0 +1,236 @@
+"""What a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
+
+Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
+rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum of both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import sympy
+
+from sbpc.boxing.steps import Step, wire
+from sbpc.mesh.cluster import collective_seconds, kernel_seconds
+from sbpc.mesh.mesh import Mesh
+
+CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
+
+    tensors: per tensor read or written, its bytes per element, its global shape and the axes that cut each dim.
+    free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: what stands for the factors' sizes
+    in formulas, then for those of each tensor's dims; none: the numbers.
+    """
+
+    op: str
+    factors: tuple[tuple[str, int, tuple[int, ...]], ...]
+    tensors: tuple[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
+    free: bool
+    work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
+    dims: tuple[tuple[Any, ...], ...] = ()
+
+
+def cut(
+    size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None, dim: Any = None
+) -> Any:
+    """The largest local size of a dim of `size` that `axes` cut one after the other.
+
+    With symbols for the axis sizes: n / p where that is even at the sizes given, ceiling(n / p) where it is not; `dim`
+    stands for n.
+    """
+    number, formula = size, sympy.Integer(size) if dim is None else dim
+    for axis in axes:
+        even = number % sizes[axis] == 0
+        number = -(-number // sizes[axis])
+        if symbols is not None:
+            formula = formula / symbols[axis] if even else sympy.ceiling(formula / symbols[axis])
+    return number if symbols is None else formula
+
+
+def numel(
+    shape: Sequence[int],
+    cuts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    symbols: Sequence[Any] | None = None,
+    dims: Sequence[Any] = (),
+) -> Any:
+    """The elements of the largest shard of a tensor."""
+    total: Any = 1
+    for size, axes, dim in zip(shape, cuts, dims or (None,) * len(shape)):
+        total = total * cut(size, axes, sizes, symbols, dim)
+    return total
+
+
+def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
+    """Flops and bytes of memory traffic of one op on the busiest rank."""
+    factors, *tensors = kernel.dims or ((None,) * len(kernel.factors), *((),) * len(kernel.tensors))
+    local = {name: cut(size, axes, sizes, symbols, dim) for (name, size, axes), dim in zip(kernel.factors, factors)}
+    moved: Any = 0
+    for (itemsize, shape, cuts), dims in zip(kernel.tensors, tensors):
+        moved = moved + itemsize * numel(shape, cuts, sizes, symbols, dims)
+    return kernel.work(local), moved
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a plan: the boxing step, and the global shape and bytes per element of the tensor it moves.
+
+    dims: what stands for the sizes of the shape in formulas; none: the numbers.
+    """
+
+    step: Step
+    shape: tuple[int, ...]
+    itemsize: int
+    dims: tuple[Any, ...] = ()
+
+
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
+"""How many tensors of a parameter's size an optimizer keeps."""
+
+
+@dataclass
+class Cost:
+    """The cost of one step of a plan on the busiest rank.
+
+    bytes_sent: by axis ("data", merged ones "data+tensor"). memory: bytes by kind, "total" is the peak over the step.
+    lower_bound: what no plan of the same space can beat; seconds, or bytes where `objective` is "bytes".
+    """
+
+    mesh: Mesh
+    compute_seconds: float
+    comm_seconds: float
+    flops: float
+    flops_one_device: float
+    bytes_sent: dict[str, float]
+    memory: dict[str, int]
+    lower_bound: float
+    kernels: tuple[tuple[Kernel, int], ...]  # equal ones once, with their count
+    transfers: tuple[tuple[Transfer, int], ...]
+    dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
+    objective: str = "seconds"
+
+    def __repr__(self) -> str:
+        sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
+        return (
+            f"Cost({self.seconds:.6g} s: computing {self.compute_seconds:.6g} s, communicating {self.comm_seconds:.6g} s; "
+            f"bytes sent {sent}; memory {self.memory['total']:,} bytes; gap {self.gap:.2%})"
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step: computing and communicating one after the other."""
+        return self.compute_seconds + self.comm_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of communication that nothing hides: all of them, as nothing overlaps yet."""
+        return self.comm_seconds
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the best one: (seconds - lower_bound) / seconds, or the same of bytes."""
+        return (self.paid - self.lower_bound) / self.paid if self.paid else 0.0
+
+    @property
+    def paid(self) -> float:
+        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends."""
+        return self.seconds if self.objective == "seconds" else sum(self.bytes_sent.values())
+
+    @functools.cached_property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """The symbols of `expr` by name: axis sizes by their axis, the cluster's figures, the symbolic dims."""
+        return {name: sympy.Symbol(name, positive=True) for name in self.numbers}
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The value of every symbol on this plan's mesh and cluster."""
+        mesh, cluster = self.mesh, self.mesh.cluster
+        found: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
+        found |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
+        for transfer, _ in self.transfers:
+            latency, bandwidth, least = mesh.link(transfer.step.axes, transfer.step.collective)
+            key = self.link_name(transfer.step)
+            found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
+            found |= {f"least_{key}": least} if least else {}
+        return found | self.dynamic
+
+    def link_name(self, step: Step) -> str:
+        """What the symbols of a step's link are called: by axis, and by collective where the cluster tells them apart."""
+        key = self.mesh.key(step.axes).replace("+", "_")
+        apart = any(rate.collective == step.collective for rate in self.mesh.cluster.collectives)
+        return f"{key}_{step.collective}" if apart else key
+
+    @property
+    def bytes_on_wire(self) -> dict[str, float]:
+        """By axis, what the backend puts on the wire: `bytes_sent`, but where the cluster says that it sends others."""
+        found = dict.fromkeys(self.bytes_sent, 0.0)
+        for transfer, count in self.transfers:
+            step = transfer.step
+            _, sent = wire(step, transfer.shape, transfer.itemsize, self.mesh.sizes)
+            found[self.mesh.key(step.axes)] += count * float(sent) * self.mesh.rate(step.axes, step.collective).traffic
+        return found
+
+    @functools.cached_property
+    def expr(self) -> sympy.Expr:
+        """`seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
+        s, mesh = self.symbols, self.mesh
+        sizes = tuple(s[name] for name in mesh.axes)
+        terms = []
+        for kernel, count in self.kernels:
+            if not kernel.free:
+                work = kernel_work(kernel, mesh.sizes, sizes)
+                terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"]))
+        for transfer, count in self.transfers:
+            rounds, sent = self.wire_expr(transfer)
+            key = self.link_name(transfer.step)
+            least = s[f"least_{key}"] * sympy.Min(rounds, 1) if f"least_{key}" in s else 0  # on one rank nothing is sent
+            terms.append(count * collective_seconds(rounds, sent, s[f"latency_{key}"], s[f"bandwidth_{key}"], least))
+        return sympy.Add(*terms)
+
+    @functools.cached_property
+    def bytes_expr(self) -> dict[str, sympy.Expr]:
+        """`bytes_sent` as formulas, by axis."""
+        terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent}
+        for transfer, count in self.transfers:
+            terms[self.mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
+        return {key: sympy.Add(*found) for key, found in terms.items()}
+
+    def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
+        """Rounds and bytes of one collective as formulas."""
+        sizes = tuple(self.symbols[name] for name in self.mesh.axes)
+        return wire(transfer.step, transfer.shape, transfer.itemsize, self.mesh.sizes, sizes, transfer.dims)
+
+    def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
+        """`expr` with the cluster's numbers put in, those given by name here instead of the mesh's own.
+
+        Where a size divided on this mesh it is taken to divide at the new sizes too. Raises KeyError for a name that
+        the formula lacks.
+        """
+        return float(self.evaluate(values, **more))
+
+    def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
+        """As `subs`, for arrays of values that broadcast: a million configurations in a second."""
+        numbers = self.numbers | dict(values or {}) | more
+        unknown = sorted(numbers.keys() - self.symbols.keys())
+        if unknown:
+            raise KeyError(f"{', '.join(unknown)}: the formula has {', '.join(self.symbols)}")
+        arrays = np.broadcast_arrays(*(np.asarray(numbers[name], dtype=float) for name in self.symbols))
+        flat = [array.ravel() for array in arrays]
+        found = np.empty(flat[0].size)
+        for start in range(0, len(found), CHUNK):
+            piece = slice(start, start + CHUNK)
+            found[piece] = self.compiled(*(column[piece] for column in flat))
+        return found.reshape(arrays[0].shape)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """`expr` as a function of arrays, one per symbol."""
+        return sympy.lambdify(list(self.symbols.values()), self.expr, "numpy", cse=True)

@@ -1,0 +1,294 @@
+"""A plan: a layout for every value of a captured model on a mesh, with what it costs and how good it is."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sbpc.errors import PlanError, check_kinds, closest, shown
+from sbpc.graph.no_gc import uncollected
+from sbpc.graph.operands import value_of
+from sbpc.graph.ports import PARAMETER, Port, Ports, placeholders
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.cost import Cost
+from sbpc.plans.measure import lacks_rule, measure, replicated
+from sbpc.plans.memory import Life, memory_totals
+from sbpc.rules.choices import Choice
+from sbpc.solver import Proof, Tree
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What `assign` decides.
+
+    choices: by name of a node of the annotated graph. aliases: by value (node name, output number), the layout that a
+    value is boxed to before it goes to its readers. outputs: the layout of every output, None for an absent one.
+    """
+
+    choices: dict[str, Choice]
+    aliases: dict[tuple[str, int], Layout]
+    outputs: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """What a plan calls on first use and does not import; the pipeline hands it in."""
+
+    box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
+    localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
+    verify: Callable[[Plan], int]
+    save: Callable[[Plan, Path], None]
+    export: Callable[[Plan, Path, Plan | None], None]
+    text: Callable[[Plan], str]
+
+
+class Prover(Protocol):
+    """The problem that a plan solves."""
+
+    @property
+    def proof(self) -> Proof | Tree:
+        """Multipliers that bound the problem, see `sbpc.solver.check`; those of cases, see `sbpc.solver.cases`."""
+
+    def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
+        """What an assignment costs, and the bound that the multipliers give."""
+
+    def certify(self, assignment: Assignment, limit: float) -> float:
+        """A bound found in about `limit` CPU seconds, the plan's assignment given; `proof` is what gave it, if it is better."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan checked against multipliers alone: what its layouts cost, and what no plan can cost less.
+
+    searched: the bound that the plan carries. Where that is above `bound`, it was found by search: labels that are in no
+    cheaper plan were dropped, the rest was solved as a mixed-integer program.
+    """
+
+    paid: float
+    bound: float
+    searched: float
+
+    @property
+    def gap(self) -> float:
+        """(paid - bound) / paid."""
+        return (self.paid - self.bound) / self.paid if self.paid else 0.0
+
+
+@dataclass
+class Plan:
+    """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
+
+    graph: the annotated fx GraphModule at global shapes. options: what `sbpc.plan` was asked (pins, optimizer, ...).
+    times: CPU seconds by pass. notes, remarks: what a user should know, loudly and
+    quietly.
+    """
+
+    mesh: Mesh
+    graph: GraphModule
+    assignment: Assignment
+    rewriter: Rewriter
+    lower_bound: float
+    options: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
+    prover: Prover | None = field(default=None, repr=False)
+
+    @property
+    def ports(self) -> Ports:
+        """What goes into and comes out of the program."""
+        return self.graph.meta["ports"]
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Loud lines: rules without a proof, and ops that are replicated for want of a rule, with what that costs."""
+        lacking = any(map(lacks_rule, self.graph.graph.nodes))
+        return (*self.graph.meta["notes"], *(replicated(self.boxed, self.mesh) if lacking else ()))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of."""
+        return self.graph.meta["remarks"]
+
+    @functools.cached_property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every value by its name in the graph, and the home of every parameter by its qualified name."""
+        axes, found = self.mesh.axes, {}
+        for node in self.graph.graph.nodes:
+            producer, index = value_of(node)
+            choice = self.assignment.choices.get(producer.name)
+            if choice is not None and (node is not producer or len(choice.signatures[0].outputs) == 1):
+                found[node.name] = choice.output(index, axes)
+        for port, node in placeholders(self.graph).items():
+            found[port.name if port.kind != "input" else node.name] = found[node.name]
+        return found | {name: found[first] for name, first in self.ports.tied.items()}
+
+    @property
+    def shapes(self) -> dict[Port, Tensor]:
+        """By port of a placeholder: a tensor without data of the shape and dtype that was planned."""
+        return {port: node.meta["val"] for port, node in placeholders(self.graph).items()}
+
+    @property
+    def given(self) -> dict[Port, Layout]:
+        """By port of a placeholder: the layout in which it is stored or comes in."""
+        return {port: self.layouts[node.name] for port, node in placeholders(self.graph).items()}
+
+    @property
+    def left(self) -> dict[Port, Layout | None]:
+        """By port of an output: the layout in which it is left, None for an absent one."""
+        return dict(zip(self.ports.outputs, self.assignment.outputs))
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The home layout of every parameter by its qualified name."""
+        return {port.name: self.layouts[port.name] for port in self.ports.inputs if port.kind == PARAMETER}
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
+        check_kinds(PlanError, name=(name, "a text"))
+        if name not in self.layouts:
+            near = ", ".join(closest(name, list(self.layouts)))
+            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {near}.")
+        return self.layouts[name]
+
+    @functools.cached_property
+    def boxed(self) -> GraphModule:
+        """The graph at global shapes with a boxing node wherever layouts disagree."""
+        return self.rewriter.box(self.graph, self.assignment, self.mesh)
+
+    @property
+    def local(self) -> GraphModule:
+        """The program of rank 0."""
+        return self.local_at(0)
+
+    def local_at(self, rank: int) -> GraphModule:
+        """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
+        check_kinds(PlanError, rank=(rank, "an integer"))
+        if not 0 <= rank < self.mesh.ranks:
+            raise PlanError(
+                f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}."
+            )
+        key = self.shape_class(rank)
+        if key not in self.programs:
+            self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, self.mesh.coordinates(rank))
+        return self.programs[key]
+
+    def shape_class(self, rank: int) -> tuple[Any, ...]:
+        """What distinguishes the program of one rank from another's: the local sizes of everything that is cut."""
+        place = self.mesh.sizes, self.mesh.coordinates(rank)
+        return tuple(layout.local_shape(shape, *place) for layout, shape in self.cut_shapes)
+
+    @functools.cached_property
+    def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
+        """The layouts whose local shapes tell programs apart, see the function of this name."""
+        return cut_shapes(self.boxed)
+
+    def forget(self) -> None:
+        """Drop the boxed graph, what is alive in it and the programs; they are made again on use."""
+        self.programs.clear()
+        for name in ("boxed", "life", "cut_shapes"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def objective(self) -> str:
+        """What the plan was made to have little of: "seconds" or "bytes"."""
+        return str(self.options.get("objective", "seconds"))
+
+    @functools.cached_property
+    def life(self) -> Life:
+        """What is alive at every moment of a step."""
+        return Life.of(self.boxed, self.mesh)
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes on the busiest rank by what they are for, "total" at the peak; see `memory_totals`."""
+        return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """Seconds, bytes, flops and memory of a step, with a lower bound."""
+        start = time.process_time()
+        with uncollected():
+            found = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
+        self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
+        return found
+
+    def certify(self, *, seconds: float = 60.0) -> float:
+        """Look for a tighter lower bound for about so many CPU seconds; the gap. The plan stays as it is.
+
+        Raises PlanError for a plan that was read from a file, and for seconds that are no number from 0 on.
+        """
+        check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
+        self.lower_bound = max(self.lower_bound, self.problem.certify(self.assignment, seconds))
+        self.__dict__.pop("cost", None)
+        return self.cost.gap
+
+    @property
+    def problem(self) -> Prover:
+        """The problem that the plan solves. Raises PlanError for a plan that does not hold it."""
+        if self.prover is None:
+            raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew.")
+        return self.prover
+
+    @property
+    def proof(self) -> Proof | Tree:
+        """The multipliers behind the bound, which anybody can check, of a bound by cases those of each; see `check_bound`, which
+        raises the same."""
+        return self.problem.proof
+
+    def check_bound(self, proof: Proof | Tree | None = None) -> Checked:
+        """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
+
+        proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was
+        read from a file.
+        """
+        return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
+
+    def verify(self) -> int:
+        """Check every edge of every stage; the number of edges checked. Raises VerifyError with the offending node."""
+        return self.rewriter.verify(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
+        check_kinds(PlanError, path=(path, "a path"))
+        self.rewriter.save(self, Path(path))
+
+    def export(self, path: str | Path, inference: Plan | None = None) -> None:
+        """Write the plan with the programs of all its ranks, and those of a plan for inference; see `sbpc.load_module`.
+
+        The file holds no weights, no pickle and no code. Raises PlanError if it cannot be written.
+        """
+        check_kinds(PlanError, path=(path, "a path"))
+        if inference is not None and not isinstance(inference, Plan):
+            raise PlanError(f"inference is {shown(inference)}\n  Give a plan made with train=False, or None.")
+        self.rewriter.export(self, Path(path), inference)
+
+    def __str__(self) -> str:
+        return self.rewriter.text(self)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
+    """Every layout on whose local shapes programs of a boxed graph depend, with its global shape, each pair once: those in
+    which tensors are held, and what else `Step.layouts` has."""
+    found: dict[tuple[Layout, tuple[int, ...]], None] = {}
+    for node in boxed.graph.nodes:
+        sbp, value = node.meta.get("sbp"), node.meta.get("val")
+        if "step" in node.meta:
+            found |= {(layout, tuple(value.shape)): None for layout in node.meta["step"].layouts}
+            continue
+        for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
+            if isinstance(layout, Layout) and hasattr(tensor, "shape"):
+                found[layout, tuple(tensor.shape)] = None
+    return list(found)
+
+

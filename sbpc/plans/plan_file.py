@@ -1,0 +1,330 @@
+"""A plan as a file: JSON with a checksum. Reading one runs no code: ops are looked up by name in a fixed set of namespaces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import keyword
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import OpOverload
+from sbpc.errors import PlanError, SbpcError, check_kinds
+from sbpc.graph.ports import INPUTS, OUTPUTS, Port, Ports
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.rules.choices import Candidates, Choice, signature_text
+from sbpc.rules.registry import TABLE, row
+
+if TYPE_CHECKING:
+    from sbpc.plans.plan import Plan
+
+FORMAT = "sbpc plan"
+VERSION = 1
+NAMESPACES = ("aten", "prims", "sbpc")
+WAIT = "_c10d_functional.wait_tensor.default"
+STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
+COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
+NOTED = ("module", "stack_trace", "phase", "decomposed")
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan; see `load`."""
+    write(encode(plan), path)
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Write a file's content. A temporary file is moved into place, so that a reader never sees half a plan."""
+    body = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    temporary = path.with_name(path.name + ".part")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory")
+        temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise PlanError(f"the plan cannot be written: {error}\n  Name a file in a folder that exists.") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The body of a plan's file. Raises PlanError if it is no plan, is damaged, or is of another version."""
+    try:
+        first, _, body = path.read_bytes().decode().partition("\n")
+        head = json.loads(first)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no plan: {error}\n  Write one with plan.save.") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+    if head.get("version") != VERSION:
+        raise PlanError(f"{path} has version {head.get('version')}, this sbpc reads {VERSION}\n  Plan anew.")
+    if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
+        raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no plan: {type(error).__name__}\n  Write one with plan.save.") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+    return content
+
+
+def encode(plan: Plan) -> dict[str, Any]:
+    """All of a plan as JSON values."""
+    assignment = plan.assignment
+    return {
+        "torch": torch.__version__,
+        "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
+        "cluster": plan.mesh.cluster.figures(),
+        **encode_graph(plan.graph),
+        "ports": asdict(plan.ports),
+        "choices": {
+            name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)]
+            for name, c in assignment.choices.items()
+        },
+        "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
+        "outputs": [None if layout is None else str(layout) for layout in assignment.outputs],
+        "lower_bound": plan.lower_bound,
+        "options": plan.options,
+    }
+
+
+def encode_graph(gm: GraphModule) -> dict[str, Any]:
+    """The nodes of a graph and its constants."""
+    nodes = list(gm.graph.nodes)
+    return {
+        "graph": [encode_node(node) for node in nodes],
+        "constants": {node.target: encode_constant(gm, node) for node in nodes if node.op == "get_attr"},
+    }
+
+
+def encode_node(node: Node) -> dict[str, Any]:
+    """One node; values as dtype, shape and strides."""
+    found = {"name": node.name, "op": node.op, "target": target_name(node), "val": encode_value(node.meta.get("val"))}
+    args = node.args[0] if node.op == "output" else node.args
+    found |= {"args": encode_argument(args), "kwargs": encode_argument(dict(node.kwargs))}
+    if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
+        found["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
+    return found | {key: node.meta[key] for key in NOTED if key in node.meta}
+
+
+def target_name(node: Node) -> str:
+    """The name by which `decode_target` finds a target."""
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.target)
+
+
+def encode_value(value: Any) -> Any:
+    """The shape of a tensor, or of several; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride())]
+    if isinstance(value, (tuple, list)):
+        return {"several": [encode_value(item) for item in value]}
+    return None
+
+
+def encode_argument(value: Any) -> Any:
+    """An argument of a call: plain values as they are, everything else as a one-entry dict that says what it is."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return {"float": value.hex()}
+    if isinstance(value, Node):
+        return {"node": value.name}
+    if isinstance(value, (tuple, list)):
+        return [encode_argument(item) for item in value]
+    if isinstance(value, dict):
+        return {"dict": {key: encode_argument(item) for key, item in value.items()}}
+    for kind in (torch.dtype, torch.layout, torch.memory_format):
+        if isinstance(value, kind):
+            return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise PlanError(f"an argument of type {type(value).__name__} cannot be saved\n  Report the op that takes it.")
+
+
+def encode_constant(gm: GraphModule, node: Node) -> Any:
+    """A tensor constant of the graph."""
+    value = getattr(gm, str(node.target))
+    return [*encode_value(value)[:2], [encode_argument(item) for item in value.flatten().tolist()]]
+
+
+class Decoder:
+    """Reads the graph of a plan's file; every mistake in it is a PlanError."""
+
+    def __init__(self, body: dict[str, Any], path: Path) -> None:
+        self.body, self.path = body, path
+        self.nodes: dict[str, Node] = {}
+        self.collectives = False  # whether the graph that is read may name them: that of a rank may
+
+    def fail(self, what: str) -> PlanError:
+        """The error for a file whose content makes no sense."""
+        return PlanError(f"{self.path}: {what}\n  Plan anew with this version of sbpc and torch.")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Whatever nonsense the file holds, it is the file that is wrong: any error becomes a PlanError that names it."""
+        try:
+            yield
+        except PlanError:
+            raise
+        except SbpcError as error:
+            raise self.fail(str(error).splitlines()[0]) from error
+        except Exception as error:
+            raise self.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
+
+    def program(self, body: dict[str, Any]) -> GraphModule:
+        """The program of a rank, with its ports."""
+        self.collectives = True
+        try:
+            return self.graph(body)
+        finally:
+            self.collectives = False
+
+    def graph(self, body: dict[str, Any]) -> GraphModule:
+        """The graph that `encode_graph` gave, with the ports of the file."""
+        graph = Graph()
+        root = torch.nn.Module()
+        self.nodes = {}
+        for name, (dtype, shape, items) in body["constants"].items():
+            data = torch.tensor([self.argument(item) for item in items], dtype=getattr(torch, dtype))
+            root.register_buffer(name, data.reshape(shape))
+        for item in body["graph"]:
+            args = self.argument(item["args"])
+            if item["op"] == "output":
+                node = graph.output(tuple(args))
+            else:
+                target = self.target(item)
+                node = graph.create_node(
+                    item["op"], target, tuple(args), self.argument(item["kwargs"]), name=item["name"]
+                )
+            node.meta = {key: item[key] for key in NOTED if key in item}
+            if item["op"] != "output":
+                node.meta["val"] = self.value(item["val"])
+                if "part" in item:
+                    layout, whole = item["part"]
+                    node.meta["sbp"] = Layout.parse(layout, [name for name, _ in self.body["mesh"]])
+                    node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
+            self.nodes[item["name"]] = node
+        gm = GraphModule(root, graph)
+        gm.meta["ports"] = self.ports()
+        return gm
+
+    def ports(self) -> Ports:
+        """The ports of the program."""
+        found = dict(self.body["ports"])
+        for side in ("inputs", "outputs"):
+            found[side] = tuple(Port(**port) for port in found[side])
+            kinds = INPUTS if side == "inputs" else OUTPUTS
+            if any(port.kind not in kinds or not isinstance(port.name, str) for port in found[side]):
+                raise self.fail(f"{side} of kinds that there are not")
+        return Ports(**found | {"unused": tuple(found["unused"]), "frozen": tuple(found["frozen"])})
+
+    def target(self, item: dict[str, Any]) -> Any:
+        """The op that a name stands for; nothing outside torch.ops' known namespaces is reached."""
+        name = item["target"]
+        if item["op"] in ("placeholder", "get_attr"):
+            bare = not item["args"] and item["kwargs"] == {"dict": {}}
+            if not bare or not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+                raise self.fail(f"{name!r} is no name")  # it would stand in the generated code
+            return name
+        if item["op"] != "call_function":
+            raise self.fail(f"a node of kind {item['op']!r}")
+        if name == "getitem":
+            return operator.getitem
+        parts = name.split(".")
+        collective = self.collectives and name in COLLECTIVES
+        if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
+            what = f"{name!r} is no op that a plan may call"
+            raise self.fail(what if len(parts) != 3 else f"{what}, unless sbpc.rule gives it a rule first")
+        try:
+            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+        except (AttributeError, RuntimeError) as error:
+            raise self.fail(f"this torch ({torch.__version__}) has no op {name}") from error
+        if not isinstance(found, OpOverload) or not (collective or may_call(found)):
+            raise self.fail(f"{name!r} is no op that a plan may call")
+        arguments = {argument.name for argument in found._schema.arguments}
+        if not set(self.argument(item["kwargs"])) <= arguments:
+            raise self.fail(f"{name} has no arguments {sorted(item['kwargs']['dict'])}")
+        return found
+
+    def value(self, text: Any) -> Any:
+        """A tensor without data of the recorded dtype, shape and strides."""
+        if text is None:
+            return None
+        if isinstance(text, dict):
+            return tuple(self.value(item) for item in text["several"])
+        dtype, shape, stride = text
+        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+
+    def argument(self, value: Any) -> Any:
+        """An argument of a call."""
+        if isinstance(value, list):
+            return [self.argument(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((kind, inner),) = value.items()
+        if kind == "node":
+            return self.nodes[inner]
+        if kind == "float":
+            return float.fromhex(inner)
+        if kind == "dict":
+            return {key: self.argument(item) for key, item in inner.items()}
+        if kind == "device":
+            return torch.device(inner)
+        if kind == "torch" and isinstance(
+            getattr(torch, inner, None), (torch.dtype, torch.layout, torch.memory_format)
+        ):
+            return getattr(torch, inner)
+        raise self.fail(f"an argument of kind {kind!r}")
+
+    def mesh(self) -> Mesh:
+        """The mesh with its cluster."""
+        return Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
+
+    def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
+        """The choice of a node, found again among its candidates."""
+        known = {(signature_text(s), s.factor): s for s in candidates.signatures}
+        *parts, order = text
+        missing = [part for part, factor in parts if (part, factor) not in known]
+        if missing:
+            raise self.fail(f"%{name} has no signature {missing[0]} here")
+        return Choice(tuple(known[part, factor] for part, factor in parts), tuple(order))
+
+    def assignment(
+        self, gm: GraphModule, axes: tuple[str, ...]
+    ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
+        """Choices, aliases and output layouts, for an annotated graph."""
+        choices = {}
+        for node in gm.graph.nodes:
+            if "candidates" in node.meta:
+                choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
+        aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
+        outputs = [None if text is None else Layout.parse(text, axes) for text in self.body["outputs"]]
+        return choices, aliases, outputs
+
+
+def may_call(op: OpOverload) -> bool:
+    """Whether a file may name the op: it computes tensors from tensors and numbers, writes into none, touches no file.
+
+    What takes a text (a file's name, say) must have a rule.
+    """
+    schema = op._schema
+    texts = any("str" in str(argument.type) for argument in schema.arguments)
+    made = bool(schema.returns) and all("Tensor" in str(result.type) for result in schema.returns)
+    return not schema.is_mutable and (row(op) is not None or (made and not texts))
+
+
+def decode(path: str | Path) -> Decoder:
+    """A decoder for a plan's file. Raises PlanError as `read` does."""
+    check_kinds(PlanError, path=(path, "a path"))
+    return Decoder(read(Path(path)), Path(path))

@@ -1,0 +1,154 @@
+"""A choice: how one node runs on the whole mesh, as a signature per axis and the order in which the axes cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import B, Split, State, chunk_sizes
+from sbpc.rules import Match, Phases, Signature
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One signature per mesh axis, and all axes (by number) in the order in which they cut."""
+
+    signatures: tuple[Signature, ...]
+    order: tuple[int, ...]
+
+    def cuts(self) -> dict[str, tuple[int, ...]]:
+        """By factor: the numbers of the axes that split it, first cut first."""
+        found: dict[str, tuple[int, ...]] = {}
+        for axis in self.order:
+            factor = self.signatures[axis].factor
+            if factor is not None:
+                found[factor] = (*found.get(factor, ()), axis)
+        return found
+
+    def input(self, slot: int, axes: tuple[str, ...]) -> Layout:
+        """The layout in which the node reads its tensor operand number `slot`."""
+        return layout_of(axes, tuple(s.inputs[slot] for s in self.signatures), self.order)
+
+    def output(self, index: int, axes: tuple[str, ...]) -> Layout:
+        """The layout in which the node leaves its output number `index`."""
+        return layout_of(axes, tuple(s.outputs[index] for s in self.signatures), self.order)
+
+    def __str__(self) -> str:
+        order = "" if self.order == tuple(sorted(self.order)) else " order " + ">".join(map(str, self.order))
+        return " | ".join(signature_text(s) for s in self.signatures) + order
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: tuple[int, ...]) -> Layout:
+    """The Layout of these fields, made once."""
+    return Layout(axes, states, order)
+
+
+def signature_text(signature: Signature) -> str:
+    """A signature as text: `S(0), B -> P`."""
+    return f"{', '.join(map(str, signature.inputs))} -> {', '.join(map(str, signature.outputs))}"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a node may do on one axis, with the conditions under which its factors may be cut.
+
+    sizes: the global size of each factor. divides: factors of which every cut must come out even. nonempty: factors of
+    which no rank may be left an empty shard. mesh_order: a dim that does not come out even is cut in mesh order only
+    (what DTensor can describe). phases: what the node is taken apart into where a choice splits one of their factors.
+    """
+
+    signatures: tuple[Signature, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    divides: frozenset[str] = frozenset()
+    nonempty: frozenset[str] = frozenset()
+    mesh_order: bool = False
+    phases: Phases | None = None
+
+    def legal(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+        """Whether every cut of every factor keeps its condition, in the node and in all that it is taken apart into."""
+        sizes = dict(self.sizes)
+        for factor, axes in choice.cuts().items():
+            even = factor in self.divides or (self.mesh_order and axes != tuple(sorted(axes)))
+            if not may_cut(sizes[factor], tuple(mesh_sizes[at] for at in axes), even, factor in self.nonempty):
+                return False
+        return not self.apart(choice) or self.legal_apart(choice, mesh_sizes)
+
+    def apart(self, choice: Choice) -> bool:
+        """Whether the node is taken apart under this choice."""
+        return self.phases is not None and self.phases.apart(choice.signatures)
+
+    def legal_apart(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+        """Whether all axes go together in the small graph, and every cut of every part keeps its condition."""
+        assert self.phases is not None
+        if self.phases.along(choice.signatures) is None:
+            return False
+        strict = [at for at, part in enumerate(self.phases.parts) if part.match.divides or part.match.nonempty]
+        return all(of_match(self.phases.parts[at].match).legal(self.part(at, choice), mesh_sizes) for at in strict)
+
+    def part(self, at: int, choice: Choice) -> Choice:
+        """The choice of part number `at` of a node that is taken apart."""
+        assert self.phases is not None
+        return Choice(tuple(self.phases.ways[s].signatures[at] for s in choice.signatures), choice.order)
+
+    def read(self, number: int, choice: Choice, axes: tuple[str, ...]) -> Layout:
+        """The layout in which value `number` of the small graph is read."""
+        assert self.phases is not None
+        return layout_of(axes, tuple(self.phases.ways[s].states[number] for s in choice.signatures), choice.order)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
+    """Whether a factor of `size` may be cut by axes of `ranks` ranks, one after the other."""
+    held = [size]
+    for p in ranks:
+        if divides and any(n % p for n in held):
+            return False
+        held = sorted({chunk for n in held for chunk in chunk_sizes(n, p)})
+        if nonempty and size and held[0] == 0:
+            return False
+    return True
+
+
+def local_sizes(
+    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]
+) -> dict[str, int]:
+    """The size of every factor on the rank at `coordinates`."""
+    cuts = choice.cuts()
+    return {factor: local_size(size, cuts.get(factor, ()), mesh_sizes, coordinates) for factor, size in sizes}
+
+
+def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> int:
+    """What a dim of `size`, cut by `axes` in this order, is on the rank at `coordinates`."""
+    for axis in axes:
+        size = chunk_sizes(size, mesh_sizes[axis])[coordinates[axis]]
+    return size
+
+
+def of_match(match: Match) -> Candidates:
+    """The candidates of a matched op."""
+    return Candidates(
+        match.signatures, tuple(match.sizes.items()), match.divides, match.nonempty, phases=match.phases
+    )
+
+
+def of_replicated(inputs: int, outputs: int) -> Candidates:
+    """The only candidate of an op without a rule: everything is whole on every rank."""
+    return Candidates((Signature((B,) * inputs, (B,) * outputs, None),))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def of_stored(shape: tuple[int, ...]) -> Candidates:
+    """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
+    split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
+    names = frozenset(str(dim) for dim in range(len(shape)))
+    return Candidates(
+        (Signature((), (B,), None), *split),
+        tuple((str(d), n) for d, n in enumerate(shape)),
+        nonempty=names,
+        mesh_order=True,
+    )
+
+

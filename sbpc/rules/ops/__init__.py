@@ -1,0 +1,1 @@
+"""The rules of ATen ops, one file a family, about one line an op."""

@@ -1,0 +1,64 @@
+"""Embeddings: a table split over its rows is a masked local lookup whose results add up (vocabulary parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from sbpc.rules.match import FREE, Kernel, Shard
+from sbpc.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+class Found(NamedTuple):
+    """Global indices on the rank that holds a part: counted from its start, clamped into it, whether they lie outside."""
+
+    shifted: Any
+    nearest: Any
+    outside: Any
+
+
+def addressed(factor: str, index: str, kernel: Callable[[Shard, Found], Any]) -> Kernel:
+    """The kernel of an op whose argument `index` addresses `factor`: `kernel` where that is split and not empty here."""
+
+    def local(shard: Shard) -> Any:
+        if factor not in shard.offsets:
+            return shard.plain()
+        if shard.local[factor] == 0:
+            return shard.zeros()
+        shifted = shard.call(aten.sub.Tensor, shard.given[index], shard.offsets[factor])
+        nearest = shard.call(aten.clamp.default, shifted, 0, shard.local[factor] - 1)
+        return kernel(shard, Found(shifted, nearest, shard.call(aten.ne.Tensor, nearest, shifted)))
+
+    return local
+
+
+def without(shard: Shard, found: Found, index: Any, skipped: int, mark: int) -> Any:
+    """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0: none)."""
+    gone = found.outside
+    if skipped >= 0:
+        gone = shard.call(aten.logical_or.default, gone, shard.call(aten.eq.Scalar, index, skipped))
+    return shard.call(aten.masked_fill.Scalar, found.shifted, gone, mark)
+
+
+def embedding(shard: Shard, found: Found) -> Any:
+    rows = shard.plain(indices=found.nearest)
+    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, found.outside, -1), 0)
+
+
+def embedding_backward(shard: Shard, found: Found) -> Any:
+    """Rows of other ranks, and the padding row, get index -1, which the op is told to be the padding."""
+    rows = without(shard, found, shard.given["indices"], shard.given["padding_idx"], -1)
+    return shard.plain(indices=rows, padding_idx=-1)
+
+
+rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=addressed("v", "indices", embedding), flops=FREE)
+rule(
+    aten.embedding_dense_backward.default,
+    "*b d, *b, [v] -> v d ; +b ; idx v @ 1 ; lin(0) ; when(not scale_grad_by_freq)",
+    local=addressed("v", "indices", embedding_backward),
+    flops="1 *b d",
+)

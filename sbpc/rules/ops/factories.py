@@ -1,0 +1,57 @@
+"""Factories: made of sizes alone, so any split is free; arange and random bits start where the shard starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sbpc.graph.random_bits import BITS, row_major
+from sbpc.rules.match import FREE, Shard
+from sbpc.rules.registry import rule
+
+aten = torch.ops.aten
+
+
+def arange(shard: Shard) -> Any:
+    """start + step * (offset + 0, 1, 2, ...)"""
+    if "a" not in shard.offsets:
+        return shard.plain()
+    call, given = shard.call, shard.given
+    where = {} if given["device"] is None else {"device": given["device"]}
+    index = call(aten.arange.default, shard.local["a"], dtype=torch.int64, **where)
+    index = call(aten.add.Tensor, index, shard.offsets["a"])
+    dtype = shard.match.bound.outputs[0].dtype
+    if dtype != torch.int64:  # rounded once, at the end: a narrow type cannot hold what lies between
+        index = call(aten._to_copy.default, index, dtype=torch.float64)
+    if given.get("step", 1) != 1:
+        index = call(aten.mul.Scalar, index, given["step"])
+    if given.get("start", 0) != 0:
+        index = call(aten.add.Scalar, index, given["start"])
+    return index if dtype == torch.int64 else call(aten._to_copy.default, index, dtype=dtype)
+
+
+def bits(shard: Shard) -> Any:
+    """The bits of this rank's elements, by where they stand in the whole tensor."""
+    if not shard.offsets:
+        return shard.plain()
+    sizes, start = shard.match.sizes, None
+    strides = dict(zip(sizes, row_major(list(sizes.values()))))
+    for factor, offset in shard.offsets.items():
+        here = shard.call(aten.mul.Scalar, offset, strides[factor])
+        start = here if start is None else shard.call(aten.add.Tensor, start, here)
+    return shard.plain(strides=list(strides.values()), start=start)
+
+
+for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
+for op in (
+    aten.empty.memory_format, aten.empty_permuted.default, aten.full.default, aten.ones.default, aten.zeros.default,
+):  # fmt: skip
+    rule(op, "[*a] -> *a", flops=FREE)
+for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):
+    rule(op, "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
+for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
+    rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
+rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)
+rule(BITS, "(), [*a], _ -> *a ; idx a", local=bits, flops="16 *a")

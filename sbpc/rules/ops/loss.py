@@ -1,0 +1,92 @@
+"""Losses. A mean over a split batch is no mean of local means: it is fixed, or the local sum over the global count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sbpc.rules.match import Arguments, Shard
+from sbpc.rules.ops.embedding import Found, addressed, without
+from sbpc.rules.ops.pointwise import aligned
+from sbpc.rules.registry import rule
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+# --- negative log likelihood ------------------------------------------------------------------------------------------
+def _nll_dims(given: Arguments) -> tuple[str, str, list[str]]:
+    """The dims of self and of target, and the names of the latter."""
+    rest = [f"n{at}" for at in range(given["target"].dim())]
+    return " ".join([*rest[:1], "c", *rest[1:]]), " ".join(rest) or "()", rest
+
+
+def nll(given: Arguments, outputs: Any) -> str:
+    """none: total_weight is 0 (but that of a lone sample). mean: local targets weigh unequally, so nothing is split."""
+    x, target, rest = _nll_dims(given)
+    names = " ".join([*rest, "c"])
+    if given["reduction"] == NONE and rest:
+        return f"{x}, {target}, c -> {target}, () ; +c ; same({names} -> 1) ; idx c @ 1 ; lin(0 -> 0)"
+    clause = f"fix {names}" if given["reduction"] == MEAN else f"+{names} ; idx c @ 1"
+    return f"{x}, {target}, c -> (), () ; {clause} ; lin(0 -> 0)"
+
+
+def nll_backward(given: Arguments, outputs: Any) -> str:
+    """total_weight is the global one; of self only the shape is read."""
+    x, target, _ = _nll_dims(given)
+    grad = target if given["reduction"] == NONE else "()"
+    return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
+
+
+def nll_local(shard: Shard, found: Found) -> Any:
+    """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
+    target = without(shard, found, shard.given["target"], shard.given["ignore_index"], -100)
+    return shard.plain(target=target, ignore_index=-100)
+
+
+# --- pointwise losses -------------------------------------------------------------------------------------------------
+def pointwise_loss(given: Arguments, outputs: Any) -> str | None:
+    """self, target (, weights): the reduction sums over all dims."""
+    x = given["self"]
+    tensors = [name for name in ("self", "target", "weight", "pos_weight") if name in given]
+    if given["target"].shape != x.shape:
+        return None
+    operands = [aligned(given[name], x.shape) for name in tensors]
+    out = operands[0] if given["reduction"] == NONE else "()"
+    summed = f" ; +{operands[0]}" if given["reduction"] != NONE and x.dim() else ""
+    return f"{', '.join(operands)} -> {out}{summed}"
+
+
+def pointwise_loss_backward(given: Arguments, outputs: Any) -> str | None:
+    x = given["self"]
+    if given["target"].shape != x.shape:
+        return None
+    tensors = [name for name in ("self", "target", "weight") if name in given]
+    operands = [aligned(given[name], x.shape) for name in ("grad_output", *tensors)]
+    return f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
+
+
+def mean_local(shard: Shard) -> Any:
+    """A mean, forward or backward, over a split dim: the sum over the global count."""
+    sizes = shard.match.sizes
+    if shard.given["reduction"] != MEAN or all(shard.local[factor] == size for factor, size in sizes.items()):
+        return shard.plain()
+    return shard.call(aten.div.Scalar, shard.plain(reduction=SUM), math.prod(sizes.values()))
+
+
+for op in (
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default,
+    aten.mse_loss.default, aten.smooth_l1_loss.default,
+):  # fmt: skip
+    rule(op, pointwise_loss, local=mean_local)
+for op in (
+    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+):  # fmt: skip
+    rule(op, pointwise_loss_backward, local=mean_local)
+for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+    rule(op, nll, local=addressed("c", "target", nll_local))
+for op in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
+    rule(op, nll_backward, local=addressed("c", "target", nll_local))

@@ -1,0 +1,311 @@
+"""Brute force: every tuple of input states of a call is tried on two ranks, and what comes out says which are valid.
+
+It knows nothing of rules: it runs the op itself on shards, with each integer that stands for a size once as it is and
+once cut. So it finds what a rule lacks (`lacking`), and what an op without a rule can do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpc.errors import RuleError
+from sbpc.mesh.states import B, P, Partial, Split, State, chunk_sizes, shards, whole
+from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.rules.proof.prove import BROKEN, Case, call, equal, swapped
+from sbpc.rules.proof.worker import Lost, attempt
+
+RANKS = 2
+MOST = 20_000
+CRASHES = 3  # after which an op is taken to crash on shapes that do not fit
+FREE = ((B, Split), (B, type(P)), (Split, type(P)))  # boxings that send nothing: slice, keep, pad
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer argument that is the size of something: by name, and its place where it is one of several."""
+
+    name: str
+    at: int | None
+
+
+@dataclass(frozen=True)
+class How:
+    """On how many ranks, and what the sum of the ranks' outputs may be: reductions, each tried in turn."""
+
+    ranks: int = RANKS
+    reductions: tuple[Partial, ...] = (P,)
+
+
+Pattern = tuple[tuple[int | None, ...], "Size | None"]
+TWO = How()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The valid signatures of a call, each with the integer that is cut for it. tried: patterns of splits that were tried.
+
+    left: those that were not, since there are too many or since the op crashes or hangs. lost: why it did, for each.
+    """
+
+    signatures: dict[Signature, Size | None]
+    tried: int
+    left: int
+    lost: tuple[str, ...]
+
+
+def valid(one: Case, sizes: Sequence[Size] = ()) -> list[Signature]:
+    """All signatures of a call that hold on two ranks."""
+    return list(search(one, sizes).signatures)
+
+
+def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> Found:
+    """All signatures of a call that hold.
+
+    Of the states that an output could be said to have, the first of B, P, S that holds whatever the values is taken. An op that crashes or
+    hangs on a few patterns of splits does not check shapes: then only those are tried that split all dims of one size,
+    as where there are too many. Raises RuleError for an op that crashes or hangs on those as well.
+    """
+    every = list(patterns(one, sizes))
+    fitting = [pattern for pattern in every if alike(one, pattern)]
+    lost: list[str] = []
+    for chosen in (every, fitting) if len(every) <= MOST else (fitting,):
+        found: dict[Signature, Size | None] = {}
+        crashes = 0
+        for pattern, result in attempt(lambda pattern: of_pattern(one, pattern, how), chosen, seconds):
+            if isinstance(result, Lost):
+                crashes += 1
+                lost.append(result.why)
+                if crashes > CRASHES:
+                    break
+            else:
+                for signature in result:
+                    found.setdefault(signature, pattern[1])
+        else:
+            return Found(found, len(chosen), len(every) - len(chosen), tuple(lost))
+    raise RuleError(f"{one.op} crashes or hangs on {CRASHES + 1} calls on shards\n  Give it smaller examples.")
+
+
+def confirm(
+    one: Case, found: Mapping[Signature, Size | None], ranks: Sequence[int], seconds: float = 20.0, how: How = TWO
+) -> dict[Signature, dict[int, bool]]:
+    """Whether signatures hold on these numbers of ranks as well; those that would leave one an empty shard are not tried."""
+    items = [
+        (signature, replace(how, ranks=number))
+        for signature in found
+        for number in ranks
+        if not any(isinstance(s, Split) and 0 in chunk_sizes(v.shape[s.dim], number) for s, v in zip(signature.inputs, one.operands))
+    ]
+    told: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
+    for (signature, there), result in attempt(
+        lambda item: holds(one, item[0].inputs, found[item[0]], item[0].outputs, item[1]), items, seconds
+    ):
+        told[signature][there.ranks] = result is True
+    return told
+
+
+def alike(one: Case, pattern: Pattern) -> bool:
+    """Whether what is split is one dim of every operand that has a dim of that size."""
+    split = [value.shape[dim] for value, dim in zip(one.operands, pattern[0]) if dim is not None]
+    holders = [value for value in one.operands if split and split[0] in value.shape]
+    return len(set(split)) < 2 and len(split) == len(holders)
+
+
+def patterns(one: Case, sizes: Sequence[Size]) -> Iterator[Pattern]:
+    """Which dim of each operand is split, if any, and which integer is cut with it."""
+    each = [[None, *(dim for dim, size in enumerate(value.shape) if size > 1)] for value in one.operands]
+    for dims in itertools.product(*each):
+        for size in (None, *sizes):
+            if size is None or any(dim is not None for dim in dims):
+                yield dims, size
+
+
+def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
+    """The valid signatures with these splits: every other operand is whole, or partial where it holds numbers."""
+    dims, size = pattern
+    given: list[State] = [B if dim is None else Split(dim) for dim in dims]
+    if outcome([one], given, size, how, shapes_only=True) is None:
+        return []
+    calls = [one, *filter(runs, others(one))]
+    exact = all(not value.is_floating_point() for value in one.operands)
+    numbers = [
+        at
+        for at, (dim, value) in enumerate(zip(dims, one.operands))
+        if dim is None and value.dtype != torch.bool and (value.is_floating_point() or exact)
+    ]
+    found = []
+    for count in range(len(numbers) + 1):
+        for chosen in itertools.combinations(numbers, count):
+            ins = [P if at in chosen else state for at, state in enumerate(given)]
+            outs = outcome(calls, ins, size, how)
+            if outs is not None:
+                found.append(Signature(tuple(ins), outs))
+    return found
+
+
+def others(one: Case) -> Iterator[Case]:
+    """Calls of the same shapes on other values: single true and false elements, another order, few special numbers."""
+    for lone in (True, False):
+        changed = []
+        for value in one.operands:
+            if value.dtype == torch.bool:
+                single = torch.arange(value.numel()).view(value.shape) == 0
+                changed.append(single if lone else ~single)
+            else:
+                changed.append(value.flatten().roll(1 + lone).view(value.shape))
+        args, kwargs = swapped(one, changed)
+        yield replace(one, args=tuple(args), kwargs=kwargs)
+    smooth = [value for value in one.operands if value.is_floating_point()]
+    for special in ((0.0, 1.0, -1.0, 2.0, 3.0), *([(0.0, torch.inf, -torch.inf, torch.nan)] if len(smooth) == 1 else [])):
+        args, kwargs = swapped(one, [draw(value, special, at) for at, value in enumerate(one.operands)])
+        yield replace(one, args=tuple(args), kwargs=kwargs)
+
+
+def draw(value: Tensor, special: Sequence[float], seed: int) -> Tensor:
+    """A tensor like `value` of these numbers, if it holds real ones."""
+    if not value.is_floating_point():
+        return value
+    chosen = torch.randint(0, len(special), value.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(special, dtype=value.dtype)[chosen]
+
+
+def runs(one: Case) -> bool:
+    """Whether the op takes these values."""
+    try:
+        one.run()
+    except BROKEN:
+        return False
+    return True
+
+
+def outcome(
+    calls: Sequence[Case], ins: Sequence[State], size: Size | None, how: How = TWO, shapes_only: bool = False
+) -> tuple[State, ...] | None:
+    """The states of the outputs if the inputs are in `ins`, the same in all calls; None if an output is in no state.
+
+    shapes_only: ask only whether the ranks' outputs have the shapes of some state.
+    """
+    left: list[list[State]] = []
+    for number, call_ in enumerate(calls):
+        made = outputs_of(call_, ins, size, how)
+        if made is None:
+            return None
+        if number == 0:
+            left = [[B, *how.reductions, *map(Split, range(v.dim()))] if isinstance(v, Tensor) else [B] for _, v in made]
+        for at, (parts, v) in enumerate(made):
+            if isinstance(v, Tensor):
+                left[at] = [state for state in left[at] if in_state(parts, state, v, call_, shapes_only)]
+        if not all(left):
+            return None
+    return tuple(states[0] for states in left)
+
+
+def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], how: How) -> bool:
+    """Whether the outputs are in the states `outs` if the inputs are in `ins`."""
+    found = outputs_of(one, ins, size, how)
+    return found is not None and all(
+        not isinstance(expected, Tensor) or in_state(parts, state, expected, one)
+        for (parts, expected), state in zip(found, outs)
+    )
+
+
+def outputs_of(
+    one: Case, ins: Sequence[State], size: Size | None, how: How
+) -> list[tuple[tuple[Any, ...], Any]] | None:
+    """For each output what the ranks have and what one device has; None if the op fails on shards."""
+    generator = torch.Generator().manual_seed(11)
+    held = [parts_of(value, state, generator, how.ranks) for value, state in zip(one.operands, ins)]
+    results = []
+    for rank in range(how.ranks):
+        args, kwargs = swapped(one, [parts[rank] for parts in held])
+        try:
+            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank, how.ranks), **kwargs)))
+        except BROKEN:
+            return None
+    wanted = flat_outputs(one.run())
+    if any(len(result) != len(wanted) for result in results):
+        return None
+    return list(zip(zip(*results), wanted))
+
+
+def parts_of(value: Tensor, state: State, generator: torch.Generator, ranks: int = RANKS) -> list[Tensor]:
+    """What each rank holds; partial sums of real numbers, since rounding is linear in whole ones."""
+    if state != P or not value.is_floating_point():
+        return shards(value, state, ranks, generator)
+    noise = [torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(ranks - 1)]
+    return [value - sum(noise), *noise]
+
+
+def resized(
+    one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | None, rank: int, ranks: int = RANKS
+) -> list[Any]:
+    """The positional arguments with one integer cut; a named one is replaced in `kwargs`."""
+    if size is None:
+        return args
+
+    def cut(value: Any) -> Any:
+        if size.at is None:
+            return chunk_sizes(value, ranks)[rank]
+        return [chunk_sizes(item, ranks)[rank] if at == size.at and item > 0 else item for at, item in enumerate(value)]
+
+    if size.name in kwargs:
+        kwargs[size.name] = cut(kwargs[size.name])
+        return args
+    names = [argument.name for argument in one.op._schema.arguments]
+    return [cut(value) if names[at] == size.name else value for at, value in enumerate(args)]
+
+
+def in_state(parts: Sequence[Any], state: State, expected: Tensor, one: Case, shapes_only: bool = False) -> bool:
+    """Whether these parts of an output are in a state. shapes_only: by their shapes, which partial sums have as whole ones."""
+    if not all(isinstance(part, Tensor) and part.dtype == expected.dtype for part in parts):
+        return False
+    shapes = [tuple(expected.shape)] * len(parts)
+    if isinstance(state, Split):
+        sizes = chunk_sizes(expected.shape[state.dim], len(parts))
+        shapes = [(*shape[: state.dim], size, *shape[state.dim + 1 :]) for shape, size in zip(shapes, sizes)]
+    no_number = expected.dtype == torch.bool or (expected.is_complex() and state != P)  # complex ones have no order
+    if (isinstance(state, Partial) and no_number) or shapes != [tuple(part.shape) for part in parts]:
+        return False
+    if shapes_only or not one.values:
+        return True
+    if state == B:
+        return all(equal(part, expected, close(one)) for part in parts)
+    return equal(whole(list(parts), state), expected, close(one))
+
+
+def close(one: Case) -> float:
+    """How far apart equal values may be: partial sums of real numbers are rounded."""
+    narrow = any(value.dtype in (torch.bfloat16, torch.float16) for value in one.operands)
+    return max(one.tolerance, 5e-2 if narrow else 1e-9)
+
+
+# --- what follows from what -------------------------------------------------------------------------------------------
+def lacking(found: Sequence[Signature], offered: Sequence[Signature]) -> list[Signature]:
+    """Those of `found` that cost more without a signature of their own: neither offered nor an offered one with free boxings."""
+    missing = [s for s in found if not any(follows(s, other) for other in offered)]
+    return [s for s in missing if not any(other is not s and follows(s, other) for other in missing)]
+
+
+def follows(signature: Signature, other: Signature) -> bool:
+    """Whether `other` does what `signature` does, its inputs and outputs boxed without sending anything."""
+    ins = all(given == wanted or is_free(given, wanted) for given, wanted in zip(signature.inputs, other.inputs))
+    return ins and all(made == asked or is_free(made, asked) for made, asked in zip(other.outputs, signature.outputs))
+
+
+def is_free(before: State, after: State) -> bool:
+    """Whether boxing sends nothing."""
+    return any(isinstance(after, kind) and (before == state if state == B else isinstance(before, Split)) for state, kind in FREE)
+
+
+def sizes_of(fills: Sequence[Any], named: Mapping[str, Any]) -> list[Size]:
+    """The integers that a rule rewrites, one by one."""
+    found = []
+    for fill in fills:
+        value = named[fill.name]
+        found += [Size(fill.name, None)] if fill.single else [Size(fill.name, at) for at in range(len(value))]
+    return found

@@ -1,0 +1,141 @@
+"""Files of rules that a person writes and reviews: `sbpc.load_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sbpc._compat import OpOverload
+from sbpc.errors import RuleError, check_kinds
+from sbpc.rules import registry
+from sbpc.rules.grammar import parse
+from sbpc.rules.match import WRITTEN, Arguments
+from sbpc.rules.proof.user_rules import Registered, factors_of, fits, require_pure, resolve
+from sbpc.rules.registry import applied, entry, row
+
+UNREVIEWED = "?"
+HEADER = f"""# Rules for sbpc.load_rules and --rules: in a line an op and its rule string.
+# One with {UNREVIEWED!r} was inferred by a probe: remove the {UNREVIEWED!r} if that is what the op may do, whatever its arguments hold.
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One rule of a file. reviewed: a person has removed the mark of what a probe has inferred."""
+
+    number: int
+    name: str
+    text: str
+    reviewed: bool
+
+
+def load_rules(path: str | Path) -> list[Registered]:
+    """Put the rules of a reviewed file in force: per line an op and a rule string, what follows '#' is a remark.
+
+        mylib::myop    b s d, d -> b s d ; lin(0)    # seen on float64[3, 4, 5], float64[5]
+
+    Several lines for one op are alternatives: the first that fits a call is taken, and a call that none fits has no
+    rule. Raises RuleError with the file and line of what is wrong, and for a line that nobody has reviewed.
+    """
+    check_kinds(RuleError, path=(path, "a path"))
+    file = Path(path)
+    texts: dict[OpOverload, list[str]] = {}
+    first: dict[OpOverload, int] = {}
+    for line in lines_of(file, read(file)):
+        with at_line(file, line.number):
+            op = resolve(line.name)
+            require_pure(op)
+            fits(parse(line.text), op, False)
+            known = row(op)
+            if known is not None and not known.source.startswith("reviewed"):
+                raise RuleError(f"{op} has a rule already\n  Remove the line.")
+            if not line.reviewed:
+                raise RuleError(
+                    f"the rule of {line.name} was inferred by a probe, and nobody has reviewed it\n  {line.text}\n"
+                    f"  Remove the {UNREVIEWED!r} if it is right, or put a '#' before it to go without."
+                )
+        texts.setdefault(op, []).append(line.text)
+        first.setdefault(op, line.number)
+    done = []
+    for op, alternatives in texts.items():
+        done.append(Registered(op, registry.TABLE.get(op)))
+        made = entry(op, Alternatives(tuple(alternatives), op), flops=WRITTEN, nonempty=every_factor(alternatives))
+        registry.put(op, replace(made, source=f"reviewed, {file.name}:{first[op]}"))
+    return done
+
+
+def add_entries(path: str | Path, entries: Iterable[str]) -> int:
+    """Add entries, each remarks and a line, at the end of a file of rules, or to a new one; how many were not there before.
+
+    A new file is written for no entries as well. Raises RuleError if it is no file of rules or cannot be written.
+    """
+    check_kinds(RuleError, path=(path, "a path"))
+    file = Path(path)
+    text, added = read(file) if file.exists() else HEADER, 0
+    there = [(line.name, line.text) for line in lines_of(file, text)]
+    for new in entries:
+        lines = [(line.name, line.text) for line in lines_of(file, new)]
+        if not (all(line in there for line in lines) if lines else new in text):
+            text, added, there = f"{text.rstrip()}\n\n{new}\n", added + 1, there + lines
+    if added or not file.exists():
+        try:
+            file.write_text(text)
+        except OSError as error:
+            raise RuleError(f"cannot write the rules to {file}: {error.strerror}\n  Name a file that may be written to.") from error
+    return added
+
+
+def read(file: Path) -> str:
+    """The text of a file of rules."""
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RuleError(
+            f"cannot read the rules of {file}: {error}\n  Each line holds an op and its rule string; # starts a comment."
+        ) from error
+
+
+def lines_of(file: Path, text: str) -> Iterator[Line]:
+    """The rules of a file in order. Raises RuleError with the line of one that is malformed."""
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        name, _, rule = content.removeprefix(UNREVIEWED).strip().partition(" ")
+        with at_line(file, number):
+            parse(rule.strip())
+        yield Line(number, name, rule.strip(), not content.startswith(UNREVIEWED))
+
+
+@contextmanager
+def at_line(file: Path, number: int) -> Iterator[None]:
+    """Say of an error where in a file it is."""
+    try:
+        yield
+    except RuleError as error:
+        raise RuleError(f"{file}, line {number}: {error}") from error
+
+
+def every_factor(texts: Sequence[str]) -> str:
+    """The factors of several rules."""
+    return " ".join(dict.fromkeys(factor for text in texts for factor in factors_of(parse(text))))
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Rule strings of one op, of which a call takes the first that fits it."""
+
+    texts: tuple[str, ...]
+    op: OpOverload
+
+    def __call__(self, given: Arguments, outputs: Any) -> str | None:
+        for text in self.texts:
+            try:
+                if applied(self.op, text, given, outputs) is not None:
+                    return text
+            except RuleError:  # for tensors of other numbers of dims
+                continue
+        return None

@@ -1,0 +1,275 @@
+"""Rules of the user's own ops: `sbpc.rule`; with example inputs a rule is proved at once, or refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpc._compat import OpOverload, op_names, overload_of
+from sbpc.errors import RuleError
+from sbpc.mesh.states import chunk_sizes
+from sbpc.rules import registry
+from sbpc.rules.binding import is_list
+from sbpc.rules.grammar import Rule, parse, refuse
+from sbpc.rules.match import Count, Entry, Kernel, Match, Write
+from sbpc.rules.predicate import names_in
+from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove, tensors
+from sbpc.rules.proof.worker import Lost, attempt
+from sbpc.rules.registry import entry, row
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+UNPROVED, PROVED = "unproved", "proved"
+SECONDS = 10.0  # that an op may take on an empty shard
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A rule that is in force; `remove()`, or leaving a `with` of it, puts back what there was before."""
+
+    op: OpOverload
+    before: Entry | None
+
+    def remove(self) -> None:
+        """Put back what there was before."""
+        registry.put(self.op, self.before)
+
+    def __enter__(self) -> Registered:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.remove()
+
+
+def rule(
+    op: Any,
+    text: str | Write,
+    *,
+    examples: Sequence[Sequence[Any]] = (),
+    flops: str | Count | None = None,
+    nonempty: str = "",
+    local: Kernel | None = None,
+    replace: bool = False,
+) -> Registered:
+    """Say what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands.
+
+    text: a rule string (the grammar is in sbpc/rules/grammar.py), or a function of the arguments by name and of the
+    outputs that returns one, or None for a call that has no rule. examples: the arguments of calls, each a tuple of
+    positional ones, with keyword arguments as a dict at its end. Every signature is proved on them, and each factor of
+    the string must have more than one element in one of them; small distinct sizes do best. Without examples the rule
+    is taken as it is, and every plan that uses it says "unproved rule". flops: "2 m k n", by default one per point.
+    nonempty: factors of which no rank may be left an empty shard; the proof adds those on which the op fails. local:
+    what runs on shards where the op alone is not enough. replace: put the rule in the place of another.
+
+    Raises RuleError for a malformed string (it points at the character), an op that there is not, that writes into its
+    arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
+    results.
+    """
+    found = resolve(op)
+    require_pure(found)
+    if isinstance(text, str):
+        fits(parse(text), found, local is not None)
+    known, before = row(found), registry.TABLE.get(found)
+    if known is not None and not replace and known.text != text:
+        written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
+        raise RuleError(f"{found} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
+    held = nonempty if examples or not isinstance(text, str) else " ".join(factors_of(parse(text)))
+    made = entry(found, text, flops=flops, local=local, nonempty=held)
+    done = Registered(found, before)
+    registry.put(found, with_source(made, PROVED if examples else UNPROVED))
+    try:
+        prove_on([case_of(found, example) for example in examples], made)
+    except BaseException:
+        done.remove()
+        raise
+    return done
+
+
+def resolve(op: Any) -> OpOverload:
+    """The op that is meant. Raises RuleError if there is none such, or several."""
+    found = overload_of(op)
+    if found is not None:
+        return found
+    if not isinstance(op, str) or "::" not in op:
+        raise RuleError(f"{op!r} is no op\n  Give its name, as in 'mylib::myop' or 'aten::add.Tensor'.")
+    space, _, rest = op.partition("::")
+    name, _, overload = rest.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, space), name)
+    except AttributeError:
+        known = [key for key in op_names() if key.startswith(space + "::")]
+        near = difflib.get_close_matches(op, [key.partition(".")[0] for key in known], 3)
+        todo = f"Close to it are {', '.join(dict.fromkeys(near))}." if near else "Import what registers it first."
+        raise RuleError(f"there is no op {op!r}\n  {todo}") from None
+    names = packet.overloads()
+    if (overload or "default") not in names:
+        raise RuleError(f"{op!r} is none of the overloads of {space}::{name}\n  Name one of {', '.join(names[:6])}.")
+    return getattr(packet, overload or "default")
+
+
+def require_pure(op: OpOverload) -> None:
+    """Raises RuleError for an op that is no function of its arguments."""
+    written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    if written or op._schema.is_mutable:
+        what = f"{op} writes into its argument {written[0]!r}" if written else f"{op} writes into its arguments"
+        raise RuleError(f"{what}, so it has no signature\n  Register an op that returns a new tensor instead.")
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise RuleError(f"{op} draws random numbers: its shards would not be those of one device\n  Pass them in.")
+
+
+def fits(rule: Rule, op: OpOverload, local: bool) -> None:
+    """Raises RuleError, pointing at the operand, if the string cannot be about calls of `op`."""
+    arguments = list(op._schema.arguments)
+    names = [argument.name for argument in arguments]
+    lists = any(is_list(argument) for argument in arguments)
+    for number, operand in enumerate(rule.inputs):
+        if operand.name is None and lists:
+            continue
+        if operand.name is None and number >= len(arguments):
+            refuse(rule.text, operand.at, f"{op} has {len(arguments)} arguments", f"They are {', '.join(names)}.")
+        if operand.name is not None and operand.name not in names:
+            refuse(rule.text, operand.at, f"{op} has no argument {operand.name!r}", f"They are {', '.join(names)}.")
+        argument = arguments[number if operand.name is None else names.index(operand.name)]
+        kind = str(argument.type)
+        if operand.kind == "tensor" and "Tensor" not in kind:
+            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is no tensor ({kind})", "Write '_' for it.")
+        if operand.kind != "tensor" and kind == "Tensor":
+            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is a tensor", "Write its dims.")
+    taken = {operand.name or names[at] for at, operand in enumerate(rule.inputs) if operand.name or at < len(names)}
+    lacking = [a.name for a in arguments if str(a.type) == "Tensor" and a.name not in taken and not lists]
+    if lacking:
+        refuse(rule.text, rule.text.index("->"), f"no operand for the tensor {lacking[0]!r} of {op}", "Write its dims.")
+    made = op._schema.returns
+    if len(made) != len(rule.outputs) and not any("List" in str(value.type) for value in made):
+        at = rule.outputs[min(len(made), len(rule.outputs) - 1)].at
+        refuse(rule.text, at, f"{op} has {len(made)} outputs, the rule {len(rule.outputs)}", "Write one for each.")
+    if rule.idx and not local:
+        what = f"idx {rule.idx[0][0]} needs a local kernel, for the op alone knows no offsets"
+        refuse(rule.text, len(rule.text), what, "Give local=, or leave the factor fixed.")
+    for name in names_in(rule.when or ""):
+        if name not in (*names, *factors_of(rule)):
+            refuse(rule.text, rule.text.index("when"), f"when(...): {name!r} is no argument and no factor", "Name one.")
+
+
+def factors_of(rule: Rule) -> list[str]:
+    """All factors of a rule in the order of its text."""
+    return list(dict.fromkeys(factor for operand in (*rule.inputs, *rule.outputs) for factor in operand.factors))
+
+
+# --- proving ----------------------------------------------------------------------------------------------------------
+def case_arguments(op: OpOverload, example: Sequence[Any]) -> tuple[list[Any], Mapping[str, Any]]:
+    """The arguments and keyword arguments that an example stands for. Raises RuleError if they are none."""
+    if isinstance(example, (Tensor, str)) or not isinstance(example, Sequence):
+        raise RuleError(f"an example for {op} is a {type(example).__name__}\n  Give a tuple of its arguments.")
+    *args, last = [*example] or [{}]
+    kwargs: Mapping[str, Any] = last if isinstance(last, Mapping) else {}
+    args = args if isinstance(last, Mapping) else [*args, last]
+    given = [value for argument in (*args, *kwargs.values()) for value in tensors(argument)]
+    if any(value.is_meta for value in given):
+        raise RuleError(f"an example for {op} is on the meta device\n  Give tensors that hold values.")
+    return args, kwargs
+
+
+def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
+    """The call that an example stands for, in float64 where the op takes it."""
+    args, kwargs = case_arguments(op, example)
+    for convert in (wide, detached):
+        one = Case(op, tuple(convert(arg) for arg in args), {name: convert(value) for name, value in kwargs.items()})
+        try:
+            outputs = tensors([one.run()])
+        except Exception as error:
+            failed = error
+            continue
+        types = [value.dtype for value in (*one.operands, *outputs) if value.dtype in TOLERANCE]
+        return Case(op, one.args, one.kwargs, tolerance=max((TOLERANCE[dtype] for dtype in types), default=0.0))
+    raise RuleError(f"an example for {op} fails: {failed}\n  Give arguments that the op takes.") from failed
+
+
+def detached(value: Any) -> Any:
+    """A copy of an argument, without autograd."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(detached, value)) if isinstance(value, (list, tuple)) else value
+
+
+def wide(value: Any) -> Any:
+    """A copy of an argument, its floating-point tensors in float64."""
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    return type(value)(map(wide, value)) if isinstance(value, (list, tuple)) else value
+
+
+def prove_on(cases: Sequence[Case], made: Entry) -> None:
+    """Prove the rule in force on these calls, and that every factor is split in one of them; see `rule`."""
+    for one in cases:
+        require_function(one)
+    weak = dict.fromkeys(factor for one in cases for factor in breaking(one))
+    if weak:
+        made = replace(made, nonempty=(*made.nonempty, *weak))
+        registry.put(made.op, with_source(made, PROVED))
+    sizes: dict[str, int] = {}
+    for one in cases:
+        m = one.match()
+        prove(one, ranks=ranks_for(m))
+        for factor, size in m.sizes.items():
+            base = factor.split(".")[0]
+            sizes[base] = max(size, sizes.get(base, 0))
+    if cases and isinstance(made.text, str):
+        parsed = parse(made.text)
+        held = {*parsed.fixed, *(factor for factor, *_ in parsed.halo)}
+        single = [f for f in factors_of(parsed) if f not in held and sizes.get(f, 0) < 2 and not parsed.rng]
+        if single:
+            what = f"{made.op}: no example splits the factor {single[0]!r}, which has one element in all of them"
+            raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
+
+
+def ranks_for(m: Match) -> tuple[int, ...]:
+    """2, 3 and 4 ranks, and for each factor a number of ranks that leaves one of them without elements."""
+    split = dict.fromkeys(s.factor for s in m.signatures if s.factor and s.factor not in (*m.divides, *m.nonempty))
+    return tuple(sorted({*RANKS, *(ranks_beyond(m.sizes[factor]) for factor in split)}))
+
+
+def ranks_beyond(size: int) -> int:
+    """The least number of ranks that leaves one of them an empty shard."""
+    return next(ranks for ranks in range(2, size + 2) if 0 in chunk_sizes(size, ranks))
+
+
+def require_function(one: Case) -> None:
+    """Raises RuleError if the op gives other values when it is run again, or changes its operands."""
+    before = [operand.clone() for operand in one.operands]
+    again = replace(one).run()
+    if not all(torch.equal(a, b) for a, b in zip(before, one.operands)):
+        raise RuleError(f"{one} changes its operands, though its schema does not say so\n  Return a new tensor instead.")
+    if not all(equal(a, b, one.tolerance) for a, b in zip(tensors([again]), tensors([one.run()]))):
+        raise RuleError(f"{one} gives other values when it is run again\n  Only a function of its arguments has a rule.")
+
+
+def breaking(one: Case) -> Iterable[str]:
+    """The factors that may leave no rank an empty shard, since the op fails on one: found in a worker, as it may crash."""
+    m = one.match()
+    splits = [s for s in m.signatures if s.factor and s.factor not in m.divides]
+    if any(not operand.is_cpu for operand in one.operands):
+        results: Iterable[tuple[Any, Any]] = [(s, survives(one, m, s)) for s in splits]
+    else:
+        results = attempt(lambda s: survives(one, m, s), splits, SECONDS)
+    return [str(s.factor).split(".")[0] for s, fine in results if fine is False or isinstance(fine, Lost)]
+
+
+def survives(one: Case, m: Match, signature: Any) -> bool:
+    """Whether a signature holds where one rank has an empty shard."""
+    try:
+        check(one, m, (signature,), (ranks_beyond(m.sizes[signature.factor]),))
+    except Inapplicable:
+        return True
+    except Refuted:
+        return False
+    return True
+
+
+def with_source(made: Entry, source: str) -> Entry:
+    """The row, with where it comes from."""
+    return replace(made, source=source)
