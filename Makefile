@@ -32,11 +32,11 @@ types: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-newest build dist *.egg-info sbpc/boxing/*.so sbpc/solver/*.so sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-newest build dist *.egg-info sbpc/boxing/*.so sbpc/solver/messages/*.so sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A system's python3 may lack ensurepip; its own pip then installs into .venv.
-$(READY): pyproject.toml $(wildcard sbpc/boxing/*.c sbpc/solver/*.[ch])
+$(READY): pyproject.toml $(wildcard sbpc/boxing/*.c sbpc/solver/messages/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "sbpc needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.11"; exit 1; }
 	@if [ ! -x $(BIN)/python ]; then \

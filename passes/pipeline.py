@@ -25,7 +25,7 @@ from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.localize import localize
-from sbpc.passes.memory.priced_space import PricedSpace
+from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.memory.search import within
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
@@ -122,7 +122,7 @@ def finish(
             stored = annotate(store(gm))
             if "dynamic" in options:
                 declare(stored, options["dynamic"])
-            plan = limited(plan, PricedSpace(stored, solved_on, wishes, outputs), stages)
+            plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
     if stages.dump is not None:
         stages.show("assign", plan.graph)
         stages.show("box", plan.boxed)
@@ -130,7 +130,7 @@ def finish(
     return plan
 
 
-def limited(plan: Plan, space: PricedSpace, stages: Stages) -> Plan:
+def limited(plan: Plan, space: LimitedSpace, stages: Stages) -> Plan:
     """The plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
     copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,26 +20,16 @@ from sbpc.mesh.pins import Wish, exactly
 from sbpc.mesh.states import Split
 from sbpc.passes.assign.label_tables import Table, Tensors, narrowed, renames, tabulate
 from sbpc.passes.assign.repeated_blocks import runs
-from sbpc.plans.plan import Assignment
+from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Choice, may_cut, of_stored
-from sbpc.solver import (
-    Neighbours,
-    Problem,
-    Proof,
-    Value,
-    Variable,
-    certify,
-    checked_bound,
-    solve,
-    star,
-    total,
-    untied_proof,
-)
+from sbpc.solver import Bounder, Problem, Proof, Value, Variable, certify, checked_bound, solve, star, total
+from sbpc.solver.descent import Descent
+from sbpc.solver.fold import fold
+from sbpc.solver.problem import gap_of
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
 HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
-ENDS = 0, 1, 2, 4  # blocks at either end of a run that are on their own, turn by turn, for a tighter bound
 Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
@@ -64,7 +52,6 @@ class Space:
     ) -> None:
         self.gm, self.mesh = gm, mesh
         self.multipliers: Proof | None = None  # of what was solved last; None: it needed none
-        self.extra: list[np.ndarray] | None = None  # of the same, see `Solution`
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # tables by kind of node, values by their ports, closures by layouts and shape
@@ -84,30 +71,26 @@ class Space:
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
 
-    def solve(self, prices: Prices | None = None, starts: Sequence[Assignment] = (), quick: bool = False) -> tuple[Assignment, float]:
-        """The cheapest assignment and its bound, in seconds and what is paid for bytes.
+    def solve(self, starts: Sequence[Assignment] = ()) -> tuple[Assignment, float]:
+        """Returns the cheapest assignment that was found, and a bound in seconds; `gap` then tells how far it may be from the best.
 
-        starts: assignments than which it is not to be slower; after it `gap` tells how far it may be from the best.
-        quick: see `sbpc.solver.solve`.
-        Raises LayoutError if no assignment has finite cost.
+        starts: assignments than which it is not to be slower. Raises LayoutError if no assignment has finite cost.
         """
-        problem, known = self.priced(prices), [self.labels(start) for start in starts]
-        solution = solve(problem, known, self.classes(prices), self.classes(prices, 1), quick)
-        if not np.isfinite(solution.seconds):
+        known = [self.labels(start) for start in starts]
+        solution = solve(self.problem, known, self.classes(), self.classes(1))
+        labels = min([solution.labels, *known], key=lambda each: total(self.problem, each))
+        seconds = total(self.problem, labels)
+        if not np.isfinite(seconds):
             raise LayoutError("no assignment joins these layouts: a boxing between them does not exist\n  Remove pins one by one.")
-        self.multipliers, self.extra = solution.proof, solution.extra
-        labels = self.alike(problem, solution.labels) if solution.proof is None else solution.labels
-        if known:  # a start whose blocks are not alike may be better than what is folded from it
-            labels = min([labels, *known], key=lambda found: total(problem, found))
-        seconds = total(problem, labels)
-        self.gap = (seconds - solution.lower_bound) / seconds if seconds else 0.0
+        self.multipliers = solution.proof
+        self.gap = gap_of(seconds, solution.lower_bound)
         return self.assignment(labels), solution.lower_bound
 
     @property
     def proof(self) -> Proof:
-        """Multipliers that bound all plans: those of the solver, or where it needed none, some made now."""
+        """The multipliers that bound all plans."""
         if self.multipliers is None:
-            self.multipliers = untied_proof(self.problem)
+            self.multipliers = Bounder(self.problem, fold(self.problem, self.classes())).proof
         return self.multipliers
 
     def bound(self, proof: Proof) -> float:
@@ -118,69 +101,35 @@ class Space:
         """What an assignment of this space costs, and the bound that the multipliers give."""
         return self.seconds(assignment), self.bound(proof)
 
-    def certify(self, assignment: Assignment, limit: float) -> float:
-        """A bound for all plans, tighter the longer it may take, of which the multipliers are kept if they give a better one
-        than those before; `limit`: CPU seconds."""
-        bound, proof = certify(self.problem, [self.classes(None, apart) for apart in ENDS], self.seconds(assignment), limit)
+    def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
+        """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they give a better one."""
+        bound, proof = certify(self.problem, self.seconds(plan.assignment), limit)
         if bound > self.bound(self.proof):
             self.multipliers = proof
-        return bound
+        return None, bound
 
     @cached_property
     def problem(self) -> Problem:
         """What is solved, bytes for nothing."""
         return Problem(self.variables, self.values)
 
-    def priced(self, prices: Prices | None) -> Problem:
-        """The problem, where the bytes of an output or of an operand cost so many seconds each."""
-        variables = list(self.variables)
-        sums: dict[Any, Any] = {}  # equal ones once
-        for (name, place), price in (prices or {}).items():
-            at = self.named[name]
-            before, size = variables[at].costs, self.bytes_of(at, place)
-            key = (id(before), id(size), price)
-            if key not in sums:
-                sums[key] = before, before + price * size
-            variables[at] = replace(variables[at], costs=sums[key][1])
-        return Problem(variables, self.values)
-
     def seconds(self, assignment: Assignment) -> float:
         """What an assignment takes, bytes for nothing."""
         return total(self.problem, self.labels(assignment))
 
-    def alike(self, problem: Problem, labels: list[int]) -> list[int]:
-        """Labels that cost no more, in which equal blocks run alike where that is possible: each block's labels are
-        tried on all the others. Of plans that cost the same, a person reads the regular one more easily."""
-        best, least = labels, total(problem, labels)
-        for block in sorted({place[0] for place in self.places.values() if place}):
-            pattern = {place[1:]: at for at, place in self.places.items() if place and place[0] == block}
-            tried = list(best)
-            for at, place in self.places.items():
-                source = pattern.get(place[1:]) if place else None
-                if source is not None and self.tables[at] is self.tables[source]:
-                    tried[at] = best[source]
-            seconds = total(problem, tried)
-            if tried != best and seconds <= least * (1 + 1e-12):
-                best, least = tried, min(seconds, least)
-        return best
-
-    def classes(self, prices: Prices | None, apart: int = 0) -> list[int]:
-        """By variable the number of its class: calls at one place of repeated blocks, and what only they read.
+    def classes(self, apart: int = 0) -> list[int]:
+        """Returns, by variable, the number of its class: calls at one place of repeated blocks, and what only they read.
 
         apart: so many blocks at either end of a run of blocks stay on their own.
         """
         numbers: dict[Any, int] = {}
-        held: dict[int, list[tuple[int, float]]] = {}
-        for (name, place), price in (prices or {}).items():
-            held.setdefault(self.named[name], []).append((place, price))
         calls = [at for at, node in enumerate(self.nodes) if node.op == "call_function"]
         tokens = [self.token(at) for at in calls]
         found: dict[int, int] = {}
         for run in runs(tokens):
             for place in range(run.start + apart * run.period, run.stop - apart * run.period):
                 at = calls[place]
-                kept = tuple(held.get(at, ()))
-                key = (run.start, (place - run.start) % run.period, id(self.tables[at]), kept)
+                key = (run.start, (place - run.start) % run.period, id(self.tables[at]))
                 found[at] = numbers.setdefault(key, len(numbers))
         readers: dict[int, list[Any]] = {at: [] for at, node in enumerate(self.nodes) if node.op != "call_function"}
         for value in self.values:
@@ -189,8 +138,7 @@ class Space:
                     (found.get(at, -1 - at), place) for (at, _), place in zip(value.consumers, value.places[1:])
                 ]
         for at, taken in readers.items():
-            kept = tuple(held.get(at, ()))
-            key = (*sorted(taken), id(self.tables[at]), kept)
+            key = (*sorted(taken), id(self.tables[at]))
             if taken and all(number >= 0 for number, _ in taken):
                 found[at] = numbers.setdefault(key, len(numbers))
         return [found.get(at, len(numbers) + at) for at in range(len(self.variables))]
@@ -208,25 +156,6 @@ class Space:
         """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
         homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
         return homes | {node.name: at for at, node in enumerate(self.nodes)}
-
-    @cached_property
-    def places(self) -> dict[int, tuple[Any, ...]]:
-        """By number of a node of a numbered block ("blocks.1.up"): its block's number, then what it is in the block."""
-        seen: Counter[tuple[Any, ...]] = Counter()
-        found: dict[int, tuple[Any, ...]] = {}
-        names = {node: port.name for port, node in placeholders(self.gm).items()}
-        for at, node in enumerate(self.nodes):
-            path = names.get(node, node.meta.get("module", "")).split(".")
-            block = next((place for place, part in enumerate(path) if part.isdigit()), None)
-            if block is not None:
-                rest = (
-                    ".".join((*path[:block], "*", *path[block + 1 :])),
-                    str(node.target) if node.op != "placeholder" else node.op,
-                )
-                key = (int(path[block]), *rest, node.meta.get("phase", ""))
-                found[at] = (*key, seen[key])
-                seen[key] += 1
-        return found
 
     def bytes_of(self, at: int, place: int) -> np.ndarray:
         """Bytes on the busiest rank at a place of variable number `at`, by label: see `Table.held`."""
@@ -348,7 +277,7 @@ class Space:
                 table = self.tables[at]
                 found.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
         if None in named:
-            near = Neighbours(Problem(self.variables, self.values))
+            near = Descent(self.problem)
             for at, label in enumerate(named):
                 if label is None:
                     found[at] = int(near.costs(at, found).argmin())

@@ -22,7 +22,7 @@ from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals
 from sbpc.rules.choices import Choice
-from sbpc.solver import Proof, Tree
+from sbpc.solver import Proof
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Prover(Protocol):
     """The problem that a plan solves."""
 
     @property
-    def proof(self) -> Proof | Tree:
-        """Multipliers that bound the problem, see `sbpc.solver.check`; those of cases, see `sbpc.solver.cases`."""
+    def proof(self) -> Proof:
+        """The multipliers that bound the problem, see `sbpc.solver.proof`."""
 
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """What an assignment costs, and the bound that the multipliers give."""
 
-    def certify(self, assignment: Assignment, limit: float) -> float:
-        """A bound found in about `limit` CPU seconds, the plan's assignment given; `proof` is what gave it, if it is better."""
+    def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
+        """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the best bound."""
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,18 @@ class Plan:
         return found
 
     def certify(self, *, seconds: float = 60.0) -> float:
-        """Look for a tighter lower bound for about so many CPU seconds; the gap. The plan stays as it is.
+        """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap.
 
+        A plan without a memory limit stays as it is. Under a limit a better plan is looked for, too, and replaces this one.
         Raises PlanError for a plan that was read from a file, and for seconds that are no number from 0 on.
         """
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
-        self.lower_bound = max(self.lower_bound, self.problem.certify(self.assignment, seconds))
-        self.__dict__.pop("cost", None)
+        better, bound = self.problem.certify(self, seconds)
+        if better is not None:
+            vars(self).clear()
+            vars(self).update(vars(better))
+        self.lower_bound = max(self.lower_bound, bound)
+        vars(self).pop("cost", None)
         return self.cost.gap
 
     @property
@@ -238,12 +243,12 @@ class Plan:
         return self.prover
 
     @property
-    def proof(self) -> Proof | Tree:
+    def proof(self) -> Proof:
         """The multipliers behind the bound, which anybody can check, of a bound by cases those of each; see `check_bound`, which
         raises the same."""
         return self.problem.proof
 
-    def check_bound(self, proof: Proof | Tree | None = None) -> Checked:
+    def check_bound(self, proof: Proof | None = None) -> Checked:
         """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
 
         proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was

@@ -1,36 +1,33 @@
-"""The layout solver: one label per variable, so that labels and the boxings between them cost least."""
+"""The layout solver: one label per variable, so that labels and the boxings between them cost least. It knows no torch.
 
-from sbpc.solver.cases import Division, Leaf, Tree, bound_by_cases
-from sbpc.solver.check import Proof, checked_bound
-from sbpc.solver.moves import Neighbours
-from sbpc.solver.near import Near
-from sbpc.solver.problem import Limit, Problem, Solution, Value, Variable, charged, check, split_by_costs, star, total
-from sbpc.solver.solve import certify, sharp, solve, untied_distances, untied_proof
-from sbpc.solver.windows import Windows
+minimise   sum over variables v of cost_v(x_v)  +  sum over values of the cheapest star of boxings        -> problem.total
+
+1. Fold: equal blocks become one, whose costs count as often.                                               -> fold.fold
+2. Bound: for any multipliers m by port and label, no plan costs less than
+       sum_v min_x (cost_v(x) + sum of m)  +  sum over values min (star - sum of m)                         -> proof.checked_bound
+   Messages find good multipliers, and how far above the bound a label is (its reduced cost).               -> messages, dual
+3. Plan: a program on few labels is solved exactly. Which labels: those of which the relaxation takes a
+   part, among those of least reduced cost; or all below the gap, if they are few.                          -> solve, program, highs
+4. Under limits, sum_v weight_v(x_v) <= most: prices turn a limit into costs, rows into a program.          -> problem.priced
+"""
+
+from sbpc.solver.bounder import Bounder, certify
+from sbpc.solver.problem import Limit, Problem, Proof, Solution, Value, Variable, priced, star, total
+from sbpc.solver.proof import checked_bound
+from sbpc.solver.solve import solve
 
 __all__ = [
-    "Division",
-    "Leaf",
+    "Bounder",
     "Limit",
-    "Near",
-    "Neighbours",
     "Problem",
     "Proof",
     "Solution",
-    "Tree",
     "Value",
     "Variable",
-    "Windows",
-    "bound_by_cases",
     "certify",
-    "charged",
-    "check",
     "checked_bound",
-    "sharp",
+    "priced",
     "solve",
-    "split_by_costs",
     "star",
     "total",
-    "untied_distances",
-    "untied_proof",
 ]

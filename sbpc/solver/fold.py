@@ -1,119 +1,110 @@
-"""Equal variables solved as one: a problem whose variables are classes, and in which every cost is paid as often as it is.
+"""Folding: repeated blocks are solved once. The variables of the folded problem are classes of variables of the whole one.
 
-Labels of the folded problem, given to all members of their classes, cost the same there as in the whole problem: a star
-depends on the label of its producer and on the distinct layouts that are wanted, and tied consumers want one.
+Labels of classes cost the same in the folded problem as in the whole problem, where every member of a class takes the label of
+its class: a star depends on the label of its producer and on the distinct layouts that are wanted.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sbpc.solver.check import Terms
 from sbpc.solver.problem import Problem, Value, Variable
+from sbpc.solver.proof import consumers
 
 Slot = tuple[int, int]  # a class, and the number of the port where its members meet a value
 
 
 @dataclass(eq=False)
-class Kind:
-    """Values that run between the same classes: the number of its value in the folded problem, and how many they are.
+class Bundle:
+    """Values of the whole problem that run between the same classes, so that the folded problem has one value for them.
 
-    slots: where the value of the folded problem meets its variables, the producer first; by slot `many` members of the
-    class per value.
+    slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each value meets.
+    count: how many values they are. closure: of one of them.
     """
 
     slots: list[Slot]
-    many: list[int]
+    multiplicity: list[int]
     count: int
-    closure: np.ndarray  # of one value
+    closure: np.ndarray
 
 
 @dataclass(eq=False)
 class Folded:
-    """The folded problem, the class of every variable of the whole, and the sizes of the classes. terms: what the check of a
-    bound has found of the whole."""
+    """A folded problem: the class of every variable of the whole problem, the size of every class, a bundle for every value."""
 
     problem: Problem
     classes: list[int]
     sizes: list[int]
-    kinds: list[Kind]
-    terms: Terms | None = None
+    bundles: list[Bundle]
 
     def unfold(self, labels: Sequence[Any]) -> list[Any]:
-        """The labels of the whole problem, or what else is known by class."""
+        """Returns labels of the whole problem from labels of classes; so for anything else that is known by class."""
         return [labels[at] for at in self.classes]
 
     def fold(self, labels: Sequence[int]) -> list[int]:
-        """Labels of classes: those of their first members."""
+        """Returns labels of classes from labels of the whole problem: those of the first members."""
         found: dict[int, int] = {}
         for at, label in zip(self.classes, labels):
             found.setdefault(at, label)
         return [found[at] for at in range(len(self.sizes))]
 
 
-def fold(problem: Problem, alike: Sequence[int]) -> Folded:
-    """The problem with variables of one number in `alike` tied; such variables must have the same ports and labels."""
+def repriced(folded: Folded, problem: Problem) -> Folded:
+    """Returns the same folding of a problem with other label costs, which may differ within a class."""
+    members: list[list[Variable]] = [[] for _ in folded.sizes]
+    for variable, number in zip(problem.variables, folded.classes):
+        members[number].append(variable)
+    return replace(folded, problem=Problem([tied(group) for group in members], folded.problem.values))
+
+
+def fold(problem: Problem, classes: Sequence[int]) -> Folded:
+    """Returns the problem with variables of one number in `classes` tied; they must have the same ports and labels."""
     numbers: dict[int, int] = {}
-    classes = [numbers.setdefault(number, len(numbers)) for number in alike]
+    classes = [numbers.setdefault(number, len(numbers)) for number in classes]
     members: list[list[int]] = [[] for _ in numbers]
     for at, number in enumerate(classes):
         members[number].append(at)
-    variables = []
-    for group in members:
-        first = problem.variables[group[0]]
-        assert all(len(problem.variables[at].costs) == len(first.costs) for at in group), f"{first.name}: other labels"
-        same = all(problem.variables[at].costs is first.costs for at in group)
-        costs = len(group) * first.costs if same else np.sum([problem.variables[at].costs for at in group], axis=0)
-        variables.append(Variable(first.name, costs if len(group) > 1 else first.costs, first.digits))
-    groups: dict[tuple[object, ...], list[Value]] = {}
-    merged: dict[tuple[object, ...], tuple[list[Slot], list[int], list[np.ndarray]]] = {}
+    variables = [tied([problem.variables[at] for at in group]) for group in members]
+    bundles: dict[tuple[object, ...], list[Value]] = {}
     for value in problem.values:
-        key, about = signature(value, classes)
-        merged.setdefault(key, about)
-        groups.setdefault(key, []).append(value)
-
-    @functools.cache
-    def scaled(closure: int, count: int) -> np.ndarray:
-        return count * closures[closure] if count > 1 else closures[closure]
-
-    closures = {id(value.closure): value.closure for value in problem.values}
-    values, kinds = [], []
-    for key, alike_values in groups.items():
-        slots, many, wants = merged[key]
-        consumers = [(slot[0], wanted) for slot, wanted in zip(slots[1:], wants)]
-        places = tuple(place for _, place in slots)
-        one, count = alike_values[0], len(alike_values)
-        values.append(Value(slots[0][0], one.out, consumers, scaled(id(one.closure), count), places))
-        kinds.append(Kind(slots, many, count, one.closure))
-    order = sorted(range(len(values)), key=lambda at: values[at].producer)
-    return Folded(
-        Problem(variables, [values[at] for at in order]),
-        classes,
-        [len(group) for group in members],
-        [kinds[at] for at in order],
-    )
+        groups = consumers(value, classes)
+        multiplicity = tuple(map(len, groups.values()))
+        key = (classes[value.producer], value.places[0], id(value.closure), id(value.out), tuple(groups), multiplicity)
+        bundles.setdefault(key, []).append(value)
+    scaled: dict[tuple[int, int], np.ndarray] = {}  # one array for equal closures, as the messages look for them
+    pairs = []
+    for values in bundles.values():
+        value, bundle = bundled(values, classes)
+        key = id(bundle.closure), bundle.count
+        if key not in scaled:
+            scaled[key] = bundle.count * bundle.closure if bundle.count > 1 else bundle.closure
+        pairs.append((replace(value, closure=scaled[key]), bundle))
+    pairs.sort(key=lambda pair: pair[0].producer)
+    folded = Problem(variables, [value for value, _ in pairs])
+    return Folded(folded, classes, [len(group) for group in members], [bundle for _, bundle in pairs])
 
 
-def signature(
-    value: Value, classes: Sequence[int]
-) -> tuple[tuple[object, ...], tuple[list[Slot], list[int], list[np.ndarray]]]:
-    """What values have in common that fold into one; its slots, how many members each has, and what these want."""
-    found: dict[tuple[int, int, int], np.ndarray] = {}
-    takers: dict[tuple[int, int, int], int] = {}
-    seen: dict[int, list[np.ndarray]] = {}
-    for (at, wants), place in zip(value.consumers, value.places[1:]):
-        before = seen.setdefault(at, [])
-        if not any(np.array_equal(wants, other) for other in before):
-            before.append(wants)
-            name = classes[at], place, id(wants)
-            found.setdefault(name, wants)
-            takers[name] = takers.get(name, 0) + 1
-    slots = [(classes[value.producer], value.places[0]), *((number, place) for number, place, _ in found)]
-    counts = [1, *takers.values()]
-    key = (id(value.closure), id(value.out), slots[0], *((*name, many) for name, many in zip(found, counts[1:])))
-    return key, (slots, counts, list(found.values()))
+def tied(members: Sequence[Variable]) -> Variable:
+    """Returns the variable of a class: its costs are those of all members."""
+    first = members[0]
+    if len(members) == 1:
+        return first
+    assert all(len(member.costs) == len(first.costs) for member in members), f"{first.name}: other labels"
+    same = all(member.costs is first.costs for member in members)
+    costs = len(members) * first.costs if same else np.sum([member.costs for member in members], axis=0)
+    return Variable(first.name, costs, first.digits)
+
+
+def bundled(values: Sequence[Value], classes: Sequence[int]) -> tuple[Value, Bundle]:
+    """Returns the value of the folded problem for equal values of the whole one (its closure still that of one), and the bundle."""
+    one = values[0]
+    groups = consumers(one, classes)
+    wants = dict(zip(((at, place) for (at, _), place in zip(one.consumers, one.places[1:])), (w for _, w in one.consumers)))
+    slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]
+    ports = [(number, wants[group[0]]) for (number, _, _), group in groups.items()]
+    bundle = Bundle(slots, [1, *map(len, groups.values())], len(values), one.closure)
+    return Value(slots[0][0], one.out, ports, one.closure, tuple(place for _, place in slots)), bundle

@@ -1,8 +1,8 @@
-"""The layout problem: one label per variable; label costs plus, for every value, the cheapest star of boxings are paid.
+"""The layout problem: choose one label per variable so that label costs and boxings cost least.
 
-A value is made in one layout by its producer and wanted in a layout by each consumer. Who wants the layout in which it
-is made takes it as it is. For the others it is boxed once to an *alias* layout, and from there once to every distinct
-layout that a consumer wants: equal boxings of a value are shared.
+A value is made in one layout by its producer, and each consumer wants it in a layout. A consumer that wants the layout in
+which the value is made takes it as it is. For the others the value is boxed once to an *alias* layout, and from there once
+to every distinct layout that is wanted. These boxings are the value's *star*: equal boxings of a value are paid once.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from sbpc.solver.check import Proof
 
 SLACK = 1e-12  # relative: costs that differ by less are ties
 
 
 @dataclass(eq=False)
 class Variable:
-    """What takes one of its labels: `costs` [labels] in seconds; `digits` [labels, axes], the choice per axis."""
+    """A choice of one label: `costs` [labels] in seconds; `digits` [labels, axes], the signature on each mesh axis."""
 
     name: str
     costs: np.ndarray
@@ -32,12 +29,12 @@ class Variable:
 
 @dataclass(eq=False)
 class Value:
-    """What `producer` makes in layout `out[label]` and consumer `(variable, wants)` takes in `wants[label]`.
+    """A tensor that variable `producer` makes in layout `out[label]` and each consumer `(variable, wants)` reads in `wants[label]`.
 
     closure [layouts, layouts]: seconds of the cheapest boxing from row to column; 0 on the diagonal, inf where there is
-    none, never more than a detour over a third layout (the triangle inequality, on which the bounds rest).
-    places: the number of the port at the producer, then those at the consumers; no variable has a number twice. Equal
-    variables have equal ports under equal numbers, or they are not folded.
+    none. It obeys the triangle inequality, on which the bounds rest.
+    places: the number of the port at the producer, then those at the consumers. No variable has a number twice. Variables of
+    one class have equal ports under equal numbers.
     """
 
     producer: int
@@ -48,7 +45,7 @@ class Value:
 
     @functools.cached_property
     def distinct(self) -> list[int]:
-        """Which consumers do not want what an earlier one wants under every label."""
+        """The numbers of the consumers that differ: one that is the same variable with the same `wants` counts once."""
         found: dict[tuple[int, bytes], int] = {}
         for number, (at, wants) in enumerate(self.consumers):
             found.setdefault((at, wants.tobytes()), number)
@@ -57,27 +54,67 @@ class Value:
 
 @dataclass(eq=False)
 class Problem:
-    """Variables, and the values that run between them; best in an order in which producers come before consumers."""
+    """Variables and the values between them. Producers should come before consumers: messages then travel far."""
 
     variables: list[Variable]
     values: list[Value]
 
 
+def with_ports(problem: Problem) -> Problem:
+    """Returns the problem with a number for every port, in the order of the values, if values have none."""
+    if all(value.places for value in problem.values):
+        return problem
+    count = [0] * len(problem.variables)
+
+    def number(at: int) -> int:
+        count[at] += 1
+        return count[at] - 1
+
+    places = [(number(value.producer), *(number(at) for at, _ in value.consumers)) for value in problem.values]
+    return Problem(problem.variables, [replace(value, places=each) for value, each in zip(problem.values, places)])
+
+
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """What labels may take together: `weights` [labels] by number of a variable sum to at most `most`."""
+    """A linear constraint: `weights` [labels] by number of a variable, summed over a plan, are at most `most`."""
 
     weights: Mapping[int, np.ndarray]
     most: float
 
+    def used(self, labels: Sequence[int]) -> float:
+        """Returns the left-hand side for a plan."""
+        return math.fsum(float(weights[labels[at]]) for at, weights in self.weights.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """Multipliers from which `sbpc.solver.proof.checked_bound` computes a lower bound.
+
+    classes: the class of every variable. multipliers: by class and port, one number per label. shares: by `proof.name` of a
+    value with more than two distinct consumers, the cost share of each consumer [layouts, distinct layouts wanted, ascending].
+    """
+
+    classes: Sequence[int]
+    multipliers: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    shares: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the search gave: seconds of the best plan, the lower bound and CPU seconds so far."""
+
+    name: str
+    seconds: float
+    lower_bound: float
+    cpu: float
+
 
 @dataclass(frozen=True)
 class Solution:
-    """Labels, what they cost, and a bound below which no labels cost.
+    """A plan and a lower bound of all plans.
 
-    `seconds` is inf if no labels without an impossible boxing were found, and if `exact` then there are none.
-    `exact`: nothing is cheaper, and `lower_bound` equals `seconds`. extra: by variable and label, about how far a plan with
-    the label is from the bound; None where that was not needed.
+    seconds: inf if every plan needs an impossible boxing. exact: no plan is cheaper. proof: what gave the bound; None if the
+    search itself did. steps, stop: what the search did and why it ended.
     """
 
     labels: list[int]
@@ -85,45 +122,43 @@ class Solution:
     lower_bound: float
     exact: bool
     proof: Proof | None = None
-    extra: list[np.ndarray] | None = None
+    steps: tuple[Step, ...] = ()
+    stop: str = ""
 
     @property
     def gap(self) -> float:
         """(seconds - bound) / seconds."""
-        if self.exact or self.seconds == self.lower_bound:
-            return 0.0
-        return 1.0 if math.isinf(self.seconds) else (self.seconds - self.lower_bound) / self.seconds
+        return 0.0 if self.exact else gap_of(self.seconds, self.lower_bound)
 
 
-def charged(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -> Problem:
-    """The problem in which labels also pay for what they take of limits, the price of a limit for all of it: a plan that keeps
-    them pays no more than the sum of prices. Costs that are equal for the same reasons are one array."""
+def gap_of(seconds: float, bound: float) -> float:
+    """Returns (seconds - bound) / seconds; 1 if there is no plan."""
+    if seconds == bound:
+        return 0.0
+    return 1.0 if math.isinf(seconds) else (seconds - bound) / seconds
+
+
+def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -> Problem:
+    """Returns the problem in which a label also pays for its weights in the limits (their Lagrangian).
+
+    prices: seconds for all of a limit, so that a plan within the limits pays at most their sum. Costs that are equal for the
+    same reasons are one array, as `fold` and the proof need it.
+    """
     sums: dict[tuple[object, ...], np.ndarray] = {}
     variables = []
     for at, variable in enumerate(problem.variables):
-        taken = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
-        key = (id(variable.costs), *((id(weights), price) for weights, price in taken))
+        terms = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
+        key = (id(variable.costs), *((id(weights), price) for weights, price in terms))
         if key not in sums:
-            costs = variable.costs
-            for weights, price in taken:
-                costs = costs + price * weights
-            sums[key] = costs
+            sums[key] = sum((price * weights for weights, price in terms), variable.costs)
         variables.append(replace(variable, costs=sums[key]))
     return Problem(variables, problem.values)
 
 
-def split_by_costs(problem: Problem, classes: Sequence[int]) -> list[int]:
-    """Classes of variables of which the members have the same array of costs: those given, and parts of them."""
-    numbers: dict[tuple[int, int], int] = {}
-    return [
-        numbers.setdefault((number, id(v.costs)), len(numbers)) for number, v in zip(classes, problem.variables)
-    ]
-
-
 def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
+    """Returns the alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
 
-    Among aliases that cost the same: the layout in which the value is made, then the lowest number.
+    Ties go to the layout in which the value is made, then to the lowest number.
     """
     source = int(value.out[labels[value.producer]])
     wanted = targets(value, labels)
@@ -134,7 +169,7 @@ def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def targets(value: Value, labels: Sequence[int]) -> list[int]:
-    """The distinct layouts other than that in which `value` is made that its consumers want, in their order."""
+    """Returns the distinct layouts that consumers want and that differ from the one in which `value` is made."""
     source = int(value.out[labels[value.producer]])
     found = dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers)
     found.pop(source, None)
@@ -142,7 +177,7 @@ def targets(value: Value, labels: Sequence[int]) -> list[int]:
 
 
 def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray:
-    """Seconds of the star from `source` to the `wanted` layouts, for every alias [layouts]."""
+    """Returns the seconds of the star from `source` to the `wanted` layouts, for every alias [layouts]."""
     found = closure[source].copy()
     for target in wanted:  # the diagonal is 0: an alias that is wanted costs nothing more
         found += closure[:, target]
@@ -150,13 +185,13 @@ def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray
 
 
 def total(problem: Problem, labels: Sequence[int]) -> float:
-    """Seconds of the plan: the costs of the labels and of the stars of all values. This is what `solve` minimises."""
+    """Returns the seconds of a plan: its labels and the stars of all values. This is the objective."""
     seconds = math.fsum(float(v.costs[label]) for v, label in zip(problem.variables, labels))
     return seconds + math.fsum(star_seconds(value, labels) for value in problem.values)
 
 
 def star_seconds(value: Value, labels: Sequence[int]) -> float:
-    """Seconds of the cheapest star of `value`."""
+    """Returns the seconds of the cheapest star of `value`."""
     source = int(value.out[labels[value.producer]])
     wanted = targets(value, labels)
     if len(wanted) < 2:  # directly: an alias elsewhere would be a detour
@@ -164,8 +199,8 @@ def star_seconds(value: Value, labels: Sequence[int]) -> float:
     return float(stars(value.closure, source, wanted).min())
 
 
-def check(problem: Problem) -> None:
-    """Assert that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
+def validate(problem: Problem) -> None:
+    """Asserts that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
     count = [len(v.costs) for v in problem.variables]
     checked: set[tuple[int, ...]] = set()  # arrays by number: equal variables and values share them
 

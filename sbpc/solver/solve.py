@@ -1,242 +1,167 @@
-"""Solve a layout problem: messages for a bound, a search for labels near it, both bettered in turns until the gap is small."""
+"""Solves a layout problem: a lower bound from messages, then better plans and bounds in turn until the gap is small.
+
+Every step is recorded with the seconds of the best plan, the lower bound and CPU seconds, so a run tells what each step gave.
+"""
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from sbpc.solver.chains import shrink
-from sbpc.solver.check import Proof
-from sbpc.solver.dual import NONE, Effort, between_ends, passed, prove
+from sbpc.solver.bounder import Bounder, is_wide, precision
+from sbpc.solver.descent import Descent
+from sbpc.solver.dual import raise_bound
 from sbpc.solver.fold import fold
-from sbpc.solver.moves import Neighbours
-from sbpc.solver.problem import SLACK, Problem, Solution, check, total
-from sbpc.solver.resume import untied
-from sbpc.solver.search import ENOUGH, NEAR, Search
-from sbpc.solver.trws import ceiling
+from sbpc.solver.highs import cheapest, relax, support
+from sbpc.solver.messages.trws import Messages, big_m
+from sbpc.solver.problem import Problem, Proof, Solution, Step, gap_of, total, validate, with_ports
+from sbpc.solver.program import columns_of
+from sbpc.solver.subsets import Subset, around, nearest
 
-NEARLY = 0.9  # the part of the gap that is allowed at which bounds are bettered no more
-TURNS = 3  # of messages, at most, for a certificate
-TIED = ((7e-3, 9.9e-3), (2e-2, 2.9e-2))  # gaps of folded problems, on at most two axes and on more: above the first the
-# search goes on, above the second all is tried
-FAR = 5e-2  # a gap with which the bound is bettered before many labels are looked at
-FINER = 1.5e-2  # a gap that ends of runs on their own may close; a larger one is left to better plans and bounds first
-CLOSE = 5e-3  # of a plan: what smooth messages of the problem in which nothing is tied may add to a bound
-FEW = 2_000  # variables, at most, of a problem that is also solved with nothing tied
-LABELS = 30_000  # most labels of a folded problem of which everything is tried: more take minutes and gigabytes
+progress = logging.getLogger("sbpc.progress")
+PLAN_GAP = 7e-3  # above it a better plan is looked for
+BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound; by whether the problem is wide
+EACH, OWN = 8, 2  # labels a variable for the relaxation: by reduced costs; by each of two more orders
+COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
+NEAR_ENOUGH = 3e-4  # the gap to which a program on near labels is solved
+ROUNDING = 1e-4  # of the seconds, in bounds of labels
 
 
-def solve(
-    problem: Problem,
-    starts: Sequence[Sequence[int]] = (),
-    alike: Sequence[int] | None = None,
-    finer: Sequence[int] | None = None,
-    quick: bool = False,
-) -> Solution:
-    """The cheapest labels that were found, and a bound; `starts` are plans to begin from. The same in every run. Of labels
-    that cost the same those with fewer boxings are looked for.
+class Search:
+    """The best plan so far, the best bound, and what each step gave.
 
-    alike: a number per variable; those with the same number get the same label, but where variables are few and other labels
-    are better. finer: the same with the ends of runs of equal blocks on their own, which makes the bound tighter. The bound holds
-    for all labels. quick: of a problem with equal variables the labels next to the bound will do.
-    """
-    check(problem)
-    if not problem.variables:
-        return Solution([], 0.0, 0.0, True)
-    if alike is None or len(set(alike)) == len(alike):
-        search = Search(problem, starts)
-        found = search.run(quick)
-        if found.labels is not search.labels:
-            return found
-        labels = search.tidied()
-        seconds = total(problem, labels)
-        return Solution(labels, seconds, seconds if found.exact else min(found.lower_bound, seconds), found.exact)
-    return solve_folded(problem, starts, alike, alike if finer is None else finer, quick)
-
-
-def solve_folded(
-    problem: Problem,
-    starts: Sequence[Sequence[int]],
-    alike: Sequence[int],
-    finer: Sequence[int],
-    quick: bool,
-) -> Solution:
-    """Labels for classes, or apart where variables are few; a bound for the whole problem. More is tried only while the gap
-    is not small."""
-    both = Both(problem, alike, starts)
-    both.better(finer if quick and not both.wide else alike)
-    if both.gap > ENOUGH and both.tied:
-        both.search.approach(both.extra, NEAR)
-    if not quick and both.wide:
-        both.free()
-    elif not quick:
-        both.widen(finer)
-        if both.gap > both.most and both.tied and len(problem.variables) <= FEW:
-            return both.apart(quick)
-        if both.gap > both.most:
-            both.turn()
-        if both.gap > both.most and both.tied:
-            both.resume()
-    if both.gap > both.most and both.wide:
-        both.better(finer)
-    if both.gap > both.most and not quick and both.labels <= LABELS:
-        if not both.wide:
-            both.search.move()
-        both.search.run()
-    return both.solution(quick)
-
-
-class Both:
-    """The labels and the bound of a folded problem, each of which says where the other can be bettered.
-
-    The labels that the bound is made of are nearly those of the best plan: the program on the nearest ones comes first. On
-    at most two axes a small gap is left to the ends of runs; then the relaxation tells which of many labels are worth a look,
-    and where that leaves a gap, the bound is bettered: by smooth messages, which also say better which labels are near, and
-    then by those of the problem in which nothing is tied. On more axes, where labels are too many, one axis is freed at a
-    time, then two.
+    classes: variables of one class take one label, so a plan has the same seconds in the folded problem. labels: by class.
+    free_labels: by variable, if a plan in which members of a class differ is better.
     """
 
-    def __init__(self, problem: Problem, alike: Sequence[int], starts: Sequence[Sequence[int]]):
-        self.problem, self.alike = problem, alike
-        self.folded = folded = fold(problem, alike)
-        self.small = shrink(folded.problem, ceiling(folded.problem))
-        self.search = Search(self.small.problem, [self.small.part(folded.fold(labels)) for labels in starts], first=False)
-        self.axes = folded.problem.variables[0].digits.shape[1]
-        self.wide = self.axes > 2
-        self.enough, self.most = TIED[self.wide]
-        self.dual, labels = between_ends(folded, self.search.cap)
-        self.search.offer(self.small.part(labels))
-        self.tied = max(folded.sizes) > 1
-        if not self.tied:
-            self.search.own = self.extra
-        self.bound, self.proof = 0.0, Proof(folded.classes)
-
-    @property
-    def labels(self) -> int:
-        """How many there are in the folded problem."""
-        return sum(len(v.costs) for v in self.folded.problem.variables)
+    def __init__(self, problem: Problem, classes: Sequence[int]):
+        self.start = time.process_time()
+        self.problem, self.folded = problem, fold(problem, classes)
+        self.tied = max(self.folded.sizes) > 1
+        self.descent = Descent(self.folded.problem)
+        self.labels, self.seconds = [0] * len(self.folded.sizes), total(self.folded.problem, [0] * len(self.folded.sizes))
+        self.free_labels: list[int] | None = None
+        self.bound, self.proof = 0.0, Proof(self.folded.classes)
+        self.exact, self.steps = False, list[Step]()
 
     @property
     def gap(self) -> float:
-        """How far the best plan may be above the bound, as a part of it; about 1 where none is known yet."""
-        seconds = self.search.seconds
-        if not math.isfinite(seconds):
-            return 1.0
-        return (seconds - self.bound) / seconds if seconds else 0.0
+        """(seconds - bound) / seconds."""
+        return 0.0 if self.exact else gap_of(self.seconds, self.bound)
+
+    def offer(self, labels: Sequence[int]) -> None:
+        """Takes a plan of the folded problem if it is the best."""
+        seconds = total(self.folded.problem, labels)
+        if seconds < self.seconds:
+            self.labels, self.seconds = list(labels), seconds
+
+    def bounded_by(self, bounder: Bounder) -> None:
+        """Takes a bound and its proof if it is the best."""
+        if bounder.bound > self.bound:
+            self.bound, self.proof = bounder.bound, bounder.proof
+
+    def record(self, name: str) -> None:
+        """Notes what a step gave."""
+        self.steps.append(Step(name, self.seconds, self.bound, time.process_time() - self.start))
+        progress.debug("assign: %s: %.4g s, gap %.2f %%", name, self.seconds, 100 * self.gap)
 
     @property
-    def extra(self) -> list[np.ndarray]:
-        """By variable that is left and label, about how far plans with the label are from the bound."""
-        return self.small.part(self.dual.extra)
+    def scale(self) -> float:
+        """About what plans cost."""
+        return self.seconds if math.isfinite(self.seconds) else big_m(self.folded.problem)
 
-    def better(self, partition: Sequence[int], effort: Effort = NONE) -> None:
-        """The bound in which these classes are tied, if it is better."""
-        part = self.folded if partition is self.alike else fold(self.problem, partition)
-        bound, proof = prove(self.problem, self.dual, part, self.search.cap, effort)
-        if bound > self.bound:
-            self.bound, self.proof = bound, proof
+    def on_support(self, bounder: Bounder) -> None:
+        """Looks for a better plan among labels near two bounds: that of the blocks, and that of the folded problem, which knows
+        the ends."""
+        reduced_costs = [bounder.reduced_costs]
+        if self.tied:
+            own = Messages(self.folded.problem, bounder.cap, precision(self.folded.problem))
+            raise_bound(own)
+            reduced_costs.append(own.reduced_costs())
+        labels = on_support(self.folded.problem, self.labels, reduced_costs, self.scale)
+        if labels is not None:
+            self.offer(labels)
 
-    def free(self) -> None:
-        """Free one axis at a time, then two."""
-        if self.gap > self.enough:
-            self.search.move()
-        for pair in itertools.combinations(range(self.axes), 2):
-            if self.gap > self.most:
-                self.search.pair(self.extra, pair)
-                self.search.move()
+    def below_gap(self, bounder: Bounder) -> None:
+        """If only few labels can be in a cheaper plan, solves the program on all of these. Nothing may be tied in `bounder`."""
+        problem, messages = bounder.folded.problem, bounder.messages
+        most = self.seconds * (1 + ROUNDING) if is_wide(problem) else self.seconds
+        bounds = dict(zip(messages.names, messages.label_bounds()))
+        labels = [np.flatnonzero(bounds[0, at] <= most) for at in range(len(problem.variables))]
+        aliases = [np.flatnonzero(bounds[1, at] <= most) if (1, at) in bounds else None for at in range(len(problem.values))]
+        if not all(len(each) for each in (*labels, *(a for a in aliases if a is not None))):
+            self.exact = True  # no plan costs less
+            return
+        subset = Subset(labels, aliases)
+        if columns_of(problem, subset) > COLUMNS:
+            return
+        answer = cheapest(problem, subset, self.scale)
+        if answer.labels is not None and total(problem, answer.labels) < self.seconds:
+            self.free_labels, self.seconds = answer.labels, total(problem, answer.labels)
+        self.exact = answer.proved
+        self.bound = max(self.bound, min(answer.bound, self.seconds))
 
-    def widen(self, finer: Sequence[int]) -> None:
-        """Ends of runs on their own where they may close the gap; then many labels, unless the bound is far."""
-        tried = self.gap <= FINER
-        if self.most < self.gap and tried:
-            self.better(finer)
-        if self.most < self.gap <= FAR:
-            self.search.widen(self.extra)
-        if self.most < self.gap <= FINER and not tried:
-            self.better(finer)
-
-    def turn(self) -> None:
-        """Better the bound by smooth messages; look again at many labels."""
-        aim = self.search.seconds * (1 - NEARLY * self.most)
-        self.dual, labels = between_ends(self.folded, self.search.cap, Effort(math.inf), self.dual)
-        self.search.offer(self.small.part(labels))
-        self.better(self.alike, Effort(aim))
-        if self.gap > self.most:
-            self.search.widen(self.extra)
-
-    def resume(self) -> None:
-        """The bound of the problem in which nothing is tied, from the best one so far on."""
-        aim = self.search.seconds * (1 - NEARLY * self.most)
-        found = untied(self.problem, self.proof, self.search.cap, aim, math.inf)
-        self.bound, self.proof = max((self.bound, self.proof), found, key=lambda pair: pair[0])
-
-    def apart(self, quick: bool) -> Solution:
-        """The solution where nothing is tied; its bound or that of this problem, whichever is better."""
-        every = range(len(self.problem.variables))
-        found = solve_folded(self.problem, [self.solution(quick).labels], every, every, quick)
-        return found if found.lower_bound >= self.bound else replace(found, lower_bound=self.bound, proof=self.proof)
-
-    def solution(self, quick: bool) -> Solution:
-        """Labels of the whole problem, of plans that cost the same those with fewer boxings unless it is to be quick."""
-        labels = self.small.expand(self.search.labels)
-        if not quick:
-            labels = Neighbours(self.folded.problem).tidied(labels, self.search.seconds)
-        found = self.folded.unfold(labels)
-        seconds = total(self.problem, found)
-        return Solution(found, seconds, min(self.bound, seconds), False, self.proof, self.folded.unfold(self.dual.extra))
+    def solution(self) -> Solution:
+        """Returns the best plan, of equally cheap ones that with the fewest boxings, and the bound."""
+        if self.free_labels is not None:
+            labels = Descent(self.problem).tidy(self.free_labels, self.seconds)
+        else:
+            labels = self.folded.unfold(self.descent.tidy(self.labels, self.seconds))
+        seconds = total(self.problem, labels)
+        bound = seconds if self.exact else min(self.bound, seconds)
+        stop = "exact" if self.exact else "small gap" if self.gap <= BOUND_GAP[is_wide(self.problem)] else "nothing left to try"
+        return Solution(labels, seconds, bound, self.exact, self.proof, tuple(self.steps), stop)
 
 
-def certify(problem: Problem, partitions: Sequence[Sequence[int]], seconds: float, limit: float) -> tuple[float, Proof]:
-    """The best bound found within about `limit` CPU seconds, and its proof; partitions: classes of variables, coarse ones
-    first. seconds: what a plan takes. Half the time is for equal blocks, the rest for ends of more and more blocks; on at most
-    two axes, where all messages have room, for ends of one block and then for all blocks."""
-    start = time.process_time()
-    coarse = fold(problem, partitions[0])
-    wide = problem.variables[0].digits.shape[1] > 2
-    steps = [*partitions] if wide else [*partitions[:2], None]
-    cap = ceiling(coarse.problem, seconds)
-    found, dual = (0.0, Proof(coarse.classes)), None
-    for _ in range(TURNS):
-        dual, _ = between_ends(coarse, cap, Effort(math.inf, start + limit / 2), dual)
-        for at, partition in enumerate(steps):
-            left = start + limit - time.process_time()
-            if found[0] >= seconds * (1 - SLACK) or (found[0] and left < 0):
-                return min(found[0], seconds), found[1]
-            effort = Effort(seconds, time.process_time() + left / (len(steps) - at))
-            if partition is None:
-                better = untied(problem, found[1], cap, seconds, effort.until)
-            else:
-                better = prove(problem, dual, fold(problem, partition), cap, effort)
-            found = max(found, better, key=lambda pair: pair[0])
-    return min(found[0], seconds), found[1]
+def on_support(
+    problem: Problem, plan: Sequence[int], reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
+) -> list[int] | None:
+    """Solves the relaxation on near labels, then the program on the labels of which it takes a part, and returns its plan.
+
+    Near are `each` labels a variable by the first reduced costs, OWN by any others, and OWN that cost least around `plan`.
+    """
+    descent = Descent(problem)
+    others = [*reduced_costs[1:], [descent.costs(at, plan) for at in range(len(plan))]]
+    first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
+    subset = around(problem, [plan], nearest(reduced_costs[0], each * len(plan), each), *first)
+    relaxed = relax(problem, subset, scale)
+    if not math.isfinite(relaxed.seconds):
+        return None
+    return cheapest(problem, around(problem, [plan], support(subset, relaxed.parts)), scale, NEAR_ENOUGH).labels
 
 
-def sharp(problem: Problem, alike: Sequence[int], finer: Sequence[int], seconds: float, aim: float) -> tuple[float, Proof]:
-    """A bound that is bettered beyond that of `solve`, and its proof; seconds: of a plan. aim: a bound with which it is enough; to
-    come to it from near by, messages of the problem in which nothing is tied are made smooth."""
-    folded = fold(problem, alike)
-    cap = ceiling(folded.problem, seconds)
-    dual, _ = between_ends(folded, cap, Effort(math.inf))
-    found = prove(problem, dual, fold(problem, finer), cap, Effort(seconds))
-    if problem.variables[0].digits.shape[1] > 2:
-        return found
-    found = max(found, untied(problem, found[1], cap, seconds), key=lambda pair: pair[0])
-    if 0 < aim - found[0] <= CLOSE * seconds:
-        found = max(found, untied(problem, found[1], cap, aim, math.inf), key=lambda pair: pair[0])
-    return found
+def solve(
+    problem: Problem, starts: Sequence[Sequence[int]] = (), classes: Sequence[int] | None = None, finer: Sequence[int] | None = None
+) -> Solution:
+    """Returns the cheapest plan that was found and a bound of all plans; the same in every run.
 
-
-def untied_proof(problem: Problem) -> Proof:
-    """Multipliers of a problem in which nothing is tied, from messages alone."""
-    folded = fold(problem, range(len(problem.variables)))
-    return between_ends(folded, ceiling(problem))[0].proof() if problem.variables else Proof([])
-
-
-def untied_distances(problem: Problem) -> list[np.ndarray]:
-    """By variable and label, about how far plans with the label are from a bound, from messages alone; nothing is tied."""
-    return passed(problem, ceiling(problem)).extra()
+    starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer: classes in which
+    the ends of runs of equal blocks are on their own, for a better bound. The plan is known to be the best one if nothing is tied
+    and few labels lie below the gap.
+    """
+    validate(problem)
+    if not problem.variables:
+        return Solution([], 0.0, 0.0, True, stop="no variables")
+    problem, every = with_ports(problem), range(len(problem.variables))
+    search = Search(problem, every if classes is None else classes)
+    bounder = Bounder(problem, search.folded)
+    for labels in (bounder.labels, *map(search.folded.fold, starts)):
+        search.offer(search.descent.descend(labels))
+    search.bounded_by(bounder)
+    search.record("messages")
+    if search.gap > PLAN_GAP:
+        search.on_support(bounder)
+        search.record("program on the support of the relaxation")
+    for partition in ([finer or every] if is_wide(problem) else [finer or every, every]) if search.tied else ():
+        if search.gap > BOUND_GAP[is_wide(problem)]:
+            bounder = Bounder(problem, fold(problem, partition), search.seconds)
+            search.bounded_by(bounder)
+            search.record(f"messages of {len(bounder.folded.sizes)} classes")
+    if bounder.nothing_tied and search.gap > 0:
+        search.below_gap(bounder)
+        search.record("program on all labels below the gap")
+    return search.solution()

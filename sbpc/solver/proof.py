@@ -1,38 +1,28 @@
-"""A bound of a layout problem recomputed from its multipliers, by definitions only: nothing of the solver is used.
+"""A lower bound recomputed from multipliers, by the definitions of the problem alone: nothing of the search is used.
 
-A multiplier is a number per label for the port where a variable meets a value: the variable pays it, the value is paid.
+A multiplier is a number per label for the port where a variable meets a value: the variable pays it, the value receives it.
 Whatever the multipliers are, no plan costs less than the sum of what every variable and every value costs at its cheapest,
 alone. Variables of one class have equal multipliers, so equal terms are computed once.
 
-A value with several consumers costs at least its cheapest star with charges, P_j(a, t) for consumer j and the boxing from
-the alias a to t, provided that no m-1 of the m consumers pay more than its price: not all consumers want the same t, or else
-the alias t itself is as cheap (a boxing is never dearer than a detour). Who wants the layout in which the value is made
-takes it as it is and is charged nothing: the others are at most m-1. k consumers of one class at one port are as
-good as one that is paid k times: pick one of each class at random, and the star for those costs no more.
+A value with several consumers costs at least its cheapest star under *cost shares*: consumer j pays P_j(a, t) for the boxing
+from alias a to layout t, such that no m-1 of the m consumers pay more than its price. That is enough: if not all consumers
+want t, at most m-1 pay for it. If all want t, then the alias t itself is as cheap, by the triangle inequality. A consumer that
+wants the layout in which the value is made takes it as it is and pays nothing, so again at most m-1 pay.
+k consumers of one class at one port count as one that receives k times as much: pick one of them at random, and the star for
+the picked ones costs no more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sbpc.solver.problem import Problem
+from sbpc.solver.problem import Problem, Proof
 
-HUGE = 1e100
-
-
-@dataclass(frozen=True, eq=False)
-class Proof:
-    """classes: by variable its class. multipliers: by class and port, per label. charges: by `name` of a value with more
-    than two different consumers, one matrix [layouts, distinct layouts wanted, ascending] per consumer."""
-
-    classes: Sequence[int]
-    multipliers: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    charges: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
+HUGE = 1e100  # multipliers beyond it are ignored: their sums may overflow
 
 
 Groups = Mapping[tuple[int, int, int], list[tuple[int, int]]]  # consumers by class, port and wanted layouts
@@ -40,8 +30,10 @@ Terms = tuple[list[tuple[int, Any, Groups]], list[tuple[int, int, tuple[int, ...
 
 
 def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) -> float:
-    """Seconds below which no plan of the problem costs, by the multipliers of the proof, whatever they are. terms: what
-    `terms_of` has found of the problem and its classes."""
+    """Returns seconds that no plan costs less than, whatever the multipliers of the proof are.
+
+    terms: what `terms_of` returns for the problem and these classes, if it is known.
+    """
     values, variables = terms_of(problem, proof.classes) if terms is None else terms
     known = Layouts()
     total = [count * value_bound(value, groups, proof, known) for count, value, groups in values]
@@ -55,8 +47,10 @@ def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) ->
 
 
 def terms_of(problem: Problem, classes: Sequence[int]) -> Terms:
-    """Equal values once: how many, one of them, its consumers; equal variables: how many, their class, where they meet values,
-    and what they cost."""
+    """Returns the terms of the bound, equal ones once, with their count.
+
+    For values: count, one of them, its consumers. For variables: count, class, port numbers, costs.
+    """
     ports: list[list[int]] = [[] for _ in problem.variables]  # by variable, where it meets values
     values: dict[tuple[Any, ...], list[Any]] = {}
     for value in problem.values:
@@ -77,7 +71,7 @@ def terms_of(problem: Problem, classes: Sequence[int]) -> Terms:
 
 
 def consumers(value: Any, classes: Sequence[int]) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-    """The consumers by class, port and wanted layouts; one that takes the value twice in the same way counts once."""
+    """Returns the distinct consumers grouped by class, port and wanted layouts."""
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     seen: dict[int, list[np.ndarray]] = {}
     for (at, wants), place in zip(value.consumers, value.places[1:]):
@@ -89,13 +83,13 @@ def consumers(value: Any, classes: Sequence[int]) -> dict[tuple[int, int, int], 
 
 
 def name(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int], list[Any]]) -> tuple[Any, ...]:
-    """What the charges of a value are found under: its producer's class and port, and those of its consumers, counted."""
+    """Returns the key of a value in `Proof.shares`: class and port of its producer, and those of its consumers, counted."""
     kinds = tuple((number, place, len(group)) for (number, place, _), group in groups.items())
     return (classes[value.producer], value.places[0], kinds)
 
 
 def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray:
-    """The multipliers of a port by label; 0 where there are none, or numbers that are none or of which sums may be none."""
+    """Returns the multipliers of a port by label; zeros if there are none, or if some are not finite or absurdly large."""
     found = proof.multipliers.get((number, place))
     if found is None or found.shape != (labels,) or not np.abs(found).max(initial=0.0) < HUGE:
         return np.zeros(labels)
@@ -103,20 +97,20 @@ def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray
 
 
 class Layouts:
-    """What is found once of the many ports that have one array of layouts."""
+    """A memo over arrays of layouts: many ports share one array."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
 
     def distinct(self, layouts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The distinct layouts, and by label the place of its own among them."""
+        """Returns the distinct layouts, and for every label the place of its layout among them."""
         key = (id(layouts),)
         if key not in self.found:
             self.found[key] = *np.unique(layouts, return_inverse=True), layouts  # which is kept, so that no other has its id
         return self.found[key][:2]
 
     def both(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Where among the distinct layouts of each those lie that are among both."""
+        """Returns the places, in either array's distinct layouts, of the layouts that both have."""
         key = (id(one), id(other))
         if key not in self.found:
             first, second = self.distinct(one)[0], self.distinct(other)[0]
@@ -124,7 +118,7 @@ class Layouts:
         return self.found[key]
 
     def paid(self, layouts: np.ndarray, multipliers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct layouts of a port, and the most that is paid in each."""
+        """Returns the distinct layouts of a port, and the largest multiplier of each."""
         found, at = self.distinct(layouts)
         most = np.full(len(found), -np.inf)
         np.maximum.at(most, at, multipliers)
@@ -132,7 +126,7 @@ class Layouts:
 
 
 def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof, known: Layouts) -> float:
-    """The least that one value costs, less what it is paid."""
+    """Returns the least that one value costs, less the multipliers that it receives."""
     wants = {(at, place): wanted for (at, wanted), place in zip(value.consumers, value.places[1:])}
     producer = proof.classes[value.producer]
     made = known.paid(value.out, multiplier(proof, producer, value.places[0], len(value.out)))
@@ -146,9 +140,8 @@ def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int
     reached = value.closure[made[0]] - made[1][:, None]  # from each source to each alias
     prices = [value.closure[:, layouts] for layouts, _ in taken]
     if len(taken) > 2:
-        prices = charges(
-            value.closure, [layouts for layouts, _ in taken], proof.charges.get(name(value, proof.classes, groups))
-        )
+        given = proof.shares.get(name(value, proof.classes, groups))
+        prices = feasible_shares(value.closure, [layouts for layouts, _ in taken], given)
     for price, (_, pays), wanted in zip(prices, taken, ports):
         direct = np.full(len(made[0]), np.inf)
         at, to = known.both(value.out, wanted)
@@ -157,8 +150,8 @@ def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int
     return float(reached.min())
 
 
-def charges(closure: np.ndarray, wanted: Sequence[np.ndarray], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
-    """Charges as given, lowered where they are too high; equal parts of the prices where none are given."""
+def feasible_shares(closure: np.ndarray, wanted: Sequence[np.ndarray], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    """Returns cost shares that obey the rule above: the given ones, scaled down where they break it, or equal ones."""
     many = len(wanted)
     holds = np.zeros((many, closure.shape[1]), dtype=bool)
     for at, layouts in enumerate(wanted):

@@ -1,0 +1,73 @@
+"""The layout problem under limits of bytes: weights of labels at a moment, and bounds of plans that keep the limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.fx import GraphModule
+
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish
+from sbpc.passes.assign.space import Prices, Space
+from sbpc.plans.plan import Assignment
+from sbpc.solver import Limit, Problem, Proof, checked_bound, priced
+from sbpc.solver.fold import Folded
+
+
+class LimitedSpace(Space):
+    """The layout problem of a graph with stored values, in which the bytes of every label are known."""
+
+    def __init__(
+        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
+    ) -> None:
+        super().__init__(gm, mesh, wishes, outputs, priced=True)
+
+    def weights(self, moment: Prices) -> dict[int, np.ndarray]:
+        """Returns, by number of a variable, the bytes that a moment counts, by label. Equal sums are one array."""
+        places: dict[int, list[tuple[int, float]]] = {}
+        for (name, place), many in moment.items():
+            places.setdefault(self.named[name], []).append((place, many))
+        weights = {}
+        for at, counted in places.items():
+            key = (id(self.tables[at]), "weights", tuple(counted))
+            if key not in self.known:
+                self.known[key] = np.sum([many * self.bytes_of(at, place) for place, many in counted], axis=0)
+            weights[at] = self.known[key]
+        return weights
+
+
+def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:
+    """Returns the limits of the folded problem: the members of a class are weighed together."""
+    folded_limits = []
+    for limit in limits:
+        weights: dict[int, np.ndarray] = {}
+        for at, each in limit.weights.items():
+            number = folded.classes[at]
+            weights[number] = weights[number] + each if number in weights else each
+        folded_limits.append(Limit(weights, limit.most))
+    return folded_limits
+
+
+@dataclass(eq=False)
+class PricedBound:
+    """A lower bound of plans that keep limits: a plan that does pays at most the sum of the prices, so a bound of seconds and
+    payments, less that sum, bounds its seconds. prices: seconds for all of a limit.
+
+    bound: seconds; infinite if it is known that no plan keeps the limits.
+    """
+
+    bound: float
+    limits: Sequence[Limit] = ()
+    prices: Sequence[float] = ()
+    proof: Proof = field(default_factory=lambda: Proof([]))
+
+    def problem(self, space: Space) -> Problem:
+        """Returns the problem in which labels pay the prices."""
+        return priced(space.problem, self.limits, self.prices)
+
+    def check(self, space: Space, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""
+        return space.seconds(assignment), checked_bound(self.problem(space), proof) - math.fsum(self.prices)

@@ -1,0 +1,84 @@
+"""Lower bounds that can be continued: messages go on when label costs change, and as long as they are told."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from sbpc.solver.dual import Dual, blocks, ends, raise_bound
+from sbpc.solver.fold import Folded, fold, repriced
+from sbpc.solver.messages.trws import Messages, big_m
+from sbpc.solver.problem import SLACK, Problem, Proof
+from sbpc.solver.proof import checked_bound
+
+WIDE = 3  # axes from which messages are of single precision: half the memory, two thirds of the time
+
+
+class Bounder:
+    """Multipliers and reduced costs of a folded problem.
+
+    labels: a plan read off the messages, by class. reduced_costs: by class and label. bound, proof: for the whole problem.
+    seconds: of a known plan.
+    """
+
+    def __init__(self, problem: Problem, folded: Folded, seconds: float = math.inf):
+        self.folded, self.cap = folded, big_m(folded.problem, seconds)
+        self.nothing_tied = max(folded.sizes) == 1
+        part = blocks(folded)
+        self.messages = Messages(part.problem, self.cap, precision(part.problem))
+        self.solve(problem)
+
+    def solve(self, problem: Problem) -> None:
+        """Finds multipliers of the problem, which may have other label costs than the one before."""
+        self.folded = repriced(self.folded, problem)
+        part, dual = blocks(self.folded), Dual(self.folded)
+        self.messages.reprice(part.problem)
+        raise_bound(self.messages)
+        dual.take(part, self.messages, lambda slot: True)
+        self.labels, self.reduced_costs = self.messages.decode(), self.messages.reduced_costs()
+        if not self.nothing_tied:
+            self.solve_ends(dual)
+        self.proof = dual.proof()
+        self.bound = checked_bound(problem, self.proof)
+
+    def solve_ends(self, dual: Dual) -> None:
+        """Finds the multipliers of the classes of one member, those of the others as they are."""
+        part = ends(dual)
+        if not part.problem.variables:
+            return
+        messages = Messages(part.problem, self.cap, precision(part.problem))
+        raise_bound(messages, self.messages.bound)
+        dual.take(part, messages, lambda slot: self.folded.sizes[slot[0]] == 1)
+        single = [at for at, size in enumerate(self.folded.sizes) if size == 1]
+        for at, costs in zip(single, messages.reduced_costs()):
+            self.reduced_costs[at] = costs
+
+
+def is_wide(problem: Problem) -> bool:
+    """Returns whether labels choose on so many axes that they are thousands."""
+    return problem.variables[0].digits.shape[1] >= WIDE
+
+
+def precision(problem: Problem) -> type[np.floating]:
+    """Returns the precision of messages."""
+    return np.float32 if is_wide(problem) else np.float64
+
+
+def certify(problem: Problem, seconds: float, limit: float) -> tuple[float, Proof]:
+    """Returns a bound found in about `limit` CPU seconds by messages in which nothing is tied, and its proof.
+
+    seconds: of a plan; a bound of as much ends the search. Building the messages counts, and is not cut short.
+    """
+    until = time.process_time() + limit
+    folded = fold(problem, range(len(problem.variables)))
+    part, dual = blocks(folded), Dual(folded)
+    messages = Messages(part.problem, big_m(problem, seconds), precision(problem))
+    while True:
+        before = messages.bound
+        raise_bound(messages, rounds=4)
+        if messages.bound <= before or messages.bound >= seconds * (1 - SLACK) or time.process_time() > until:
+            break
+    dual.take(part, messages, lambda slot: True)
+    return min(checked_bound(problem, dual.proof()), seconds), dual.proof()

@@ -1,0 +1,134 @@
+"""Coordinate descent: change the label of one variable at a time, first for cheaper plans, then for fewer boxings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sbpc.solver.problem import SLACK, Problem, Value, star_seconds, stars, total
+from sbpc.solver.subsets import distinct, distinct_consumers
+
+BOXING = 1e-9  # of the plan: what a boxing costs more when fewer are looked for
+Layouts = tuple[np.ndarray, np.ndarray]  # the distinct layouts at a port, and by label the place of its layout among them
+
+
+@dataclass(eq=False)
+class Use:
+    """A value that a variable produces or consumes, with the layouts at its ports there (several if it reads the value twice)."""
+
+    value: Value
+    produced: bool
+    ports: list[Layouts]
+
+
+class Descent:
+    """The problem seen from each variable: the values that touch it, and the variables whose costs depend on its label."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.uses: list[list[Use]] = [[] for _ in problem.variables]
+        self.neighbours: list[list[int]] = [[] for _ in problem.variables]
+        for value in problem.values:
+            self.uses[value.producer].append(Use(value, True, [distinct(value.out)]))
+            consumers: dict[int, list[Layouts]] = {}
+            for at, wants in distinct_consumers(value):
+                consumers.setdefault(at, []).append(distinct(wants))
+            for at, ports in consumers.items():
+                if at != value.producer:
+                    self.uses[at].append(Use(value, False, ports))
+            touched = list(dict.fromkeys([value.producer, *consumers]))
+            for at in touched:
+                self.neighbours[at] += [other for other in touched if other != at]
+
+    def costs(self, at: int, labels: Sequence[int]) -> np.ndarray:
+        """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they are."""
+        seconds = self.problem.variables[at].costs.copy()
+        for use in self.uses[at]:
+            seconds += producer_costs(use, labels) if use.produced else consumer_costs(use, at, labels)
+        return seconds
+
+    def descend(self, labels: Sequence[int]) -> list[int]:
+        """Returns labels that no change of one label makes cheaper."""
+
+        def cheaper(at: int, labels: Sequence[int]) -> int | None:
+            costs = self.costs(at, labels)
+            now, label = costs[labels[at]], int(costs.argmin())
+            return label if costs[label] < (now - SLACK * abs(now) if np.isfinite(now) else now) else None
+
+        return self.change(labels, cheaper)
+
+    def tidy(self, labels: list[int], seconds: float) -> list[int]:
+        """Returns labels that cost no more, with fewer boxings, or with as many and lower labels. seconds: what they cost."""
+        if not np.isfinite(seconds):
+            return labels
+        closures = {id(v.closure): v.closure for v in self.problem.values}
+        counted = {key: closure + BOXING * seconds * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()}
+        values = [replace(value, closure=counted[id(value.closure)]) for value in self.problem.values]
+        tilted = Descent(Problem(self.problem.variables, values))
+
+        def fewer(at: int, labels: Sequence[int]) -> int | None:
+            costs = self.costs(at, labels)
+            dearer = costs > costs[labels[at]] + SLACK * seconds
+            if dearer.sum() == len(dearer) - 1:
+                return None
+            boxings = np.where(dearer, np.inf, tilted.costs(at, labels))
+            label = int(np.argmax(boxings <= boxings.min() + BOXING / 2 * seconds))
+            return None if label == labels[at] else label
+
+        tidied = self.change(labels, fewer)
+        return tidied if total(self.problem, tidied) <= seconds * (1 + SLACK) else labels
+
+    def change(self, labels: Sequence[int], new_label: Callable[[int, Sequence[int]], int | None]) -> list[int]:
+        """Returns labels for which `new_label` changes none any more; it returns None for a label that is to stay."""
+        changed = list(labels)
+        dirty = [len(variable.costs) > 1 for variable in self.problem.variables]
+        while any(dirty):
+            for at in range(len(changed)):
+                if not dirty[at]:
+                    continue
+                dirty[at] = False
+                label = new_label(at, changed)
+                if label is not None:
+                    changed[at] = label
+                    for other in self.neighbours[at]:
+                        dirty[other] = len(self.problem.variables[other].costs) > 1
+        return changed
+
+
+def producer_costs(use: Use, labels: Sequence[int]) -> np.ndarray:
+    """Returns the seconds of the star by label of its producer."""
+    closure, ((layouts, place),), at = use.value.closure, use.ports, use.value.producer
+    if any(consumer == at for consumer, _ in use.value.consumers):
+        plans = [[*labels[:at], label, *labels[at + 1 :]] for label in range(len(place))]
+        return np.array([star_seconds(use.value, plan) for plan in plans])
+    wanted = dict.fromkeys(int(wants[labels[consumer]]) for consumer, wants in use.value.consumers)
+    sums = closure[layouts]
+    sums += closure[:, list(wanted)].sum(1)
+    seconds = sums.min(1)
+    for number, source in enumerate(layouts.tolist()):
+        if source in wanted:  # read as it is
+            seconds[number] = stars(closure, source, [target for target in wanted if target != source]).min()
+    return seconds[place]
+
+
+def consumer_costs(use: Use, at: int, labels: Sequence[int]) -> np.ndarray:
+    """Returns the seconds of the star by label of consumer `at`."""
+    value, closure = use.value, use.value.closure
+    source = int(value.out[labels[value.producer]])
+    others = dict.fromkeys(int(wants[labels[other]]) for other, wants in value.consumers if other != at)
+    base = stars(closure, source, [target for target in others if target != source])
+    free = np.zeros(len(closure), dtype=bool)
+    free[[source, *others]] = True
+    if len(use.ports) == 1:
+        ((layouts, place),) = use.ports
+        sums = closure[:, layouts]
+        sums += base[:, None]
+        return np.where(free[layouts], base.min(), sums.min(0))[place]
+    pairs, which = np.unique(np.stack([layouts[place] for layouts, place in use.ports]), axis=1, return_inverse=True)
+    seconds = np.empty(pairs.shape[1])
+    for number, wanted in enumerate(pairs.T):
+        new = [target for target in dict.fromkeys(wanted.tolist()) if not free[target]]
+        seconds[number] = (base + closure[:, new].sum(1)).min()
+    return seconds[which.reshape(-1)]

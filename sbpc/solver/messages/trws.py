@@ -1,0 +1,262 @@
+"""Sequential tree-reweighted message passing (TRW-S) for the layout problem.
+
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. An edge lies between two ports; a
+port maps labels to layouts. So a message goes from labels to layouts (min), through the closure of boxing costs (min-plus) and
+to the layouts of the other port. The alias of a value with more than two consumers is a `Star`: its labels are pairs of a
+source and an alias layout, and consumers pay cost shares.
+
+The Python code below is the definition; `compiled.py` runs the same sweeps as machine code if that was built.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from sbpc.solver.messages.compiled import BACKWARD, FORWARD, Tables, machine
+from sbpc.solver.messages.network import Edge, Port, divide, node, order, paths, port
+from sbpc.solver.messages.stars import Star, star_of
+from sbpc.solver.problem import Problem, Value
+from sbpc.solver.subsets import distinct_consumers, has_alias
+
+BALANCE = 3  # cost shares are balanced in every so many sweeps
+
+
+class Messages:
+    """Messages over all labels and layouts of a problem.
+
+    cap: seconds at which boxings are cut off, the impossible ones too; see `big_m`. real: the precision of the messages.
+    bound: seconds that no plan costs less than. ports: by value, at its producer and at its distinct consumers.
+    """
+
+    def __init__(self, problem: Problem, cap: float, real: type[np.floating] = np.float64):
+        self.problem, self.cap, self.real = problem, cap, real
+        self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+        self.stars: dict[int, Star] = {}
+        self.names = order(problem)
+        self.place = {name: place for place, name in enumerate(self.names)}
+        self.ports: list[list[Port]] = []
+        self.edges = [edge for number, value in enumerate(problem.values) for edge in self.connect(number, value)]
+        sides: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
+        for edge in self.edges:
+            sides[edge.last.node][0].append(edge)
+            sides[edge.first.node][1].append(edge)
+        costs = [problem.variables[at].costs.astype(real) if not kind else self.no_costs(at) for kind, at in self.names]
+        self.nodes = [node(c, *edges, at in self.stars) for at, (c, edges) in enumerate(zip(costs, sides))]
+        divide(self.nodes, set())
+        self.bound, self.sweeps = -np.inf, 0
+
+    def follow_paths(self, follow: bool) -> None:
+        """Lets nodes give half of their belief along paths, which carries messages far, or equal parts, which come to rest higher.
+
+        No sweep lowers the bound whatever the parts are (Kolmogorov, "A new look at reweighted message passing", PAMI 2015).
+        """
+        divide(self.nodes, self.paths if follow else set())
+        if machine is not None:
+            self.tables.set_parts(self.nodes)
+
+    @functools.cached_property
+    def paths(self) -> set[int]:
+        """The edges of paths through the network, by `id`."""
+        return paths(self.edges)
+
+    def no_costs(self, number: int) -> np.ndarray:
+        """Returns zeros for the aliases of a value."""
+        return np.zeros(len(self.problem.values[number].closure), self.real)
+
+    def reprice(self, problem: Problem) -> None:
+        """Goes on with other label costs from the messages as they are; no bound is known yet."""
+        for (kind, at), here in zip(self.names, self.nodes):
+            if not kind:
+                here.costs[:] = problem.variables[at].costs
+        self.problem, self.bound = problem, -np.inf
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """What the machine code reads."""
+        return Tables(self.nodes, self.stars, self.real)
+
+    def connect(self, number: int, value: Value) -> list[Edge]:
+        """Returns the edges of a value: one if it has one consumer, else one from the producer to the alias and one to each
+        consumer. Notes the value's ports and its star."""
+        out = port(self.place[0, value.producer], value.out)
+        wanted = [port(self.place[0, at], wants) for at, wants in distinct_consumers(value)]
+        self.ports.append([out, *wanted])
+        if not has_alias(value):
+            return [self.edge(value, out, wants) for wants in wanted]
+        middle, alias = self.place[1, number], np.arange(len(value.closure))
+        if len(wanted) < 3:
+            ends = [self.edge(value, out, Port(middle, alias, alias))]
+            return ends + [self.edge(value, Port(middle, alias, alias), wants) for wants in wanted]
+        layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
+        star = self.stars[middle] = star_of(value.closure, layouts, late, self.cap, self.real)
+        edges = []
+        for branch, end in enumerate((out, *wanted)):
+            center = Port(middle, alias, np.zeros(0, np.intp))
+            edges.append(Edge(*((end, center) if end.node < middle else (center, end)), np.zeros((0, 0)), star, branch))
+        return edges
+
+    def edge(self, value: Value, tail: Port, head: Port) -> Edge:
+        """Returns the edge over which `value` is boxed from the layouts of `tail` to those of `head`."""
+        key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
+        if key not in self.matrices:
+            part = value.closure[np.ix_(tail.layouts, head.layouts)]
+            self.matrices[key] = np.minimum(part, self.cap).astype(self.real, copy=False)
+        seconds = self.matrices[key]
+        return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
+
+    def sweep(self) -> float:
+        """Sends messages to later nodes, then to earlier nodes; returns the best bound so far."""
+        self.sweeps += 1
+        if machine is not None:
+            self.tables.run(FORWARD)
+            self.bound = max(self.tables.run(BACKWARD, self.balance_from), self.bound)
+        else:
+            self.forward()
+            self.bound = max(self.backward(), self.bound)
+        return self.bound
+
+    def forward(self) -> None:
+        """Sends messages from every node to the later ones, first node first."""
+        for number, at in enumerate(self.nodes):
+            star = self.stars.get(number)
+            if not at.later.edges:
+                continue
+            belief = at.belief(at.inbox) if star is None else star.belief()
+            belief -= belief.min()  # what is added to all messages over an edge changes no bound
+            if star is not None:
+                for edge, part in zip(at.later.edges, at.later.parts):
+                    message = star.message_to(edge.branch, self.real(part) * belief)
+                    edge.last.inbox[:] = message - message.min()
+                continue
+            sent = at.later.project(belief) - at.inbox[len(at.inbox) - (at.later.cuts[-1][1]) :]
+            for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
+                if edge.star is not None:
+                    edge.star.receive(edge.branch, sent[start:stop])
+                else:
+                    edge.last.inbox[:] = (edge.seconds + sent[start:stop, None]).min(0)
+
+    def backward(self) -> float:
+        """Sends messages from every node to the earlier ones, last node first; returns the bound.
+
+        Why it is a bound: let D be the belief of a node less its minimum, and w the part of an earlier edge. The cost of a plan is
+        the sum of all subtracted minima, plus over the nodes (1 - sum of w) D >= 0, plus over their earlier edges
+        (seconds - message to last + w D - message to first) >= 0, as the message to first is the minimum of the rest.
+        """
+        bound = 0.0
+        for number in reversed(range(len(self.nodes))):
+            at, star = self.nodes[number], self.stars.get(number)
+            if star is not None:
+                if self.balance_from:
+                    star.balance(self.balance_from == 2)
+                bound += star.receive_later()
+            belief = at.belief(at.inbox) if star is None else star.belief()
+            floor = belief.min()
+            bound += float(floor)
+            belief -= floor
+            if star is not None:
+                parts = zip(at.earlier.edges, at.earlier.parts)
+                messages = [(edge, star.message_to(edge.branch, self.real(part) * belief)) for edge, part in parts]
+            elif at.earlier.edges:
+                sent = at.earlier.project(belief) - at.inbox[: at.earlier.cuts[-1][1]]
+                messages = []
+                for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                    if edge.star is not None:  # received when the star's turn comes
+                        edge.star.sent[edge.branch - 1][:] = sent[start:stop]
+                    else:
+                        messages.append((edge, (edge.seconds + sent[start:stop]).min(1)))
+            else:
+                continue
+            for edge, message in messages:
+                floor = message.min()
+                edge.first.inbox[:] = message - floor
+                bound += float(floor)
+        return bound
+
+    @property
+    def balance_from(self) -> int:
+        """Which end this sweep balances cost shares from: 0 not at all, 1 the first consumer, 2 the last."""
+        if self.sweeps % BALANCE != BALANCE - 1:
+            return 0
+        return 2 if self.sweeps % (2 * BALANCE) < BALANCE else 1
+
+    def beliefs(self) -> list[np.ndarray]:
+        """Returns, by node and label (or alias layout), how far its belief is above that of the best one."""
+        beliefs = []
+        for number, at in enumerate(self.nodes):
+            star = self.stars.get(number)
+            belief = at.belief(at.inbox) if star is None else star.belief().min(0)
+            beliefs.append(belief - belief.min())
+        return beliefs
+
+    def reduced_costs(self) -> list[np.ndarray]:
+        """Returns, by variable and label, about how far above the bound the best plan with that label is."""
+        beliefs = self.beliefs()
+        return [beliefs[self.place[0, at]] for at in range(len(self.problem.variables))]
+
+    def label_bounds(self) -> list[np.ndarray]:
+        """Returns, after one more sweep, by node a bound of all plans that have a label (or alias layout).
+
+        After a backward sweep the belief of a node is the sum of the min-marginals of the chains through it, and no step of a
+        sweep lowers the bound of all chains (Kolmogorov, theorem 2).
+        """
+        before = self.bound if np.isfinite(self.bound) else self.sweep()
+        self.sweep()
+        return [before + belief for belief in self.beliefs()]
+
+    def decode(self) -> list[int]:
+        """Returns a plan, chosen node by node: own costs, boxings from the nodes chosen before, messages from later ones."""
+        chosen = [0] * len(self.nodes)
+        for number, at in enumerate(self.nodes):
+            if number in self.stars:
+                known = {edge.branch: int(edge.first.at[chosen[edge.first.node]]) for edge in at.earlier.edges}
+                chosen[number] = self.stars[number].choose(known)
+                continue
+            inbox = at.inbox.copy()
+            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                label = chosen[edge.first.node]
+                if edge.star is not None:
+                    inbox[start:stop] = edge.star.due(edge.branch, label)
+                else:
+                    inbox[start:stop] = edge.seconds[edge.first.at[label]]
+            chosen[number] = int(at.belief(inbox).argmin())
+        return [chosen[self.place[0, at]] for at in range(len(self.problem.variables))]
+
+    def multipliers(self) -> list[list[np.ndarray]]:
+        """Returns, by value and port (the producer's, then those of the distinct consumers), the multipliers by label.
+
+        With them every variable alone and every value alone cost together at least what `backward` has just returned: a node
+        keeps (1 - sum of w) D of its belief D, and leaves w D to each earlier edge, as explained there.
+        """
+        left: dict[int, np.ndarray] = {}
+        for number, at in enumerate(self.nodes):
+            if number in self.stars or not at.earlier.edges:
+                continue
+            belief = at.belief(at.inbox)
+            parts = at.earlier.project(belief - belief.min())
+            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                left[id(edge.last)] = edge.last.inbox - parts[start:stop]
+        by_layout = left | {id(edge.first): edge.first.inbox for edge in self.edges}
+        none = np.zeros(0)
+        return [
+            [by_layout.get(id(p), none)[p.at].astype(float) if id(p) in by_layout else np.zeros(len(p.at)) for p in ports]
+            for ports in self.ports
+        ]
+
+    def shares(self) -> dict[int, list[np.ndarray]]:
+        """Returns, by number of a value with a star, the cost shares of its distinct consumers [layouts, their layouts]."""
+        return {self.names[middle][1]: star.shares for middle, star in self.stars.items()}
+
+
+def big_m(problem: Problem, seconds: float = math.inf) -> float:
+    """Returns what an impossible boxing costs in the messages; seconds: of a known plan.
+
+    Even the part of it that one consumer pays is more than a plan costs. No more than needed, for the sake of rounding.
+    """
+    most = sum(float(np.abs(v.costs).max()) for v in problem.variables)
+    for value in problem.values:
+        finite = value.closure[np.isfinite(value.closure)]
+        most += float(finite.max()) * (1 + len(value.consumers))
+    return 2 * min(most, seconds) * max([1, *(len(v.consumers) for v in problem.values)]) + 1e-30

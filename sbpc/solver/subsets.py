@@ -1,0 +1,78 @@
+"""Subsets of the labels: what a program or the messages may still choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbpc.solver.problem import Problem, Value, star
+
+EVEN = 1.5  # if ties make a subset this many times as large as asked for, they are shared out over the variables
+
+
+@dataclass(eq=False)
+class Subset:
+    """The labels that each variable may take, and the alias layouts that each value with an alias may take (ascending)."""
+
+    labels: list[np.ndarray]
+    aliases: list[np.ndarray | None]
+
+    @property
+    def size(self) -> int:
+        """The number of labels and alias layouts."""
+        return sum(map(len, self.labels)) + sum(len(a) for a in self.aliases if a is not None)
+
+
+def distinct_consumers(value: Value) -> list[tuple[int, np.ndarray]]:
+    """Returns the consumers of `value`, equal ones once."""
+    return [value.consumers[number] for number in value.distinct]
+
+
+def has_alias(value: Value) -> bool:
+    """Returns whether the star of `value` may need an alias: not if one other variable consumes it."""
+    consumers = distinct_consumers(value)
+    return len(consumers) > 1 or any(at == value.producer for at, _ in consumers)
+
+
+def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its time."""
+    seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
+    seen[layouts] = True
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[layouts]
+
+
+def everything(problem: Problem) -> Subset:
+    """Returns all labels and all alias layouts."""
+    aliases = [np.arange(len(value.closure)) if has_alias(value) else None for value in problem.values]
+    return Subset([np.arange(len(variable.costs)) for variable in problem.variables], aliases)
+
+
+def around(problem: Problem, plans: Sequence[Sequence[int]], *labels: Sequence[np.ndarray]) -> Subset:
+    """Returns the labels of all `plans` and those in `labels` (each a list by variable), with the aliases that they need."""
+    union = [np.unique(np.concatenate([*map(np.atleast_1d, each)])) for each in zip(*plans, *labels)]
+    return Subset(union, [aliases_for(value, union, plans) for value in problem.values])
+
+
+def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequence[int]]) -> np.ndarray | None:
+    """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
+    if not has_alias(value):
+        return None
+    layouts = [value.out[labels[value.producer]], *(wants[labels[at]] for at, wants in distinct_consumers(value))]
+    return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
+
+
+def nearest(reduced_costs: Sequence[np.ndarray], size: int, each: int | None = None) -> list[np.ndarray]:
+    """Returns, by variable, about `size` labels in all with the least reduced costs, at most `each` of one variable."""
+    every = np.concatenate(reduced_costs)
+    limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
+    if each is not None:
+        first = [np.argsort(costs, kind="stable")[:each] for costs in reduced_costs]
+        return [labels[costs[labels] <= limit] for labels, costs in zip(first, reduced_costs)]
+    if np.count_nonzero(every <= limit) <= EVEN * size:
+        return [np.flatnonzero(costs <= limit) for costs in reduced_costs]
+    ranks = [np.argsort(np.argsort(costs, kind="stable")) for costs in reduced_costs]
+    chosen = np.zeros(len(every), dtype=bool)
+    chosen[np.lexsort((np.concatenate(ranks), every))[:size]] = True
+    return [np.flatnonzero(part) for part in np.split(chosen, np.cumsum([len(costs) for costs in reduced_costs])[:-1])]
