@@ -1,4 +1,4 @@
-"""Sweeps as machine code are those that trws.py, share.py and least.py say: pass by pass, from the same numbers."""
+"""Sweeps as machine code are those that trws.py and stars.py say: pass by pass, from the same numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import pickle
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbpc.solver import Problem, Value, Variable, compiled, trws
-from sbpc.solver.network import Space, aliased, distinct
-from sbpc.solver.paths import HALF, LITTLE
-from sbpc.solver.trws import Messages, ceiling
+from sbpc.solver import Problem, Value, Variable
+from sbpc.solver.messages import compiled, trws
+from sbpc.solver.messages.trws import Messages, big_m
+from sbpc.solver.subsets import distinct
 from tests.test_fold import chain
 from tests.test_solver import closed
 
@@ -51,42 +51,34 @@ def stars(rng: np.random.Generator, consumers: int, layouts: int, labels: int, c
     return Problem(variables, values)
 
 
-def messages_of(problem: Problem, real: type[np.floating], aliases: int = 1 << 30) -> Messages:
-    space = [np.arange(len(v.closure))[-aliases:] if aliased(v) else None for v in problem.values]
-    return Messages(problem, Space([np.arange(len(v.costs)) for v in problem.variables], space), ceiling(problem), real)
-
-
 def numbers(messages: Messages) -> Iterator[np.ndarray]:
-    """All that passes read and write."""
-    yield from (at.inbox for at in messages.nodes.values())
+    """All that sweeps read and write."""
+    yield from (at.inbox for at in messages.nodes)
     for star in messages.stars.values():
-        yield from (star.made, *star.over, *star.direct, *star.sent, *star.share.charges)
+        yield from (star.made, *star.over, *star.direct, *star.sent, *star.shares)
 
 
-def twice(one: Messages, other: Messages, act: Callable[[Messages], float | None]) -> tuple[float | None, float | None]:
-    """What `act` returns of `one` in Python, and of `other`, set to the same numbers before, in machine code."""
+def twice(one: Messages, other: Messages) -> tuple[float, float]:
+    """The bound after a sweep of `one` in Python, and of `other`, set to the same numbers before, in machine code."""
     for found, to in zip(numbers(one), numbers(other), strict=True):
         to[...] = found
-    other.sweeps = one.sweeps
+    other.sweeps, one.bound, other.bound = one.sweeps, -np.inf, -np.inf
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        said = act(other)
+        fast = other.sweep()
         patch.setattr(trws, "machine", None)
-        return act(one), said
+        return one.sweep(), fast
 
 
-def assert_passes_are_the_same(problem: Problem, real: type[np.floating], heat: float, aliases: int = 1 << 30) -> None:
-    one, other = (messages_of(problem, real, aliases) for _ in range(2))
+def assert_sweeps_are_the_same(problem: Problem, real: type[np.floating]) -> None:
+    one, other = (Messages(problem, big_m(problem), real) for _ in range(2))
     precise = PRECISE * float(np.finfo(real).eps)
     dearest = max(float(v.costs.max()) for v in problem.variables)
-    cold = [lambda m: m.forward(), lambda m: m.backward()]
-    hot = [lambda m: m.forward(heat), lambda m: m.backward(heat)]
-    refill = [lambda m: m.hear(), lambda m: m.backward(heat / 3), lambda m: m.hear(fill=True)]
-    little, alike, half = (lambda m, rest=rest: m.split(rest) for rest in (LITTLE, None, HALF))
-    for act in (*cold * 3, little, *cold * 3, alike, *cold, *hot, *refill, *hot, half, *cold):
-        wanted, said = twice(one, other, act)
-        most = max([dearest, heat, *(float(np.abs(part[np.isfinite(part)]).max(initial=0)) for part in numbers(one))])
-        if wanted is not None:
-            assert said == pytest.approx(wanted, rel=precise, abs=precise * most * len(one.names))
+    for turn in range(14):
+        for messages in (one, other):
+            messages.follow_paths(turn // 4 % 2 == 0)
+        wanted, fast = twice(one, other)
+        most = max([dearest, *(float(np.abs(part[np.isfinite(part)]).max(initial=0)) for part in numbers(one))])
+        assert fast == pytest.approx(wanted, rel=precise, abs=precise * most * len(one.names))
         for found, expected in zip(numbers(other), numbers(one), strict=True):
             assert np.allclose(found, expected, rtol=0, atol=precise * most, equal_nan=True)
 
@@ -105,48 +97,26 @@ def test_sweeps_are_built_where_they_can_be():
 
 @built
 @pytest.mark.parametrize("real", [np.float64, np.float32])
-@pytest.mark.parametrize("heat", [1e-2, 1.0, 100.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_passes_are_the_same_as_machine_code(shape, heat, real):
+def test_sweeps_are_the_same_as_machine_code(shape, real):
     for seed in range(3):
-        problem = stars(np.random.default_rng(seed), *SHAPES[shape])
-        assert_passes_are_the_same(problem, real, heat * SHAPES[shape][3])
-
-
-@built
-@pytest.mark.parametrize("aliases", [1, 2])
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_stars_of_few_alias_layouts_are_the_same_as_machine_code(aliases, seed):
-    assert_passes_are_the_same(stars(np.random.default_rng(seed), 6, 5, 4, 1.0), np.float64, 0.1, aliases)
-
-
-@built
-def test_charges_of_next_to_nothing_are_none():
-    one, other = (messages_of(stars(np.random.default_rng(1), 6, 5, 4, 1.0), np.float64) for _ in range(2))
-    for star in one.stars.values():
-        for charges in star.share.charges:
-            charges[:] = 1e-40
-    twice(one, other, lambda messages: messages.hear(fill=True))
-    for messages in (one, other):
-        assert all((charges <= 1e-40).all() for star in messages.stars.values() for charges in star.share.charges)
+        assert_sweeps_are_the_same(stars(np.random.default_rng(seed), *SHAPES[shape]), real)
 
 
 @built
 def test_what_is_not_a_number_is_not_passed_over():
-    one, other = (messages_of(stars(np.random.default_rng(1), 6, 5, 4, 1.0), np.float64) for _ in range(2))
-    [at.inbox for at in one.nodes.values() if at.earlier.edges and len(at.inbox)][-1][:] = np.nan
-    assert np.isnan(twice(one, other, lambda messages: messages.backward())).all()
+    problem = stars(np.random.default_rng(1), 6, 5, 4, 1.0)
+    one, other = (Messages(problem, big_m(problem)) for _ in range(2))
+    for messages in (one, other):
+        [at.inbox for at in messages.nodes if at.earlier.edges and len(at.inbox)][-1][:] = np.nan
+    assert np.isnan(other.tables.run(compiled.BACKWARD)) and np.isnan(one.backward())
 
 
 @built
 def test_tables_are_of_the_arrays_that_messages_have():
     problem, _, _ = chain(4, 6, 5, 1, True)
-    messages = messages_of(problem, np.float64)
+    messages = Messages(problem, big_m(problem))
     messages.sweep()
-    before, again = [part.copy() for part in numbers(messages)], messages.restrict(messages.space)
-    again.sweep()
-    assert all(np.array_equal(one, other) for one, other in zip(before, numbers(messages), strict=True))
     for made in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="addresses"):
             made(messages)

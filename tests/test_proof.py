@@ -23,11 +23,11 @@ from tests.test_assign import program, seconds_of_labels, spaces
 
 
 def spoiled(proof: Proof, seed: int, size: float) -> Proof:
-    """The proof with noise of about `size` seconds on all multipliers, and charges of another sum."""
+    """The proof with noise of about `size` seconds on all multipliers, and cost shares of another sum."""
     rng = np.random.default_rng(seed)
     noisy = {slot: found + rng.normal(0, size, found.shape) for slot, found in proof.multipliers.items()}
-    charges = {name: [found * rng.uniform(0.5, 3) for found in parts] for name, parts in proof.charges.items()}
-    return dataclasses.replace(proof, multipliers=noisy, charges=charges)
+    shares = {name: [found * rng.uniform(0.5, 3) for found in parts] for name, parts in proof.shares.items()}
+    return dataclasses.replace(proof, multipliers=noisy, shares=shares)
 
 
 def test_on_graphs_the_bound_never_exceeds_brute_force_and_other_labels_have_a_larger_gap() -> None:
@@ -101,9 +101,9 @@ def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
     assert free.check_bound().bound < checked.bound <= checked.searched * (1 + 1e-9) <= checked.paid * (1 + 1e-9)
     for seed in range(4):
         assert plan.check_bound(spoiled(plan.proof, seed, checked.paid / 100)).bound < checked.bound
-    relaxed = plan.prover
-    assert max(relaxed.prices) > 0
-    assert checked.bound == pytest.approx(checked_bound(relaxed.problem, plan.proof) - sum(relaxed.prices), rel=1e-9)
+    priced, space = plan.prover.bound, plan.prover.space
+    assert max(priced.prices) > 0
+    assert checked.bound == pytest.approx(checked_bound(priced.problem(space), plan.proof) - sum(priced.prices), rel=1e-9)
 
 
 def test_a_plan_from_a_file_says_that_it_holds_no_problem(tmp_path: Path) -> None:

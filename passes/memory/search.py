@@ -32,7 +32,7 @@ from sbpc.solver import Bounder, Limit, Proof, certify, priced, total
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.problem import gap_of
-from sbpc.solver.solve import on_support
+from sbpc.solver.search import on_support
 from sbpc.solver.subsets import around, nearest
 
 progress = logging.getLogger("sbpc.progress")

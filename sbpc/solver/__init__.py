@@ -14,7 +14,7 @@ minimise   sum over variables v of cost_v(x_v)  +  sum over values of the cheape
 from sbpc.solver.bounder import Bounder, certify
 from sbpc.solver.problem import Limit, Problem, Proof, Solution, Value, Variable, priced, star, total
 from sbpc.solver.proof import checked_bound
-from sbpc.solver.solve import solve
+from sbpc.solver.search import solve
 
 __all__ = [
     "Bounder",

@@ -12,7 +12,9 @@ from sbpc.solver.fold import Folded, fold, repriced
 from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import SLACK, Problem, Proof
 from sbpc.solver.proof import checked_bound
+from sbpc.solver.subsets import Subset, everything
 
+ROUNDING = 1e-4  # of the seconds, in bounds of single precision
 WIDE = 3  # axes from which messages are of single precision: half the memory, two thirds of the time
 
 
@@ -42,6 +44,26 @@ class Bounder:
             self.solve_ends(dual)
         self.proof = dual.proof()
         self.bound = checked_bound(problem, self.proof)
+
+    def below(self, seconds: float) -> Subset | None:
+        """Returns the labels and aliases with which a plan may cost at most `seconds`; None if there is no such plan.
+
+        Nothing may be tied. Single precision is allowed for.
+        """
+        assert self.nothing_tied
+        problem = self.folded.problem
+        most = seconds * (1 + ROUNDING) if is_wide(problem) else seconds
+        subset = everything(problem)
+        values = blocks(self.folded).bundles  # values that nothing reads have no messages
+        for (kind, at), bounds in zip(self.messages.names, self.messages.label_bounds()):
+            kept = np.flatnonzero(bounds <= most)
+            if not len(kept):
+                return None
+            if kind == 0:
+                subset.labels[at] = kept
+            else:
+                subset.aliases[values[at]] = kept
+        return subset
 
     def solve_ends(self, dual: Dual) -> None:
         """Finds the multipliers of the classes of one member, those of the others as they are."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.solve import solve
+from sbpc.solver.search import solve
 
 KINDS = {"ideal": (1e12, 1e12, 0.0, 0.0, 0.0), "h100": (989e12, 450e9, 3e-6, 4e-6, 1 / 3.35e12)}
 

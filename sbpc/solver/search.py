@@ -20,7 +20,7 @@ from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import Problem, Proof, Solution, Step, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
-from sbpc.solver.subsets import Subset, around, nearest
+from sbpc.solver.subsets import around, nearest
 
 progress = logging.getLogger("sbpc.progress")
 PLAN_GAP = 7e-3  # above it a better plan is looked for
@@ -28,7 +28,6 @@ BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound;
 EACH, OWN = 8, 2  # labels a variable for the relaxation: by reduced costs; by each of two more orders
 COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a program on near labels is solved
-ROUNDING = 1e-4  # of the seconds, in bounds of labels
 
 
 class Search:
@@ -61,8 +60,9 @@ class Search:
 
     def bounded_by(self, bounder: Bounder) -> None:
         """Takes a bound and its proof if it is the best."""
-        if bounder.bound > self.bound:
+        if bounder.bound >= self.bound:
             self.bound, self.proof = bounder.bound, bounder.proof
+        self.exact = self.exact or self.bound >= self.seconds
 
     def record(self, name: str) -> None:
         """Notes what a step gave."""
@@ -88,15 +88,10 @@ class Search:
 
     def below_gap(self, bounder: Bounder) -> None:
         """If only few labels can be in a cheaper plan, solves the program on all of these. Nothing may be tied in `bounder`."""
-        problem, messages = bounder.folded.problem, bounder.messages
-        most = self.seconds * (1 + ROUNDING) if is_wide(problem) else self.seconds
-        bounds = dict(zip(messages.names, messages.label_bounds()))
-        labels = [np.flatnonzero(bounds[0, at] <= most) for at in range(len(problem.variables))]
-        aliases = [np.flatnonzero(bounds[1, at] <= most) if (1, at) in bounds else None for at in range(len(problem.values))]
-        if not all(len(each) for each in (*labels, *(a for a in aliases if a is not None))):
-            self.exact = True  # no plan costs less
+        problem, subset = bounder.folded.problem, bounder.below(self.seconds)
+        if subset is None:
+            self.exact = True
             return
-        subset = Subset(labels, aliases)
         if columns_of(problem, subset) > COLUMNS:
             return
         answer = cheapest(problem, subset, self.scale)
