@@ -17,7 +17,7 @@ Kind = tuple[int, int, tuple[int, ...]]
 def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 
-    extremes: by axis "max" or "min" where it may hold such partial results too. The order is that of `steps.layouts`.
+    extremes: by axis "max" or "min" where it may hold such partial results too.
     """
     choices = [(*range(rank), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
     rows = np.array(list(itertools.product(*choices)))

@@ -69,6 +69,11 @@ class Mesh:
             raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
 
+    def runs(self) -> list[tuple[int, ...]]:
+        """The runs of neighbouring axes (numbers), single ones among them: a collective is over one of them."""
+        ends = itertools.combinations(range(len(self.axes) + 1), 2)
+        return [tuple(range(first, last)) for first, last in ends]
+
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
         """The groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank."""
         grouped: dict[tuple[int, ...], list[int]] = {}
@@ -109,9 +114,7 @@ class Mesh:
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.
         """
-        return (
-            "sbpc::" + ",".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + "::" + self.key(axes)
-        )
+        return f"sbpc::{','.join(self._named_sizes())}::{self.key(axes)}"
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The torch DeviceMesh of the same axes over the ranks of the default process group."""
@@ -134,14 +137,13 @@ class Mesh:
 
     def __repr__(self) -> str:
         cluster = "" if self.cluster.name == "ideal" else f", cluster={self.cluster.name!r}"
-        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + cluster + ")"
+        return f"Mesh({', '.join(self._named_sizes())}{cluster})"
+
+    def _named_sizes(self) -> list[str]:
+        return [f"{name}={size}" for name, size in zip(self.axes, self.sizes)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (self.axes, self.sizes, self.cluster) == (
-            other.axes,
-            other.sizes,
-            other.cluster,
-        )
+        return isinstance(other, Mesh) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash((self.axes, self.sizes, self.cluster))
