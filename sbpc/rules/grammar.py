@@ -78,6 +78,16 @@ class Rule:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def unsplit(self) -> set[str]:
+        """The factors that are never split."""
+        return {*self.fixed, *(factor for factor, *_ in self.halo)}
+
+    @property
+    def factors(self) -> list[str]:
+        """All factors in the order of the text."""
+        return list(dict.fromkeys(factor for operand in (*self.inputs, *self.outputs) for factor in operand.factors))
+
 
 @functools.cache
 def parse(text: str) -> Rule:

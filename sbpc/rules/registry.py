@@ -6,31 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
-from sbpc.rules.binding import Bound, Signature, bind, divides, flat_outputs, signatures
+from sbpc.graph.operands import hashable, named_arguments
+from sbpc.rules.binding import Bound, bind, divides, flat_outputs, signatures
 from sbpc.rules.grammar import parse
-from sbpc.rules.match import (
-    FREE,
-    WRITTEN,
-    Arguments,
-    Call,
-    Count,
-    Entry,
-    Kernel,
-    Match,
-    Shard,
-    Write,
-    named_arguments,
-)
+from sbpc.rules.match import FREE, Arguments, Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import holds
 from sbpc.rules.two_phase import take_apart
-
-aten = torch.ops.aten
-
 
 TABLE: dict[OpOverload, Entry] = {}
 GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
@@ -58,9 +43,7 @@ def rule(
     if isinstance(text, str):
         parse(text)
     if op in TABLE and not replace:
-        raise RuleError(
-            f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place."
-        )
+        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place.")
     put(op, entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view))
 
 
@@ -108,7 +91,7 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
     Raises RuleError if the rule does not fit the call.
     """
-    key = (op, _key(args), _key(kwargs), _key(outputs))
+    key = op, hashable((args, kwargs, outputs), lambda value: (Tensor, tuple(value.shape), value.dtype))
     try:
         if key in MATCHES:
             return MATCHES[key]
@@ -152,38 +135,3 @@ def applied(
     except RuleError as error:
         raise RuleError(f"{op}: {error}") from None
     return bound if parsed.when is None or holds(parsed.when, {**named, **bound.sizes}) else None
-
-
-def _key(value: Any) -> Any:
-    """A hashable picture of an argument: tensors by shape and dtype."""
-    if isinstance(value, Tensor):
-        return Tensor, tuple(value.shape), value.dtype
-    if isinstance(value, (list, tuple)):
-        return (list, *map(_key, value))
-    if isinstance(value, Mapping):
-        return (dict, *((name, _key(item)) for name, item in value.items()))
-    return type(value), value
-
-
-__all__ = [
-    "FREE",
-    "GENERATORS",
-    "TABLE",
-    "WRITTEN",
-    "Arguments",
-    "Call",
-    "Count",
-    "Entry",
-    "Kernel",
-    "Match",
-    "Shard",
-    "Signature",
-    "Write",
-    "applied",
-    "entry",
-    "match",
-    "named_arguments",
-    "put",
-    "row",
-    "rule",
-]

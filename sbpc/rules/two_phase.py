@@ -8,17 +8,19 @@ signature by its ordinary rule; where a factor is split through the function, wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, TorchDispatchMode
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves
 from sbpc.mesh.states import B, Partial, State
-from sbpc.rules.binding import Signature
-from sbpc.rules.match import Part, Phases, Place, Way, _filled, _mapped
+from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.rules.match import Phases, Place, SubOp, Way, filled
 
 if TYPE_CHECKING:
     from sbpc.rules.match import Match
@@ -52,12 +54,11 @@ def take_apart(
     live, parts = {number for number in wanted if number is not None}, []
     for number, op, args, kwargs, val in reversed(recorder.calls):
         if number in live:
-            reads = tuple(place.number for place in _places((args, kwargs)))
-            fake = tuple(_filled(item, recorder.values) for item in (args, kwargs))
-            found = match(op, *fake, val)
+            reads = tuple(place.number for place in leaves((args, kwargs), Place))
+            found = match(op, *filled((args, kwargs), recorder.values), val)
             if found is None:
                 raise RuleError(f"{name} calls {op}, which has no rule\n  Write it in ops that have one.")
-            parts.append(Part(number, found, args, kwargs, reads, val))
+            parts.append(SubOp(number, found, args, kwargs, reads, val))
             live.update(reads)
     ordered = tuple(reversed(parts))
     ways = {s: way for s in signatures if (way := _way(s, ordered, wanted, s.factor in factors, name)) is not None}
@@ -65,7 +66,7 @@ def take_apart(
 
 
 def _way(
-    signature: Signature, parts: Sequence[Part], outputs: Sequence[int | None], at_once: bool, name: str
+    signature: Signature, parts: Sequence[SubOp], outputs: Sequence[int | None], at_once: bool, name: str
 ) -> Way | None:
     """The signatures of all parts where the op has `signature`; at_once: what comes out P is boxed to B, but for outputs."""
     states: dict[int, State] = dict(enumerate(signature.inputs))
@@ -115,16 +116,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         made = func(*args, **(kwargs or {}))
         assert isinstance(made, Tensor), f"{func} gives several values: use ops that give one"
         number = len(self.values)
-        places = tuple(self.place(item) for item in (tuple(args), dict(kwargs or {})))
-        self.calls.append((number, func, *places, made))
+        self.calls.append((number, func, *map_aggregate((tuple(args), dict(kwargs or {})), self.place), made))
         return self.add(made)
 
     def place(self, value: Any) -> Any:
-        """An argument, tensors as places."""
-        if isinstance(value, Tensor):
-            assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
-            return Place(self.numbers[id(value)])
-        return _mapped(value, self.place)
+        """A tensor as its place; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
+        return Place(self.numbers[id(value)])
 
 
 def _traced(
@@ -135,16 +135,15 @@ def _traced(
     recorder = _Recorder()
 
     def operand(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return recorder.add(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
-        return _mapped(value, operand)
+        if not isinstance(value, Tensor):
+            return value
+        return recorder.add(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
 
-    given = [operand(value) for value in named.values()]
+    given = map_aggregate(list(named.values()), operand)
     with torch.no_grad(), recorder:
-        made = function(*(_mapped(value, _widened) if not isinstance(value, Tensor) else _widened(value) for value in given))
-        flat = list(made) if isinstance(made, (tuple, list)) else [made]
+        made = flat_outputs(function(*map_aggregate(given, _widened)))
         found: list[int | None] = []
-        for value, expected in itertools.zip_longest(flat[: len(outputs)], outputs):
+        for value, expected in itertools.zip_longest(made[: len(outputs)], outputs):
             if not isinstance(expected, Tensor):
                 found.append(None)
                 continue
@@ -157,11 +156,3 @@ def _traced(
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
-
-
-def _places(value: Any) -> Iterator[Place]:
-    if isinstance(value, Place):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _places(item)

@@ -47,7 +47,7 @@ TWO = How()
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The valid signatures of a call, each with the integer that is cut for it. tried: patterns of splits that were tried.
 
     left: those that were not, since there are too many or since the op crashes or hangs. lost: why it did, for each.
@@ -59,12 +59,7 @@ class Found:
     lost: tuple[str, ...]
 
 
-def valid(one: Case, sizes: Sequence[Size] = ()) -> list[Signature]:
-    """All signatures of a call that hold on two ranks."""
-    return list(search(one, sizes).signatures)
-
-
-def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> Found:
+def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> SearchResult:
     """All signatures of a call that hold.
 
     Of the states that an output could be said to have, the first of B, P, S that holds whatever the values is taken. An op that crashes or
@@ -87,7 +82,7 @@ def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: Ho
                 for signature in result:
                     found.setdefault(signature, pattern[1])
         else:
-            return Found(found, len(chosen), len(every) - len(chosen), tuple(lost))
+            return SearchResult(found, len(chosen), len(every) - len(chosen), tuple(lost))
     raise RuleError(f"{one.op} crashes or hangs on {CRASHES + 1} calls on shards\n  Give it smaller examples.")
 
 
@@ -285,12 +280,6 @@ def close(one: Case) -> float:
 
 
 # --- what follows from what -------------------------------------------------------------------------------------------
-def lacking(found: Sequence[Signature], offered: Sequence[Signature]) -> list[Signature]:
-    """Those of `found` that cost more without a signature of their own: neither offered nor an offered one with free boxings."""
-    missing = [s for s in found if not any(follows(s, other) for other in offered)]
-    return [s for s in missing if not any(other is not s and follows(s, other) for other in missing)]
-
-
 def follows(signature: Signature, other: Signature) -> bool:
     """Whether `other` does what `signature` does, its inputs and outputs boxed without sending anything."""
     ins = all(given == wanted or is_free(given, wanted) for given, wanted in zip(signature.inputs, other.inputs))
@@ -300,12 +289,3 @@ def follows(signature: Signature, other: Signature) -> bool:
 def is_free(before: State, after: State) -> bool:
     """Whether boxing sends nothing."""
     return any(isinstance(after, kind) and (before == state if state == B else isinstance(before, Split)) for state, kind in FREE)
-
-
-def sizes_of(fills: Sequence[Any], named: Mapping[str, Any]) -> list[Size]:
-    """The integers that a rule rewrites, one by one."""
-    found = []
-    for fill in fills:
-        value = named[fill.name]
-        found += [Size(fill.name, None)] if fill.single else [Size(fill.name, at) for at in range(len(value))]
-    return found

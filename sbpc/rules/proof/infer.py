@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from sbpc.errors import RuleError
+from sbpc.graph.operands import named_arguments
 from sbpc.mesh.states import B, P, Partial, Split, State
 from sbpc.rules.binding import Bound, Signature, is_list, signatures
-from sbpc.rules.match import named_arguments
 from sbpc.rules.proof.brute_force import Size, follows
 from sbpc.rules.proof.prove import Case
 from sbpc.rules.registry import applied

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.states import P, Partial
 from sbpc.rules.binding import Signature, divides, flat_outputs
-from sbpc.rules.match import named_arguments
 from sbpc.rules.proof import user_rules as own
-from sbpc.rules.proof.brute_force import Found, How, Size, confirm, search
+from sbpc.rules.proof.brute_force import How, SearchResult, Size, confirm, search
 from sbpc.rules.proof.infer import Evidence, Inferred, extent, infer, left_over, places_of
-from sbpc.rules.proof.prove import Case, short, swapped, tensors
+from sbpc.rules.proof.prove import Case, short, swapped
 from sbpc.rules.proof.rule_files import UNREVIEWED, add_entries
-from sbpc.rules.proof.small_calls import Call
+from sbpc.rules.proof.small_calls import SmallCall
 from sbpc.rules.proof.user_rules import (
     TOLERANCE,
     case_arguments,
@@ -103,10 +104,10 @@ def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
     """
     found = resolve(op)
     given, named = case_arguments(found, [*args, dict(kwargs)])
-    return probe_call(found, [Call(tuple(given), named)])
+    return probe_call(found, [SmallCall(tuple(given), named)])
 
 
-def probe_call(op: OpOverload, calls: Sequence[Call], seconds: float = SECONDS) -> Probe:
+def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECONDS) -> Probe:
     """See `probe`. calls: of which the first that the op takes is probed. seconds: that one call of the op may take."""
     require_pure(op)
     load_custom_ops()
@@ -129,7 +130,7 @@ def name_of(op: OpOverload) -> str:
     return str(op._schema.name) + (f".{op._overloadname}" if op._overloadname != "default" else "")
 
 
-def not_tried(found: Found) -> Iterator[str]:
+def not_tried(found: SearchResult) -> Iterator[str]:
     """What brute force has left out."""
     if found.lost:
         ways = dict.fromkeys(found.lost)
@@ -140,12 +141,12 @@ def not_tried(found: Found) -> Iterator[str]:
 
 # --- the call that is run ---------------------------------------------------------------------------------------------
 def first_that_runs(
-    op: OpOverload, calls: Sequence[Call], seconds: float
-) -> tuple[Call, list[tuple[Case, tuple[Any, ...]]]]:
+    op: OpOverload, calls: Sequence[SmallCall], seconds: float
+) -> tuple[SmallCall, list[tuple[Case, tuple[Any, ...]]]]:
     """The first call that the op takes, on values of several kinds, with the outputs on the meta device."""
     for call in calls:
         ways: tuple[Callable[[Any], Any], ...] = (whole_numbers(), wide, detached)
-        cases = [Case(op, tuple(map(way, call.args)), {n: way(v) for n, v in call.kwargs.items()}) for way in ways]
+        cases = [Case(op, *map_aggregate((call.args, dict(call.kwargs)), way)) for way in ways]
         looks = list(attempt(look, cases, seconds))
         for told in (told for _, told in looks if isinstance(told, RuleError)):
             raise told
@@ -178,12 +179,12 @@ def look(one: Case) -> Any:
     except Exception as error:  # whatever the op raises
         return f"{one} fails: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
     try:
-        close = max((TOLERANCE[v.dtype] for v in (*one.operands, *tensors(outputs)) if v.dtype in TOLERANCE), default=0.0)
+        close = max((TOLERANCE[v.dtype] for v in (*one.operands, *leaves(outputs, Tensor)) if v.dtype in TOLERANCE), default=0.0)
         require_function(replace(one, tolerance=close))
     except RuleError as error:
         return error
     about = [(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None for value in outputs]
-    finite = all(bool(torch.isfinite(value).all()) for value in tensors(outputs))
+    finite = all(bool(torch.isfinite(value).all()) for value in leaves(outputs, Tensor))
     return about, finite, close
 
 
@@ -192,12 +193,10 @@ def whole_numbers() -> Callable[[Any], Any]:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if not value.is_floating_point():
-                return value.detach().clone()
-            numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 3
-            return (numbers + (numbers >= 0)).double().to(value.device)
-        return type(value)(map(drawn, value)) if isinstance(value, (list, tuple)) else value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return detached(value)
+        numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 3
+        return (numbers + (numbers >= 0)).double().to(value.device)
 
     return drawn
 
@@ -223,7 +222,7 @@ class Outcome:
     refused: bool = False
 
 
-def inferred(one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) -> Outcome:
+def inferred(one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> Outcome:
     """The rule that derives most and that its proof accepts, first on other sizes too."""
     facts = Facts(one, outputs, found, seconds)
     failed, texts = tuple[str, ...](), dict[str, None]()
@@ -267,7 +266,7 @@ class Second:
 class Facts:
     """What is known of the signatures of a call, more with every number of ranks and every size."""
 
-    def __init__(self, one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) -> None:
+    def __init__(self, one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> None:
         self.one, self.outputs, self.found, self.seconds = one, outputs, found, seconds
         self.broken: dict[Signature, bool] = {}
         self.where: dict[Signature, str] = {}

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc.errors import LayoutError, RuleError
+from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B, P, Split, State, chunk_sizes
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import Match, Phases, named_arguments
+from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
 
 AXES = ("x", "y")
@@ -56,7 +58,7 @@ class Case:
     @cached_property
     def operands(self) -> list[Tensor]:
         """The tensors of the call in schema order."""
-        return [found for value in named_arguments(self.op, self.args, self.kwargs).values() for found in tensors(value)]
+        return leaves(named_arguments(self.op, self.args, self.kwargs), Tensor)
 
     def match(self) -> Match:
         """The rule bound to this call. Raises RuleError if there is none."""
@@ -333,24 +335,12 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     return STAND_INS.get(op, op)(*args, **kwargs)
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors in an argument, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [found for item in value for found in tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
 def swapped(one: Case, parts: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a case with these tensors, in schema order, in the place of its own."""
-    mine = iter(parts)
-    names = [argument.name for argument in one.op._schema.arguments if argument.name in one.kwargs]
-    return [_swap(value, mine) for value in one.args], {name: _swap(one.kwargs[name], mine) for name in names}
-
-
-def _swap(value: Any, parts: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(parts)
-    return [_swap(item, parts) for item in value] if isinstance(value, (list, tuple)) else value
+    replacements = iter(parts)
+    named = {argument.name: one.kwargs[argument.name] for argument in one.op._schema.arguments if argument.name in one.kwargs}
+    args, kwargs = map_aggregate((one.args, named), lambda item: next(replacements) if isinstance(item, Tensor) else item)
+    return list(args), dict(kwargs)
 
 
 def _text(value: Any) -> str:

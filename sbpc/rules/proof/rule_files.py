@@ -13,7 +13,7 @@ from sbpc.errors import RuleError, check_kinds
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
 from sbpc.rules.match import WRITTEN, Arguments
-from sbpc.rules.proof.user_rules import Registered, factors_of, fits, require_pure, resolve
+from sbpc.rules.proof.user_rules import Registered, fits, require_pure, resolve
 from sbpc.rules.registry import applied, entry, row
 
 UNREVIEWED = "?"
@@ -23,7 +23,7 @@ HEADER = f"""# Rules for sbpc.load_rules and --rules: in a line an op and its ru
 
 
 @dataclass(frozen=True)
-class Line:
+class RuleLine:
     """One rule of a file. reviewed: a person has removed the mark of what a probe has inferred."""
 
     number: int
@@ -98,7 +98,7 @@ def read(file: Path) -> str:
         ) from error
 
 
-def lines_of(file: Path, text: str) -> Iterator[Line]:
+def lines_of(file: Path, text: str) -> Iterator[RuleLine]:
     """The rules of a file in order. Raises RuleError with the line of one that is malformed."""
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -107,7 +107,7 @@ def lines_of(file: Path, text: str) -> Iterator[Line]:
         name, _, rule = content.removeprefix(UNREVIEWED).strip().partition(" ")
         with at_line(file, number):
             parse(rule.strip())
-        yield Line(number, name, rule.strip(), not content.startswith(UNREVIEWED))
+        yield RuleLine(number, name, rule.strip(), not content.startswith(UNREVIEWED))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def at_line(file: Path, number: int) -> Iterator[None]:
 
 def every_factor(texts: Sequence[str]) -> str:
     """The factors of several rules."""
-    return " ".join(dict.fromkeys(factor for text in texts for factor in factors_of(parse(text))))
+    return " ".join(dict.fromkeys(factor for text in texts for factor in parse(text).factors))
 
 
 @dataclass(frozen=True)

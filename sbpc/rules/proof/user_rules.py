@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, op_names, overload_of
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves
 from sbpc.mesh.states import chunk_sizes
 from sbpc.rules import registry
 from sbpc.rules.binding import is_list
 from sbpc.rules.grammar import Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
-from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove, tensors
+from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove
 from sbpc.rules.proof.worker import Lost, attempt
 from sbpc.rules.registry import entry, row
 
@@ -77,7 +79,7 @@ def rule(
     if known is not None and not replace and known.text != text:
         written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
         raise RuleError(f"{found} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
-    held = nonempty if examples or not isinstance(text, str) else " ".join(factors_of(parse(text)))
+    held = nonempty if examples or not isinstance(text, str) else " ".join(parse(text).factors)
     made = entry(found, text, flops=flops, local=local, nonempty=held)
     done = Registered(found, before)
     registry.put(found, with_source(made, PROVED if examples else UNPROVED))
@@ -151,13 +153,8 @@ def fits(rule: Rule, op: OpOverload, local: bool) -> None:
         what = f"idx {rule.idx[0][0]} needs a local kernel, for the op alone knows no offsets"
         refuse(rule.text, len(rule.text), what, "Give local=, or leave the factor fixed.")
     for name in names_in(rule.when or ""):
-        if name not in (*names, *factors_of(rule)):
+        if name not in (*names, *rule.factors):
             refuse(rule.text, rule.text.index("when"), f"when(...): {name!r} is no argument and no factor", "Name one.")
-
-
-def factors_of(rule: Rule) -> list[str]:
-    """All factors of a rule in the order of its text."""
-    return list(dict.fromkeys(factor for operand in (*rule.inputs, *rule.outputs) for factor in operand.factors))
 
 
 # --- proving ----------------------------------------------------------------------------------------------------------
@@ -168,8 +165,7 @@ def case_arguments(op: OpOverload, example: Sequence[Any]) -> tuple[list[Any], M
     *args, last = [*example] or [{}]
     kwargs: Mapping[str, Any] = last if isinstance(last, Mapping) else {}
     args = args if isinstance(last, Mapping) else [*args, last]
-    given = [value for argument in (*args, *kwargs.values()) for value in tensors(argument)]
-    if any(value.is_meta for value in given):
+    if any(value.is_meta for value in leaves((args, kwargs), Tensor)):
         raise RuleError(f"an example for {op} is on the meta device\n  Give tensors that hold values.")
     return args, kwargs
 
@@ -178,9 +174,9 @@ def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
     """The call that an example stands for, in float64 where the op takes it."""
     args, kwargs = case_arguments(op, example)
     for convert in (wide, detached):
-        one = Case(op, tuple(convert(arg) for arg in args), {name: convert(value) for name, value in kwargs.items()})
+        one = Case(op, *map_aggregate((tuple(args), dict(kwargs)), convert))
         try:
-            outputs = tensors([one.run()])
+            outputs = leaves(one.run(), Tensor)
         except Exception as error:
             failed = error
             continue
@@ -190,17 +186,13 @@ def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
 
 
 def detached(value: Any) -> Any:
-    """A copy of an argument, without autograd."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return type(value)(map(detached, value)) if isinstance(value, (list, tuple)) else value
+    """A copy of a tensor, without autograd; anything else as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def wide(value: Any) -> Any:
-    """A copy of an argument, its floating-point tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    return type(value)(map(wide, value)) if isinstance(value, (list, tuple)) else value
+    """A copy of a tensor, in float64 if it is a floating-point one; anything else as it is."""
+    return detached(value.double() if isinstance(value, Tensor) and value.is_floating_point() else value)
 
 
 def prove_on(cases: Sequence[Case], made: Entry) -> None:
@@ -220,8 +212,7 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
             sizes[base] = max(size, sizes.get(base, 0))
     if cases and isinstance(made.text, str):
         parsed = parse(made.text)
-        held = {*parsed.fixed, *(factor for factor, *_ in parsed.halo)}
-        single = [f for f in factors_of(parsed) if f not in held and sizes.get(f, 0) < 2 and not parsed.rng]
+        single = [f for f in parsed.factors if f not in parsed.unsplit and sizes.get(f, 0) < 2 and not parsed.rng]
         if single:
             what = f"{made.op}: no example splits the factor {single[0]!r}, which has one element in all of them"
             raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
@@ -244,7 +235,7 @@ def require_function(one: Case) -> None:
     again = replace(one).run()
     if not all(torch.equal(a, b) for a, b in zip(before, one.operands)):
         raise RuleError(f"{one} changes its operands, though its schema does not say so\n  Return a new tensor instead.")
-    if not all(equal(a, b, one.tolerance) for a, b in zip(tensors([again]), tensors([one.run()]))):
+    if not all(equal(a, b, one.tolerance) for a, b in zip(leaves(again, Tensor), leaves(one.run(), Tensor))):
         raise RuleError(f"{one} gives other values when it is run again\n  Only a function of its arguments has a rule.")
 
 
