@@ -83,9 +83,8 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
         prices = _prices(extremes, alike(shape, mesh), itemsize, mesh)
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
-        matrix[np.ix_(sources, columns)] = prices.between(
-            prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
-        )
+        starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
+        matrix[np.ix_(sources, columns)] = prices.between(starts, ends)
     return matrix
 
 

@@ -84,4 +84,3 @@ def cut_last(bits: np.ndarray, order: Sequence[int], count: int) -> np.ndarray:
             swapped = order.index(b) < order.index(a) if a in order and b in order else a in order
             found = found & ~(1 << bit) | swapped << bit
     return found
-

@@ -62,9 +62,8 @@ def sorted_axes(group: Sequence[int], bits: int, axes: int) -> tuple[int, ...]:
     later = {pair: bool(bits >> bit & 1) for bit, pair in enumerate(pairs(axes))}
 
     def before(axis: int) -> int:
-        return sum(
-            later[other, axis] ^ True if other < axis else later[axis, other] for other in group if other != axis
-        )
+        others = [other for other in group if other != axis]
+        return sum(not later[other, axis] if other < axis else later[axis, other] for other in others)
 
     return tuple(sorted(group, key=before))
 

@@ -37,7 +37,8 @@ class Mesh:
             raise MeshError(f"a mesh of {len(axes)} axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4).")
         for name, size in axes.items():
             if not name.isidentifier() or in_formulas(name):
-                raise MeshError(f"an axis is called {name!r}\n  Give it a word that formulas of costs do not use, such as 'data'.")
+                todo = "Give it a word that formulas of costs do not use, such as 'data'."
+                raise MeshError(f"an axis is called {name!r}\n  {todo}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}\n  The size of an axis is an integer from 1 on.")
         if math.prod(axes.values()) > 1 << 20:
@@ -121,18 +122,16 @@ class Mesh:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(
-            device_type or ("cuda" if torch.cuda.is_available() else "cpu"), self.sizes, mesh_dim_names=self.axes
-        )
+        kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        return init_device_mesh(kind, self.sizes, mesh_dim_names=self.axes)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, cluster: Cluster | str | None = None) -> Mesh:
         """The mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ..."""
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
-            raise MeshError(
-                f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  sbpc needs ranks 0, 1, ... in row-major order."
-            )
+            todo = "sbpc needs ranks 0, 1, ... in row-major order."
+            raise MeshError(f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  {todo}")
         return cls(cluster=cluster, **dict(zip(names, mesh.mesh.shape)))
 
     def __repr__(self) -> str:

@@ -94,10 +94,10 @@ class Entry:
 
     op: OpOverload
     text: str | Write
-    flops: str | Count | None
-    local: Kernel | None
-    nonempty: tuple[str, ...]
-    view: bool
+    flops: str | Count | None = None
+    local: Kernel | None = None
+    nonempty: tuple[str, ...] = ()
+    view: bool = False
     source: str = ""
 
 

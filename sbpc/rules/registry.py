@@ -23,15 +23,9 @@ MATCHES: dict[Any, Match | None] = {}
 
 
 def rule(
-    op: OpOverload,
-    text: str | Write,
-    *,
-    flops: str | Count | None = None,
-    local: Kernel | None = None,
-    nonempty: str = "",
-    view: bool = False,
-    replace: bool = False,
-) -> None:
+    op: OpOverload, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None,
+    nonempty: str = "", view: bool = False, replace: bool = False,
+) -> None:  # fmt: skip
     """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
 
     flops: "2 m k n" (or "1/3 m k"), FREE, WRITTEN, or a function of the match; by default one per point. local:
@@ -44,7 +38,7 @@ def rule(
         parse(text)
     if op in TABLE and not replace:
         raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place.")
-    put(op, entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view))
+    put(op, Entry(op, text, FREE if view else flops, local, tuple(nonempty.split()), view))
 
 
 def put(op: OpOverload, made: Entry | None) -> None:
@@ -53,19 +47,6 @@ def put(op: OpOverload, made: Entry | None) -> None:
     if made is not None:
         TABLE[op] = made
     MATCHES.clear()
-
-
-def entry(
-    op: OpOverload,
-    text: str | Write,
-    *,
-    flops: str | Count | None = None,
-    local: Kernel | None = None,
-    nonempty: str = "",
-    view: bool = False,
-) -> Entry:
-    """A row for the table."""
-    return Entry(op, text, flops, local, tuple(nonempty.split()), view)
 
 
 def row(op: OpOverload) -> Entry | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import B, Partial, State
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import Phases, Place, SubOp, Way, filled
-
-if TYPE_CHECKING:
-    from sbpc.rules.match import Match
+from sbpc.rules.match import Match, Phases, Place, SubOp, Way, filled
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -44,7 +41,7 @@ def take_apart(
     name: str, named: Mapping[str, Any], outputs: Sequence[Any], factors: frozenset[str],
     signatures: Sequence[Signature], match: Callable[..., Match | None],
 ) -> Phases:  # fmt: skip
-    """The phases of a call of an op. named: its arguments. match: finds the rule of a part.
+    """The phases of a call of an op. named: its arguments. match: what finds the rule of a sub-op.
 
     Raises RuleError if there is no function of this name, or if it does not give what the op gives.
     """
@@ -68,7 +65,10 @@ def take_apart(
 def _way(
     signature: Signature, parts: Sequence[SubOp], outputs: Sequence[int | None], at_once: bool, name: str
 ) -> Way | None:
-    """The signatures of all parts where the op has `signature`; at_once: what comes out P is boxed to B, but for outputs."""
+    """The signatures of all sub-ops where the op has `signature`, None if they do not go together.
+
+    at_once: partial results are boxed to B at once, except for outputs that the op claims to leave partial.
+    """
     states: dict[int, State] = dict(enumerate(signature.inputs))
     claims = {number: claimed for number, claimed in zip(outputs, signature.outputs) if number is not None}
     for part in reversed(parts):
@@ -93,6 +93,16 @@ def _way(
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
+class Recorded(NamedTuple):
+    """A call that gives value `number`; places stand among its arguments for what it reads."""
+
+    number: int
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Tensor
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records the ATen calls made on tensors without data, and which value each argument is."""
 
@@ -100,7 +110,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.values: dict[int, Tensor] = {}
         self.numbers: dict[int, int] = {}
-        self.calls: list[tuple[int, OpOverload, tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.calls: list[Recorded] = []
 
     def add(self, value: Tensor) -> Tensor:
         """Give a value its number."""
@@ -116,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         made = func(*args, **(kwargs or {}))
         assert isinstance(made, Tensor), f"{func} gives several values: use ops that give one"
         number = len(self.values)
-        self.calls.append((number, func, *map_aggregate((tuple(args), dict(kwargs or {})), self.place), made))
+        self.calls.append(Recorded(number, func, *map_aggregate((tuple(args), dict(kwargs or {})), self.place), made))
         return self.add(made)
 
     def place(self, value: Any) -> Any:

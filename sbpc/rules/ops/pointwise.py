@@ -12,7 +12,7 @@ from sbpc._compat import OpOverload
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, Arguments, Entry
 from sbpc.rules.ops.dims import aligned
-from sbpc.rules.registry import GENERATORS, entry, rule
+from sbpc.rules.registry import GENERATORS, rule
 
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
@@ -99,7 +99,7 @@ def pointwise(op: OpOverload) -> Entry | None:
     tagged = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and op not in UNLIKE
     if not tagged and op not in UNTAGGED:
         return None
-    return entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
+    return Entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
 
 
 def dropout(given: Arguments, outputs: Any) -> str | None:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.states import P, Partial
 from sbpc.rules.binding import Signature, divides, flat_outputs
-from sbpc.rules.proof import user_rules as own
+from sbpc.rules.proof import user_rules
 from sbpc.rules.proof.brute_force import How, SearchResult, Size, confirm, search
 from sbpc.rules.proof.infer import Evidence, Inferred, extent, infer, left_over, places_of
 from sbpc.rules.proof.prove import Case, short, swapped
@@ -43,11 +43,10 @@ from sbpc.rules.registry import row
 SECONDS = 5.0  # that one call may take
 PROOF = 120.0  # that a proof may take
 HOW = How(2, (P, Partial("max"), Partial("min")))
-CUT, LED = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22), 12  # other sizes: of split factors, uneven on 3 ranks or 4; of those that lead a group
-
-
+CUT = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22)  # other sizes of split factors, uneven on 3 ranks or 4
+LED = 12  # another size of factors that lead a group
 WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
-"""What `infer` takes as share and follow, and whether the rule is to be seen on other sizes: in turn, until a proof holds."""
+"""Settings that are tried in turn until a proof holds: `share` and `follow` of `infer`, and whether to try other sizes too."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ class Probe:
         """
         known = row(self.op)
         if known is not None and not known.source.startswith("reviewed"):
-            raise RuleError(f"{self.op} has a rule already, and a file can add none\n  Put another in its place with sbpc.rule.")
+            what = f"{self.op} has a rule already, and a file can add none"
+            raise RuleError(f"{what}\n  Put another in its place with sbpc.rule.")
         return add_entries(path, [str(self)]) == 1
 
 
@@ -108,7 +108,7 @@ def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
 
 
 def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECONDS) -> Probe:
-    """See `probe`. calls: of which the first that the op takes is probed. seconds: that one call of the op may take."""
+    """Probe the first of these calls that the op takes; see `probe`. seconds: the limit of one call of the op."""
     require_pure(op)
     load_custom_ops()
     call, cases = first_that_runs(op, calls, seconds)
@@ -117,8 +117,8 @@ def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECO
         done = inferred(one, outputs, found, seconds)
         if not done.refused:  # else with values that tell more: whole numbers have no fractions
             break
-    told = [*call.remarks, *done.remarks, *not_tried(found)]
-    return Probe(op, done.rule, tuple(map(called, done.cases)), len(found.signatures), found.tried, done.left_out, tuple(told))
+    seen, remarks = tuple(map(called, done.cases)), (*call.remarks, *done.remarks, *not_tried(found))
+    return Probe(op, done.rule, seen, len(found.signatures), found.tried, done.left_out, remarks)
 
 
 def name_of(op: OpOverload) -> str:
@@ -147,19 +147,28 @@ def first_that_runs(
     for call in calls:
         ways: tuple[Callable[[Any], Any], ...] = (whole_numbers(), wide, detached)
         cases = [Case(op, *map_aggregate((call.args, dict(call.kwargs)), way)) for way in ways]
-        looks = list(attempt(look, cases, seconds))
-        for told in (told for _, told in looks if isinstance(told, RuleError)):
-            raise told
-        fine = [(one, told) for one, told in looks if isinstance(told, tuple)]
-        if fine:
-            finite = [(one, told) for one, told in fine if told[1]] or fine
-            return call, [(replace(one, tolerance=told[2]), on_meta(told[0])) for one, told in finite]
-    *_, (one, why) = looks
+        results = list(attempt(look, cases, seconds))
+        for error in (seen for _, seen in results if isinstance(seen, RuleError)):
+            raise error
+        ran = [(one, seen) for one, seen in results if isinstance(seen, Look)]
+        if ran:
+            finite = [(one, seen) for one, seen in ran if seen.finite] or ran
+            return call, [(replace(one, tolerance=seen.tolerance), on_meta(seen.outputs)) for one, seen in finite]
+    *_, (one, why) = results
     lost = f"{one}: the op does not survive it: {why.why}" if isinstance(why, Lost) else why
     raise RuleError(f"{lost}\n  Give arguments that the op takes on one device.")
 
 
-def on_meta(about: Sequence[Any]) -> tuple[Any, ...]:
+class Look(NamedTuple):
+    """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how close they
+    can be."""
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    finite: bool
+    tolerance: float
+
+
+def on_meta(about: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Any, ...]:
     """Outputs of these shapes and types, None for those that are no tensors."""
     return tuple(None if each is None else torch.empty(each[0], dtype=each[1], device="meta") for each in about)
 
@@ -170,10 +179,7 @@ def called(one: Case) -> str:
 
 
 def look(one: Case) -> Any:
-    """In a worker: shapes and types of the outputs, whether they are finite, and how close they can be.
-
-    For an op that fails what it says; for one that is no function of its arguments a RuleError.
-    """
+    """In a worker: the Look of a call, what the op says where it fails, a RuleError if it is no function of its arguments."""
     try:
         outputs = flat_outputs(one.run())
     except Exception as error:  # whatever the op raises
@@ -185,7 +191,7 @@ def look(one: Case) -> Any:
         return error
     about = [(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None for value in outputs]
     finite = all(bool(torch.isfinite(value).all()) for value in leaves(outputs, Tensor))
-    return about, finite, close
+    return Look(about, finite, close)
 
 
 def whole_numbers() -> Callable[[Any], Any]:
@@ -213,7 +219,7 @@ def sizes_in(one: Case) -> Iterator[Size]:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """cases: the calls that the rule was proved on. refused: whether its proof accepts none that was inferred."""
+    """What became of inference. cases: the calls that the rule was proved on. refused: whether the proof accepted no rule."""
 
     rule: str | None
     cases: tuple[Case, ...]
@@ -240,7 +246,8 @@ def inferred(one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: 
             kept = "" if second is None else " of " * bool(second.kept) + ", ".join(second.kept)
             alone = (f"not tried: other sizes{kept}, which the op refuses",) if second is None or kept else ()
             return Outcome(made.text, cases, facts.reasons(made), alone)
-        failed = failed or (f"refused by its proof: {made.text}", f"    {why.why if isinstance(why, Lost) else str(why).splitlines()[0]}")
+        reason = why.why if isinstance(why, Lost) else str(why).splitlines()[0]
+        failed = failed or (f"refused by its proof: {made.text}", f"    {reason}")
     return Outcome(None, (one,), facts.reasons(made), failed, True)
 
 
@@ -248,7 +255,7 @@ def refuted(claim: tuple[str, Sequence[Case]]) -> str | None:
     """In a worker: why a rule is refused when it is registered with these calls as examples, None if it is not."""
     text, cases = claim
     try:
-        own.rule(cases[0].op, text, examples=[(*one.args, dict(one.kwargs)) for one in cases], replace=True)
+        user_rules.rule(cases[0].op, text, examples=[(*one.args, dict(one.kwargs)) for one in cases], replace=True)
     except RuleError as error:
         return str(error)
     return None
@@ -273,7 +280,7 @@ class Facts:
         self.learn(one, outputs, (3, 4))
 
     def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Sequence[int]) -> bool:
-        """Try all that is thought to be valid on a call; whether something new does not hold."""
+        """Try all signatures that seem valid on a call. Returns whether one fails that had not failed before."""
         before = dict(self.broken)
         for signature, told in confirm(one, self.found.signatures, ranks, self.seconds, HOW).items():
             cut = [extent(one, outputs, place) for place in places_of(signature, self.found.signatures[signature])]
@@ -296,13 +303,13 @@ class Facts:
         """A call of other sizes and values that the op takes and that the rule fits."""
         sizes = [new_sizes(made, fixed) for fixed in (True, False)]
         tries = [(new, resized(self.one, made, new, real)) for new in sizes for real in (True, False)]
-        for (new, one), told in attempt(lambda item: look(item[1]), tries, self.seconds):
-            if not isinstance(told, tuple) or not told[1]:
+        for (new, one), seen in attempt(lambda item: look(item[1]), tries, self.seconds):
+            if not isinstance(seen, Look) or not seen.finite:
                 continue
             shapes = [None if v.dims is None else tuple(dim.size(new) for dim in v.dims) for v in made.bound.outputs]
-            if shapes == [about and about[0] for about in told[0]]:
+            if shapes == [about and about[0] for about in seen.outputs]:
                 kept = [f for f, size in made.bound.sizes.items() if size == new[f] > 1 and f in made.bound.rule.fixed]
-                return Second(replace(one, tolerance=told[2]), on_meta(told[0]), tuple(kept))
+                return Second(replace(one, tolerance=seen.tolerance), on_meta(seen.outputs), tuple(kept))
         return None
 
     def reasons(self, made: Inferred) -> tuple[tuple[Signature, str], ...]:
@@ -314,14 +321,12 @@ class Facts:
 
 def new_sizes(made: Inferred, fixed: bool) -> dict[str, int]:
     """Other sizes of the factors. fixed: also of those that are not split, which keep their order."""
-    split = [s.factor for s in made.offered if s.factor is not None]
-    leads, cut = divides(made.bound), itertools.cycle(size for size in CUT if size not in made.bound.sizes.values())
-    held = sorted((f for f, size in made.bound.sizes.items() if f not in split and size > 1), key=made.bound.sizes.__getitem__)
-    changed = {f: made.bound.sizes[f] + 1 + at for at, f in enumerate(held)} if fixed else {}
-    return {
-        f: changed.get(f, size) if f not in split else LED if f in leads else next(cut)
-        for f, size in made.bound.sizes.items()
-    }
+    sizes, leads = made.bound.sizes, divides(made.bound)
+    split = [signature.factor for signature in made.offered]
+    cut = itertools.cycle(size for size in CUT if size not in sizes.values())
+    unsplit = sorted((f for f, size in sizes.items() if f not in split and size > 1), key=sizes.__getitem__)
+    changed = {f: sizes[f] + 1 + at for at, f in enumerate(unsplit)} if fixed else {}
+    return {f: changed.get(f, size) if f not in split else LED if f in leads else next(cut) for f, size in sizes.items()}
 
 
 def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> Case:

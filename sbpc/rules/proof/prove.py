@@ -94,42 +94,40 @@ class Count:
     pairs: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(*(getattr(self, name) + getattr(other, name) for name in ("signatures", "runs", "mutants", "pairs")))
+        return Count(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values())))
 
 
 def prove(
-    one: Case,
-    ranks: Sequence[int] = RANKS,
-    pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)),
-    mutants: bool = True,
+    one: Case, ranks: Sequence[int] = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
 ) -> Count:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair.
 
     Raises RuleError with the signature, the inputs and both results for one that does not hold.
     """
-    m, count = one.match(), Count()
-    for signature in m.signatures:
-        proved = 0
-        for number in ranks:
-            try:
-                results = run(one, m, (signature,), (number,))
-                agree(one, results, [(state,) for state in signature.outputs], (number,))
-            except Inapplicable:
-                continue
-            except Refuted as error:
-                raise refusal(one, m, signature_on(signature, number), error) from error
-            proved += 1
-            if mutants and proved == 1:
-                count.mutants += reject(one, m, signature, number, results)
-        if not proved:
-            raise RuleError(
-                f"{one}: {signature} is never applicable\n  {m.rule}\n"
-                f"  Give sizes that one of {', '.join(map(str, ranks))} divides."
-            )
-        count.signatures += 1
-        count.runs += proved
+    m = one.match()
+    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Count())
     for first, second in itertools.product(m.signatures, repeat=2) if pairs else ():
         count.pairs += prove_pair(one, m, first, second, pairs)
+    return count
+
+
+def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[int], mutants: bool) -> Count:
+    """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
+    count = Count(1)
+    for number in ranks:
+        try:
+            results = run(one, m, (signature,), (number,))
+            agree(one, results, [(state,) for state in signature.outputs], (number,))
+        except Inapplicable:
+            continue
+        except Refuted as error:
+            raise refusal(one, m, signature_on(signature, number), error) from error
+        count.runs += 1
+        if mutants and count.runs == 1:
+            count.mutants = reject(one, m, signature, number, results)
+    if not count.runs:
+        todo = f"Give sizes that one of {', '.join(map(str, ranks))} divides."
+        raise RuleError(f"{one}: {signature} is never applicable\n  {m.rule}\n  {todo}")
     return count
 
 
@@ -152,7 +150,8 @@ def run(
     held = [layout.shards(value, ranks, generator) for layout, value in zip(ins, one.operands)]
     if m.phases is not None and m.phases.apart(chosen):
         return run_apart(m, m.phases, chosen, ranks, order, held)
-    return run_call(m, chosen, ranks, order, [swapped(one, [parts[rank] for parts in held]) for rank in range(math.prod(ranks))])
+    given = [swapped(one, [parts[rank] for parts in held]) for rank in range(math.prod(ranks))]
+    return run_call(m, chosen, ranks, order, given)
 
 
 def run_call(
@@ -189,11 +188,7 @@ def run_apart(
 
 
 def agree(
-    one: Case,
-    results: Sequence[Sequence[Any]],
-    claims: Sequence[tuple[State, ...]],
-    ranks: Sequence[int],
-    order: Sequence[int] = (),
+    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int], order: Sequence[int] = ()
 ) -> None:
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
@@ -277,10 +272,8 @@ def reject(one: Case, m: Match, signature: Signature, ranks: int, results: Seque
         except Refuted:
             count += 1
             continue
-        raise RuleError(
-            f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}\n"
-            "  Give inputs that tell right from wrong: values that differ, none of them zero."
-        )
+        what = f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}"
+        raise RuleError(f"{what}\n  Give inputs that tell right from wrong: values that differ, none of them zero.")
     return count
 
 
@@ -316,7 +309,8 @@ def refusal(one: Case, m: Match, what: str, why: Refuted) -> RuleError:
     lines += [f"  operand {at}: {values(operand)}" for at, operand in enumerate(one.operands)]
     if why.expected is not None:
         lines += [f"  one device: {values(why.expected)}", f"  the ranks:  {values(why.found)}"]
-    return RuleError("\n".join([*lines, "  Fix the rule: leave the factor fixed (fix f) where no split of it is right."]))
+    lines.append("  Fix the rule: leave the factor fixed (fix f) where no split of it is right.")
+    return RuleError("\n".join(lines))
 
 
 def values(value: Any) -> str:

@@ -17,12 +17,12 @@ from sbpc.graph.operands import leaves
 from sbpc.mesh.states import chunk_sizes
 from sbpc.rules import registry
 from sbpc.rules.binding import is_list
-from sbpc.rules.grammar import Rule, parse, refuse
+from sbpc.rules.grammar import Operand, Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
 from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove
 from sbpc.rules.proof.worker import Lost, attempt
-from sbpc.rules.registry import entry, row
+from sbpc.rules.registry import row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 UNPROVED, PROVED = "unproved", "proved"
@@ -48,15 +48,9 @@ class Registered:
 
 
 def rule(
-    op: Any,
-    text: str | Write,
-    *,
-    examples: Sequence[Sequence[Any]] = (),
-    flops: str | Count | None = None,
-    nonempty: str = "",
-    local: Kernel | None = None,
-    replace: bool = False,
-) -> Registered:
+    op: Any, text: str | Write, *, examples: Sequence[Sequence[Any]] = (), flops: str | Count | None = None,
+    nonempty: str = "", local: Kernel | None = None, replace: bool = False,
+) -> Registered:  # fmt: skip
     """Say what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands.
 
     text: a rule string (the grammar is in sbpc/rules/grammar.py), or a function of the arguments by name and of the
@@ -75,14 +69,13 @@ def rule(
     require_pure(found)
     if isinstance(text, str):
         fits(parse(text), found, local is not None)
-    known, before = row(found), registry.TABLE.get(found)
-    if known is not None and not replace and known.text != text:
-        written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
-        raise RuleError(f"{found} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
-    held = nonempty if examples or not isinstance(text, str) else " ".join(parse(text).factors)
-    made = entry(found, text, flops=flops, local=local, nonempty=held)
-    done = Registered(found, before)
-    registry.put(found, with_source(made, PROVED if examples else UNPROVED))
+    if not replace:
+        require_free(found, text)
+    untried = isinstance(text, str) and not examples  # on empty shards either
+    factors = tuple(parse(text).factors if untried else nonempty.split())
+    made = Entry(found, text, flops, local, factors, source=PROVED if examples else UNPROVED)
+    done = Registered(found, registry.TABLE.get(found))
+    registry.put(found, made)
     try:
         prove_on([case_of(found, example) for example in examples], made)
     except BaseException:
@@ -113,6 +106,14 @@ def resolve(op: Any) -> OpOverload:
     return getattr(packet, overload or "default")
 
 
+def require_free(op: OpOverload, text: str | Write) -> None:
+    """Raises RuleError for an op that has another rule already."""
+    known = row(op)
+    if known is not None and known.text != text:
+        written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
+        raise RuleError(f"{op} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
+
+
 def require_pure(op: OpOverload) -> None:
     """Raises RuleError for an op that is no function of its arguments."""
     written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
@@ -125,27 +126,16 @@ def require_pure(op: OpOverload) -> None:
 
 def fits(rule: Rule, op: OpOverload, local: bool) -> None:
     """Raises RuleError, pointing at the operand, if the string cannot be about calls of `op`."""
-    arguments = list(op._schema.arguments)
+    arguments, made = list(op._schema.arguments), op._schema.returns
     names = [argument.name for argument in arguments]
     lists = any(is_list(argument) for argument in arguments)
     for number, operand in enumerate(rule.inputs):
-        if operand.name is None and lists:
-            continue
-        if operand.name is None and number >= len(arguments):
-            refuse(rule.text, operand.at, f"{op} has {len(arguments)} arguments", f"They are {', '.join(names)}.")
-        if operand.name is not None and operand.name not in names:
-            refuse(rule.text, operand.at, f"{op} has no argument {operand.name!r}", f"They are {', '.join(names)}.")
-        argument = arguments[number if operand.name is None else names.index(operand.name)]
-        kind = str(argument.type)
-        if operand.kind == "tensor" and "Tensor" not in kind:
-            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is no tensor ({kind})", "Write '_' for it.")
-        if operand.kind != "tensor" and kind == "Tensor":
-            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is a tensor", "Write its dims.")
+        if operand.name is not None or not lists:
+            operand_fits(rule, operand, number, op)
     taken = {operand.name or names[at] for at, operand in enumerate(rule.inputs) if operand.name or at < len(names)}
     lacking = [a.name for a in arguments if str(a.type) == "Tensor" and a.name not in taken and not lists]
     if lacking:
         refuse(rule.text, rule.text.index("->"), f"no operand for the tensor {lacking[0]!r} of {op}", "Write its dims.")
-    made = op._schema.returns
     if len(made) != len(rule.outputs) and not any("List" in str(value.type) for value in made):
         at = rule.outputs[min(len(made), len(rule.outputs) - 1)].at
         refuse(rule.text, at, f"{op} has {len(made)} outputs, the rule {len(rule.outputs)}", "Write one for each.")
@@ -155,6 +145,21 @@ def fits(rule: Rule, op: OpOverload, local: bool) -> None:
     for name in names_in(rule.when or ""):
         if name not in (*names, *rule.factors):
             refuse(rule.text, rule.text.index("when"), f"when(...): {name!r} is no argument and no factor", "Name one.")
+
+
+def operand_fits(rule: Rule, operand: Operand, number: int, op: OpOverload) -> None:
+    """Raises RuleError if operand `number` of the string cannot be about an argument of `op`."""
+    arguments = {argument.name: argument for argument in op._schema.arguments}
+    if operand.name is None and number >= len(arguments):
+        refuse(rule.text, operand.at, f"{op} has {len(arguments)} arguments", f"They are {', '.join(arguments)}.")
+    name = operand.name or list(arguments)[number]
+    if name not in arguments:
+        refuse(rule.text, operand.at, f"{op} has no argument {name!r}", f"They are {', '.join(arguments)}.")
+    kind = str(arguments[name].type)
+    if operand.kind == "tensor" and "Tensor" not in kind:
+        refuse(rule.text, operand.at, f"argument {name!r} of {op} is no tensor ({kind})", "Write '_' for it.")
+    if operand.kind != "tensor" and kind == "Tensor":
+        refuse(rule.text, operand.at, f"argument {name!r} of {op} is a tensor", "Write its dims.")
 
 
 # --- proving ----------------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
     weak = dict.fromkeys(factor for one in cases for factor in breaking(one))
     if weak:
         made = replace(made, nonempty=(*made.nonempty, *weak))
-        registry.put(made.op, with_source(made, PROVED))
+        registry.put(made.op, made)
     sizes: dict[str, int] = {}
     for one in cases:
         m = one.match()
@@ -259,8 +264,3 @@ def survives(one: Case, m: Match, signature: Any) -> bool:
     except Refuted:
         return False
     return True
-
-
-def with_source(made: Entry, source: str) -> Entry:
-    """The row, with where it comes from."""
-    return replace(made, source=source)
