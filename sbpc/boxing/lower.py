@@ -271,7 +271,7 @@ def crop(x: Local, site: Site) -> Local:
     there, here = (at.then(aten.mul.Scalar, (1,), by.chunks[0] // block) for at, by in zip(first, (left, cut)))
     ahead = here.then(aten.sub.Tensor, (1,), there.x)
     count = (wanted // block,)
-    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in what is held, which has the places from 1 on
+    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in x, whose blocks are counted from 1 on
     nearest = place.then(aten.clamp.default, count, 1, held // block)
     away = nearest.then(aten.ne.Tensor, count, place.x).view(put([1] * (len(x.shape) + 1), dim, *count))
     blocks, taken = put(x.shape, dim, held // block, block), put(x.shape, dim, *count, block)

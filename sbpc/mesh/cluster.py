@@ -17,7 +17,7 @@ from sbpc.errors import MeshError, check_kinds, is_number, shown
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # may be infinite, null in JSON
+UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # or infinite, null in JSON
 MOST = 1 << 30  # ranks
 RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
     "peak": ("flop/s", 1.0, 1e30),
@@ -83,7 +83,8 @@ class Cluster:
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         check_figures(f"cluster {self.name!r}: ", self)
         if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
-            raise MeshError(f"cluster {self.name!r}: collectives is {shown(self.collectives)}\n  It is a tuple of rates.")
+            what = f"cluster {self.name!r}: collectives is {shown(self.collectives)}"
+            raise MeshError(f"{what}\n  It is a tuple of rates.")
         for rate in self.collectives:
             check_rate(self.name, rate)
 
@@ -99,7 +100,7 @@ class Cluster:
     def figures(self) -> dict[str, Any]:
         """Everything as JSON values; infinity is null, and what a rate leaves open is left out."""
         values = {name: None if value == math.inf else value for name, value in asdict(self).items()}
-        rates = [{name: value for name, value in asdict(rate).items() if value is not None} for rate in self.collectives]
+        rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
         return values | {"collectives": rates}
 
     @classmethod

@@ -45,7 +45,8 @@ class Mesh:
             raise MeshError(f"a mesh of {math.prod(axes.values()):,} ranks\n  There may be {1 << 20:,} at most.")
         self.axes = tuple(axes)
         self.sizes = tuple(axes.values())
-        self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster("ideal" if cluster is None else cluster)
+        cluster = "ideal" if cluster is None else cluster
+        self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
 
     @property
     def ranks(self) -> int:

@@ -202,7 +202,8 @@ class _Parser:
             return Operand("tensor", (), name, at)
         dims = self.dims()
         if not dims:
-            self.expected("an operand", "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'.")
+            todo = "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'."
+            self.expected("an operand", todo)
         return Operand("tensor", dims, name, at)
 
     def dims(self) -> tuple[Dim, ...]:

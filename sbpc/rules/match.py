@@ -165,8 +165,9 @@ class Match:
         return [dim.size(local) for dim in dims]
 
     def localize(
-        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int], offsets: Mapping[str, Any]
-    ) -> Any:
+        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int],
+        offsets: Mapping[str, Any],
+    ) -> Any:  # fmt: skip
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim

@@ -37,7 +37,8 @@ def rule(
     if isinstance(text, str):
         parse(text)
     if op in TABLE and not replace:
-        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place.")
+        todo = "Pass replace=True to put another in its place."
+        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  {todo}")
     put(op, Entry(op, text, FREE if view else flops, local, tuple(nonempty.split()), view))
 
 

@@ -159,7 +159,8 @@ def _traced(
                 continue
             if value is None or value.shape != expected.shape:
                 shape = None if value is None else list(value.shape)
-                raise RuleError(f"{function.__name__} gives {shape} for {list(expected.shape)}\n  Return what the op does.")
+                what = f"{function.__name__} gives {shape} for {list(expected.shape)}"
+                raise RuleError(f"{what}\n  Return what the op does.")
             found.append(recorder.numbers[id(value.to(expected.dtype))])
     return recorder, found
 

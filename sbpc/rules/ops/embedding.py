@@ -55,7 +55,8 @@ def embedding_backward(shard: Shard, found: Lookup) -> Any:
     return shard.plain(indices=rows, padding_idx=-1)
 
 
-rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=addressed("v", "indices", embedding), flops=FREE)
+local = addressed("v", "indices", embedding)
+rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
 rule(
     aten.embedding_dense_backward.default,
     "*b d, *b, [v] -> v d ; +b ; idx v @ 1 ; lin(0) ; when(not scale_grad_by_freq)",

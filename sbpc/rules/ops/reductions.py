@@ -43,33 +43,27 @@ def mean(shard: Shard) -> Any:
     return shard.call(aten.div.Scalar, total, math.prod(sizes[name] for name in reduced))
 
 
-SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")
-
-for op in (aten.all.default, aten.all.dim):
-    rule(op, reduction("via R = all_of"))
+for function, ops in {
+    "all_of": (aten.all.default, aten.all.dim),
+    "any_of": (aten.any.default, aten.any.dim),
+    "deviation": (aten.std.correction, aten.std_mean.correction),
+    "logsumexp": (aten.logsumexp.default,),
+    "variance": (aten.var.correction, aten.var_mean.correction),
+    "vector_norm": (aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim),
+}.items():
+    for op in ops:
+        rule(op, reduction(f"via R = {function}"))
+for op in (
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int,
+):  # fmt: skip
+    rule(op, reduction("fix R"))
+for op in (aten.amax.default, aten.max.default):
+    rule(op, reduction("max R"), nonempty="r")
+for op in (aten.amin.default, aten.min.default):
+    rule(op, reduction("min R"), nonempty="r")
+for op in (aten.mean.default, aten.mean.dim):
+    rule(op, reduction("+R", "lin(0)"), local=mean)
+for op in (aten.sum.default, aten.sum.dim_IntList):
+    rule(op, reduction("+R", "lin(0)"))
 rule(aten.all.dims, reduction("via R = all_of", empty=False))
-rule(aten.amax.default, reduction("max R"), nonempty="r")
-rule(aten.amin.default, reduction("min R"), nonempty="r")
-for op in (aten.any.default, aten.any.dim):
-    rule(op, reduction("via R = any_of"))
 rule(aten.any.dims, reduction("via R = any_of", empty=False))
-rule(aten.argmax.default, FIXED)
-rule(aten.argmin.default, FIXED)
-rule(aten.linalg_vector_norm.default, reduction("via R = vector_norm"))
-rule(aten.logsumexp.default, reduction("via R = logsumexp"))
-rule(aten.max.default, reduction("max R"), nonempty="r")
-rule(aten.max.dim, FIXED)
-rule(aten.mean.default, SUM, local=mean)
-rule(aten.mean.dim, SUM, local=mean)
-rule(aten.min.default, reduction("min R"), nonempty="r")
-rule(aten.min.dim, FIXED)
-for op in (aten.norm.Scalar, aten.norm.ScalarOpt_dim):
-    rule(op, reduction("via R = vector_norm"))
-rule(aten.prod.default, FIXED)
-rule(aten.prod.dim_int, FIXED)
-rule(aten.std.correction, reduction("via R = deviation"))
-rule(aten.std_mean.correction, reduction("via R = deviation"))
-rule(aten.sum.default, SUM)
-rule(aten.sum.dim_IntList, SUM)
-rule(aten.var.correction, reduction("via R = variance"))
-rule(aten.var_mean.correction, reduction("via R = variance"))

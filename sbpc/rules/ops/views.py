@@ -65,10 +65,10 @@ class Factors:
         """Name the factors of one block; where the borders of both sides interleave, only a common leading one is free."""
         edges = [_borders(shape, dims) for shape, dims in zip(self.shapes, block)]
         cuts = sorted({*edges[0], *edges[1]}, reverse=True)
-        empty = 0 in self.shapes[0]
-        if empty or any(a % b for a, b in itertools.pairwise(cuts)):
-            self.interleave(block, 1 if empty else math.gcd(*(shape[dims[0]] for shape, dims in zip(self.shapes, block))))
-            return
+        if 0 in cuts:
+            return self.interleave(block, 1)
+        if any(a % b for a, b in itertools.pairwise(cuts)):
+            return self.interleave(block, math.gcd(*(shape[dims[0]] for shape, dims in zip(self.shapes, block))))
         names = {(a, b): self.new(a // b) for a, b in itertools.pairwise(cuts)}
         for dims, ends, texts in zip(block, edges, self.texts):
             for dim, major, minor in zip(dims, ends, ends[1:]):
@@ -122,7 +122,8 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
     made = flat_outputs(op(**{**given, "self": probe}))
     sides = [[dim(n, at, *place) for at, place in enumerate(zip(y.shape, y.stride()))] for n, y in enumerate(made)]
     lost = [at for at in range(x.dim()) if not all(f"d{at}" in side for side in sides)]
-    before = ["1" if name[0] == "x" and size == 1 else name for name, size in zip(numbered(x.dim(), lost, "x"), x.shape)]
+    mine = numbered(x.dim(), lost, "x")
+    before = ["1" if name[0] == "x" and size == 1 else name for name, size in zip(mine, x.shape)]
     fixed = [name for side in (*sides, before) for name in side if name[0] in "xy"]
     sizes = f", [{' '.join(sides[0])}]" if "size" in given and op not in CUT_BY_SIZE else ""
     return f"{joined(before)}{sizes} -> {', '.join(map(joined, sides))} ; lin(0){fix(*fixed)}"

@@ -23,7 +23,6 @@ from sbpc.rules.proof.worker import Lost, attempt
 RANKS = 2
 MOST = 20_000
 CRASHES = 3  # after which an op is taken to crash on shapes that do not fit
-FREE = ((B, Split), (B, type(P)), (Split, type(P)))  # boxings that send nothing: slice, keep, pad
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,8 @@ def outcome(
         if made is None:
             return None
         if number == 0:
-            left = [[B, *how.reductions, *map(Split, range(v.dim()))] if isinstance(v, Tensor) else [B] for _, v in made]
+            dims = [v.dim() if isinstance(v, Tensor) else None for _, v in made]
+            left = [[B] if n is None else [B, *how.reductions, *map(Split, range(n))] for n in dims]
         for at, (parts, v) in enumerate(made):
             if isinstance(v, Tensor):
                 left[at] = [state for state in left[at] if in_state(parts, state, v, call_, shapes_only)]
@@ -292,5 +292,5 @@ def follows(signature: Signature, other: Signature) -> bool:
 
 
 def is_free(before: State, after: State) -> bool:
-    """Whether boxing sends nothing."""
-    return any(isinstance(after, kind) and (before == state if state == B else isinstance(before, Split)) for state, kind in FREE)
+    """Whether boxing sends nothing: a slice, a keep or a pad."""
+    return isinstance(after, (Split, Partial)) if before == B else isinstance(before, Split) and isinstance(after, Partial)

@@ -29,12 +29,12 @@ from sbpc.rules.proof.prove import Case, short, swapped
 from sbpc.rules.proof.rule_files import UNREVIEWED, add_entries
 from sbpc.rules.proof.small_calls import SmallCall
 from sbpc.rules.proof.user_rules import (
-    TOLERANCE,
     case_arguments,
     detached,
     require_function,
     require_pure,
     resolve,
+    tolerance_of,
     wide,
 )
 from sbpc.rules.proof.worker import Lost, attempt
@@ -185,7 +185,7 @@ def look(one: Case) -> Any:
     except Exception as error:  # whatever the op raises
         return f"{one} fails: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
     try:
-        close = max((TOLERANCE[v.dtype] for v in (*one.operands, *leaves(outputs, Tensor)) if v.dtype in TOLERANCE), default=0.0)
+        close = tolerance_of([*one.operands, *leaves(outputs, Tensor)])
         require_function(replace(one, tolerance=close))
     except RuleError as error:
         return error
@@ -201,7 +201,8 @@ def whole_numbers() -> Callable[[Any], Any]:
     def drawn(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return detached(value)
-        numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 3
+        shuffled = torch.randperm(value.numel(), generator=generator).view(value.shape)
+        numbers = shuffled % 99 - min(value.numel(), 99) // 3
         return (numbers + (numbers >= 0)).double().to(value.device)
 
     return drawn
@@ -326,7 +327,8 @@ def new_sizes(made: Inferred, fixed: bool) -> dict[str, int]:
     cut = itertools.cycle(size for size in CUT if size not in sizes.values())
     unsplit = sorted((f for f, size in sizes.items() if f not in split and size > 1), key=sizes.__getitem__)
     changed = {f: sizes[f] + 1 + at for at, f in enumerate(unsplit)} if fixed else {}
-    return {f: changed.get(f, size) if f not in split else LED if f in leads else next(cut) for f, size in sizes.items()}
+    fresh = {f: LED if f in leads else next(cut) for f in sizes if f in split}
+    return sizes | changed | fresh
 
 
 def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> Case:

@@ -188,8 +188,9 @@ def run_apart(
 
 
 def agree(
-    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int], order: Sequence[int] = ()
-) -> None:
+    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int],
+    order: Sequence[int] = (),
+) -> None:  # fmt: skip
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
         if isinstance(expected, Tensor):
@@ -331,9 +332,10 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def swapped(one: Case, parts: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a case with these tensors, in schema order, in the place of its own."""
-    replacements = iter(parts)
-    named = {argument.name: one.kwargs[argument.name] for argument in one.op._schema.arguments if argument.name in one.kwargs}
-    args, kwargs = map_aggregate((one.args, named), lambda item: next(replacements) if isinstance(item, Tensor) else item)
+    mine = iter(parts)
+    names = [argument.name for argument in one.op._schema.arguments if argument.name in one.kwargs]
+    given = one.args, {name: one.kwargs[name] for name in names}
+    args, kwargs = map_aggregate(given, lambda item: next(mine) if isinstance(item, Tensor) else item)
     return list(args), dict(kwargs)
 
 

@@ -82,5 +82,6 @@ class Drawn:
             shape = [self.sizes.get(int(size), int(size)) for size in value.shape]
             if value.is_floating_point() or value.is_complex():
                 return torch.randn(shape, generator=generator, dtype=torch.float64).to(value.dtype)
-            return torch.randint(0, 2 if value.dtype == torch.bool else self.below, shape, generator=generator).to(value.dtype)
+            below = 2 if value.dtype == torch.bool else self.below
+            return torch.randint(0, below, shape, generator=generator).to(value.dtype)
         return self.ints.get(value, value) if type(value) is int else value

@@ -116,7 +116,7 @@ def require_free(op: OpOverload, text: str | Write) -> None:
 
 def require_pure(op: OpOverload) -> None:
     """Raises RuleError for an op that is no function of its arguments."""
-    written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    written = [each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write]
     if written or op._schema.is_mutable:
         what = f"{op} writes into its argument {written[0]!r}" if written else f"{op} writes into its arguments"
         raise RuleError(f"{what}, so it has no signature\n  Register an op that returns a new tensor instead.")
@@ -185,9 +185,13 @@ def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
         except Exception as error:
             failed = error
             continue
-        types = [value.dtype for value in (*one.operands, *outputs) if value.dtype in TOLERANCE]
-        return Case(op, one.args, one.kwargs, tolerance=max((TOLERANCE[dtype] for dtype in types), default=0.0))
+        return Case(op, one.args, one.kwargs, tolerance=tolerance_of([*one.operands, *outputs]))
     raise RuleError(f"an example for {op} fails: {failed}\n  Give arguments that the op takes.") from failed
+
+
+def tolerance_of(values: Iterable[Tensor]) -> float:
+    """How far apart equal values may be in the types of these tensors."""
+    return max((TOLERANCE.get(value.dtype, 0.0) for value in values), default=0.0)
 
 
 def detached(value: Any) -> Any:
@@ -239,9 +243,11 @@ def require_function(one: Case) -> None:
     before = [operand.clone() for operand in one.operands]
     again = replace(one).run()
     if not all(torch.equal(a, b) for a, b in zip(before, one.operands)):
-        raise RuleError(f"{one} changes its operands, though its schema does not say so\n  Return a new tensor instead.")
+        what = f"{one} changes its operands, though its schema does not say so"
+        raise RuleError(f"{what}\n  Return a new tensor instead.")
     if not all(equal(a, b, one.tolerance) for a, b in zip(leaves(again, Tensor), leaves(one.run(), Tensor))):
-        raise RuleError(f"{one} gives other values when it is run again\n  Only a function of its arguments has a rule.")
+        what = f"{one} gives other values when it is run again"
+        raise RuleError(f"{what}\n  Only a function of its arguments has a rule.")
 
 
 def breaking(one: Case) -> Iterable[str]:
