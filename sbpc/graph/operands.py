@@ -41,6 +41,15 @@ def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
+def with_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with other values for some of them, by name."""
+    names = [argument.name for argument in op._schema.arguments][: len(args)] if changed else []
+    placed = [changed.get(name, value) for name, value in zip(names, args)] if changed else list(args)
+    return placed, {**kwargs, **{name: value for name, value in changed.items() if name not in names}}
+
+
 def hashable(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """A hashable picture of nested arguments: tensors as `of_tensor` says, nodes as the tensors that they stand for."""
     if isinstance(value, Node):

@@ -70,6 +70,11 @@ class Fill:
     dims: Dims
     single: bool
 
+    def value(self, sizes: Mapping[str, Any]) -> Any:
+        """What the argument becomes at these factor sizes."""
+        found = [dim.size(sizes) for dim in self.dims]
+        return found[0] if self.single else found
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -80,6 +85,11 @@ class Bound:
     inputs: tuple[BoundValue, ...]
     outputs: tuple[BoundValue, ...]
     fills: tuple[Fill, ...]
+
+    def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """By name what the integer arguments of a call, as far as it gives them, become at these factor sizes."""
+        given = [fill for fill in self.fills if fill.at < len(args) or fill.name in kwargs]
+        return {fill.name: fill.value(sizes) for fill in given}
 
     @property
     def values(self) -> tuple[BoundValue, ...]:

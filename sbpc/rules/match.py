@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
-from sbpc.graph.operands import named_arguments
+from sbpc.graph.operands import named_arguments, with_arguments
 from sbpc.mesh.states import State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
@@ -195,18 +195,9 @@ class Shard:
 
     def plain(self, /, **changed: Any) -> Any:
         """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
-        placed, named = list(self.args), dict(self.kwargs)
-        for fill in self.match.bound.fills:
-            sizes = [dim.size(self.local) for dim in fill.dims]
-            if fill.at < len(placed) or fill.name in named:
-                changed.setdefault(fill.name, sizes[0] if fill.single else sizes)
-        places = {argument.name: at for at, argument in enumerate(self.match.op._schema.arguments)} if changed else {}
-        for name, value in changed.items():
-            if places[name] < len(placed):
-                placed[places[name]] = value
-            else:
-                named[name] = value
-        return self.call(self.match.op, *placed, **named)
+        integers = self.match.bound.integers(self.args, self.kwargs, self.local)
+        args, kwargs = with_arguments(self.match.op, self.args, self.kwargs, integers | changed)
+        return self.call(self.match.op, *args, **kwargs)
 
     def shape(self, at: int = 0) -> list[int]:
         """The local shape of output `at`."""

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
-from sbpc.graph.operands import leaves, named_arguments
+from sbpc.graph.operands import leaves, named_arguments, with_arguments
 from sbpc.mesh.states import P, Partial
 from sbpc.rules.binding import Signature, divides, flat_outputs
 from sbpc.rules.proof import user_rules
@@ -344,10 +344,5 @@ def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> 
             at = torch.randint(0, max(value.numel(), 1), shape, generator=generator).to(value.device)
             parts.append(value.flatten()[at] if value.numel() else value)
     args, kwargs = swapped(one, parts)
-    for fill in made.bound.fills:
-        found = [dim.size(sizes) for dim in fill.dims]
-        if fill.name in kwargs:
-            kwargs[fill.name] = found[0] if fill.single else found
-        elif fill.at < len(args):
-            args[fill.at] = found[0] if fill.single else found
+    args, kwargs = with_arguments(one.op, args, kwargs, made.bound.integers(args, kwargs, sizes))
     return replace(one, args=tuple(args), kwargs=kwargs)
