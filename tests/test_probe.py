@@ -19,10 +19,10 @@ from sbpc.rules import match, registry
 from sbpc.rules.binding import Signature
 from sbpc.rules.proof.infer import Evidence, infer
 from sbpc.rules.proof.probe import probe_call, refuted
-from sbpc.rules.proof.prove import case, short
+from sbpc.rules.proof.prove import short
 from sbpc.rules.proof.small_calls import SmallCall, scales, small_calls
 from tests import own_ops
-from tests.samples import x
+from tests.samples import case, x
 from tests.test_own_rules import Scaled
 
 own, aten = torch.ops.own, torch.ops.aten

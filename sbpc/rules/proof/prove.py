@@ -320,11 +320,6 @@ def values(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def case(op: Any, *args: Any, **kwargs: Any) -> Case:
-    """A case of an exact op."""
-    return Case(op, args, kwargs)
-
-
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op at once."""
     return STAND_INS.get(op, op)(*args, **kwargs)
