@@ -161,18 +161,18 @@ def bind(rule: Rule, schema: Any, named: Mapping[str, Any], outputs: Any, known:
 def signatures(bound: Bound) -> tuple[Signature, ...]:
     """All signatures of a bound rule, all-B first, then by factor in the order of the text, then the linear ones."""
     rule = bound.rule
-    found = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
+    derived = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
     for factor, size in bound.sizes.items():
         if size > 1 and base(factor) not in rule.unsplit and not rule.rng:
             signature = _split(bound, factor)
-            found += [] if signature is None else [signature]
+            derived += [] if signature is None else [signature]
     for ins, outs in rule.linear:
         inputs = tuple(P if value.operand in ins and value.dims is not None else B for value in bound.inputs)
         outputs = tuple(P if value.operand in outs and value.dims is not None else B for value in bound.outputs)
         if P in inputs and _linear_types(bound, inputs, outputs):
-            found.append(Signature(inputs, outputs))
+            derived.append(Signature(inputs, outputs))
     distinct: dict[tuple[Any, ...], Signature] = {}
-    for signature in found:
+    for signature in derived:
         if _allowed(bound, signature):
             distinct.setdefault((signature.inputs, signature.outputs), signature)
     return tuple(distinct.values())
@@ -253,7 +253,7 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
     for argument in schema.arguments:
         value = named.get(argument.name)
         order += [argument.name] * (len(value) if is_list(argument) and isinstance(value, (list, tuple)) else 1)
-    found = []
+    names = []
     for number, operand in enumerate(rule.inputs):
         if operand.name is None and number >= len(order):
             if operand.kind == "none":
@@ -262,8 +262,8 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
         name = operand.name or order[number]
         if name not in order:
             raise _misfit(rule, f"the op has no argument {name!r}")
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def is_list(argument: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
 from sbpc.graph.operands import hashable, named_arguments
-from sbpc.rules.binding import Bound, bind, divides, flat_outputs, signatures
+from sbpc.rules.binding import Bound, base, bind, divides, flat_outputs, signatures
 from sbpc.rules.grammar import parse
 from sbpc.rules.match import FREE, Arguments, Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import holds
@@ -97,14 +97,14 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
         return None
     parsed = bound.rule
     nonempty = frozenset(f for f in bound.sizes if f in made.nonempty or f.rstrip("0123456789.") in made.nonempty)
-    found, phases = signatures(bound), None
+    offered, phases = signatures(bound), None
     through = {name: function for factors, function in parsed.via for name in factors}
-    factors = frozenset(s.factor for s in found if s.factor is not None and s.factor.split(".")[0] in through)
+    factors = frozenset(s.factor for s in offered if s.factor is not None and base(s.factor) in through)
     if factors:
         (name,) = set(through.values())
-        phases = take_apart(name, named, flat_outputs(outputs), factors, found, match)
-        found = tuple(s for s in found if s.factor not in factors or s in phases.ways)
-    return Match(op, parsed, bound.sizes, found, divides(bound), nonempty, made.view, bound, made, phases)
+        phases = take_apart(name, named, flat_outputs(outputs), factors, offered, match)
+        offered = tuple(s for s in offered if s.factor not in factors or s in phases.ways)
+    return Match(op, parsed, bound.sizes, offered, divides(bound), nonempty, made.view, bound, made, phases)
 
 
 def applied(

@@ -52,10 +52,10 @@ def take_apart(
     for number, op, args, kwargs, val in reversed(recorder.calls):
         if number in live:
             reads = tuple(place.number for place in leaves((args, kwargs), Place))
-            found = match(op, *filled((args, kwargs), recorder.values), val)
-            if found is None:
+            matched = match(op, *filled((args, kwargs), recorder.values), val)
+            if matched is None:
                 raise RuleError(f"{name} calls {op}, which has no rule\n  Write it in ops that have one.")
-            parts.append(SubOp(number, found, args, kwargs, reads, val))
+            parts.append(SubOp(number, matched, args, kwargs, reads, val))
             live.update(reads)
     ordered = tuple(reversed(parts))
     ways = {s: way for s in signatures if (way := _way(s, ordered, wanted, s.factor in factors, name)) is not None}
@@ -77,11 +77,11 @@ def _way(
     chosen = []
     for part in parts:
         read = tuple(states[number] for number in part.reads)
-        found = next((s for s in part.match.signatures if s.inputs == read), None)
-        if found is None:
+        fitting = next((s for s in part.match.signatures if s.inputs == read), None)
+        if fitting is None:
             return None
-        chosen.append(found)
-        made = found.outputs[0]
+        chosen.append(fitting)
+        made = fitting.outputs[0]
         reduced = at_once and isinstance(made, Partial) and claims.get(part.number) != made
         states[part.number] = B if reduced else made
     for number, claimed in claims.items():

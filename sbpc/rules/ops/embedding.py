@@ -36,22 +36,22 @@ def addressed(factor: str, index: str, kernel: Callable[[Shard, Lookup], Any]) -
     return local
 
 
-def without(shard: Shard, found: Lookup, index: Any, skipped: int, mark: int) -> Any:
+def without(shard: Shard, lookup: Lookup, index: Any, skipped: int, mark: int) -> Any:
     """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0: none)."""
-    gone = found.outside
+    gone = lookup.outside
     if skipped >= 0:
         gone = shard.call(aten.logical_or.default, gone, shard.call(aten.eq.Scalar, index, skipped))
-    return shard.call(aten.masked_fill.Scalar, found.shifted, gone, mark)
+    return shard.call(aten.masked_fill.Scalar, lookup.shifted, gone, mark)
 
 
-def embedding(shard: Shard, found: Lookup) -> Any:
-    rows = shard.plain(indices=found.nearest)
-    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, found.outside, -1), 0)
+def embedding(shard: Shard, lookup: Lookup) -> Any:
+    rows = shard.plain(indices=lookup.nearest)
+    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, lookup.outside, -1), 0)
 
 
-def embedding_backward(shard: Shard, found: Lookup) -> Any:
+def embedding_backward(shard: Shard, lookup: Lookup) -> Any:
     """Rows of other ranks, and the padding row, get index -1, which the op is told to be the padding."""
-    rows = without(shard, found, shard.given["indices"], shard.given["padding_idx"], -1)
+    rows = without(shard, lookup, shard.given["indices"], shard.given["padding_idx"], -1)
     return shard.plain(indices=rows, padding_idx=-1)
 
 

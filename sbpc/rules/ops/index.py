@@ -31,8 +31,8 @@ def gather(given: Arguments, outputs: Any) -> str | None:
     return f"{left}, _, {right} -> {right} ; +v ; idx v @ 2 ; lin(0){fix(*fixed)}"
 
 
-def gather_local(shard: Shard, found: Lookup) -> Any:
-    return shard.call(aten.masked_fill.Scalar, shard.plain(index=found.nearest), found.outside, 0)
+def gather_local(shard: Shard, lookup: Lookup) -> Any:
+    return shard.call(aten.masked_fill.Scalar, shard.plain(index=lookup.nearest), lookup.outside, 0)
 
 
 def scatter(given: Arguments, outputs: Any) -> str | None:
@@ -55,9 +55,9 @@ def scatter_add(given: Arguments, outputs: Any) -> str | None:
     return f"{left}, _, {right}, {right} -> {left} ; +i ; add(0) ; idx v @ 2 ; lin(0,3){fix(*fixed)}"
 
 
-def scatter_add_local(shard: Shard, found: Lookup) -> Any:
-    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], found.outside, 0)
-    return shard.plain(index=found.nearest, src=source)
+def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
+    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], lookup.outside, 0)
+    return shard.plain(index=lookup.nearest, src=source)
 
 
 class Indexed(NamedTuple):
@@ -88,23 +88,23 @@ def _indexed(given: Arguments) -> Indexed | None:
 
 
 def index(given: Arguments, outputs: Any) -> str | None:
-    found = _indexed(given)
-    if found is None:
+    indexed = _indexed(given)
+    if indexed is None:
         return None
-    fixed = fix(*(name for name in found.dims if name[0] == "v"))
-    return f"{' '.join(found.dims)}, {', '.join(found.operands)} -> {joined(found.selected)} ; lin(0){fixed}"
+    fixed = fix(*(name for name in indexed.dims if name[0] == "v"))
+    return f"{' '.join(indexed.dims)}, {', '.join(indexed.operands)} -> {joined(indexed.selected)} ; lin(0){fixed}"
 
 
 def index_put(given: Arguments, outputs: Any) -> str | None:
     """With accumulate, a shard of the indices adds its own values; without, the last one written counts."""
-    found = _indexed(given)
-    if found is None:
+    indexed = _indexed(given)
+    if indexed is None:
         return None
-    values = joined(found.selected[len(found.selected) - given["values"].dim() :])
-    free = f" ; +{' '.join(found.names)} ; add(0)" if given["accumulate"] and found.names else fix(*found.names)
-    fixed, dims = fix(*(name for name in found.dims if name[0] == "v")), " ".join(found.dims)
-    linear = f"lin(0,{1 + len(found.operands)})"
-    return f"{dims}, {', '.join(found.operands)}, {values} -> {dims} ; {linear}{free}{fixed}"
+    values = joined(indexed.selected[len(indexed.selected) - given["values"].dim() :])
+    free = f" ; +{' '.join(indexed.names)} ; add(0)" if given["accumulate"] and indexed.names else fix(*indexed.names)
+    fixed, dims = fix(*(name for name in indexed.dims if name[0] == "v")), " ".join(indexed.dims)
+    linear = f"lin(0,{1 + len(indexed.operands)})"
+    return f"{dims}, {', '.join(indexed.operands)}, {values} -> {dims} ; {linear}{free}{fixed}"
 
 
 def _in_a_row(given: Arguments) -> tuple[str, str] | None:

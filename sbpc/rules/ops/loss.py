@@ -40,9 +40,9 @@ def nll_backward(given: Arguments, outputs: Any) -> str:
     return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
 
 
-def nll_local(shard: Shard, found: Lookup) -> Any:
+def nll_local(shard: Shard, lookup: Lookup) -> Any:
     """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
-    target = without(shard, found, shard.given["target"], shard.given["ignore_index"], -100)
+    target = without(shard, lookup, shard.given["target"], shard.given["ignore_index"], -100)
     return shard.plain(target=target, ignore_index=-100)
 
 

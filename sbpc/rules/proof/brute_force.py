@@ -207,10 +207,10 @@ def outcome(
 
 def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], how: How) -> bool:
     """Whether the outputs are in the states `outs` if the inputs are in `ins`."""
-    found = outputs_of(one, ins, size, how)
-    return found is not None and all(
+    made = outputs_of(one, ins, size, how)
+    return made is not None and all(
         not isinstance(expected, Tensor) or in_state(parts, state, expected, one)
-        for (parts, expected), state in zip(found, outs)
+        for (parts, expected), state in zip(made, outs)
     )
 
 

@@ -102,9 +102,9 @@ def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
     Raises RuleError for an op that there is not, that fails, crashes or hangs on the arguments, that writes into them or
     gives other values when it is run again.
     """
-    found = resolve(op)
-    given, named = case_arguments(found, [*args, dict(kwargs)])
-    return probe_call(found, [SmallCall(tuple(given), named)])
+    overload = resolve(op)
+    given, named = case_arguments(overload, [*args, dict(kwargs)])
+    return probe_call(overload, [SmallCall(tuple(given), named)])
 
 
 def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECONDS) -> Probe:

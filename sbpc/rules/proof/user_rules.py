@@ -16,7 +16,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import chunk_sizes
 from sbpc.rules import registry
-from sbpc.rules.binding import is_list
+from sbpc.rules.binding import base, is_list
 from sbpc.rules.grammar import Operand, Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
@@ -65,19 +65,19 @@ def rule(
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
     results.
     """
-    found = resolve(op)
-    require_pure(found)
+    overload = resolve(op)
+    require_pure(overload)
     if isinstance(text, str):
-        fits(parse(text), found, local is not None)
+        fits(parse(text), overload, local is not None)
     if not replace:
-        require_free(found, text)
+        require_free(overload, text)
     untried = isinstance(text, str) and not examples  # on empty shards either
     factors = tuple(parse(text).factors if untried else nonempty.split())
-    made = Entry(found, text, flops, local, factors, source=PROVED if examples else UNPROVED)
-    done = Registered(found, registry.TABLE.get(found))
-    registry.put(found, made)
+    made = Entry(overload, text, flops, local, factors, source=PROVED if examples else UNPROVED)
+    done = Registered(overload, registry.TABLE.get(overload))
+    registry.put(overload, made)
     try:
-        prove_on([case_of(found, example) for example in examples], made)
+        prove_on([case_of(overload, example) for example in examples], made)
     except BaseException:
         done.remove()
         raise
@@ -217,8 +217,7 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
         m = one.match()
         prove(one, ranks=ranks_for(m))
         for factor, size in m.sizes.items():
-            base = factor.split(".")[0]
-            sizes[base] = max(size, sizes.get(base, 0))
+            sizes[base(factor)] = max(size, sizes.get(base(factor), 0))
     if cases and isinstance(made.text, str):
         parsed = parse(made.text)
         single = [f for f in parsed.factors if f not in parsed.unsplit and sizes.get(f, 0) < 2 and not parsed.rng]
@@ -258,7 +257,7 @@ def breaking(one: Case) -> Iterable[str]:
         results: Iterable[tuple[Any, Any]] = [(s, survives(one, m, s)) for s in splits]
     else:
         results = attempt(lambda s: survives(one, m, s), splits, SECONDS)
-    return [str(s.factor).split(".")[0] for s, fine in results if fine is False or isinstance(fine, Lost)]
+    return [base(str(s.factor)) for s, fine in results if fine is False or isinstance(fine, Lost)]
 
 
 def survives(one: Case, m: Match, signature: Any) -> bool:
