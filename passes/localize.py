@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, rename
 from sbpc.boxing.lower import lower
-from sbpc.graph.operands import operands, value_of, with_operands
+from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.layout import Layout
@@ -114,14 +115,14 @@ class Localizer:
 
     def replicated(self, node: Node) -> Node:
         """An op without a rule: it may read strides, so operands are contiguous here where they were when captured."""
-        dense = [
+        dense = iter([
             self.call(aten.contiguous.default, self.local[operand])
             if operand.meta["val"].is_contiguous()
             else self.local[operand]
             for operand in operands(node)
-        ]
+        ])
         copy = copied(self.graph, node, lambda n: self.local[n])
-        copy.args, copy.kwargs = with_operands((node.args, dict(node.kwargs)), iter(dense))
+        copy.args, copy.kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(dense))
         put(copy, "meta", {})
         return self.described(copy, node)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import OpOverload, has_kernel, schema_of
+from sbpc._compat import OpOverload, has_kernel
 from sbpc.errors import PlanError, at_node
+from sbpc.graph.operands import named_arguments
 
 aten = torch.ops.aten
 AHEAD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -51,10 +52,10 @@ def attend(graph: Graph, choose: Choice) -> None:
     same attention reads it, such as a collective, the formula is taken.
     """
     ahead = [node for node in graph.nodes if node.target is AHEAD]
-    back = {node: named(node) for node in graph.nodes if node.target is BACK}
+    back = {node: named_arguments(BACK, node.args, node.kwargs) for node in graph.nodes if node.target is BACK}
     kernels: dict[Node, str] = {}
     for node in ahead:
-        given = named(node)
+        given = named_arguments(AHEAD, node.args, node.kwargs)
         operands = [given[name] for name in ("query", "key", "value")]
         sums = [user for user in node.users if user.args[1] == 1]
         own = all(back[user]["logsumexp"] in sums if user in back else False for part in sums for user in part.users)
@@ -69,13 +70,6 @@ def attend(graph: Graph, choose: Choice) -> None:
         operands = [given[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")]
         kernel = kernels.get(given["logsumexp"], "formula")
         rewritten(node, KERNELS[kernel][1], [*operands, given["attn_mask"], given["is_causal"], given["scale"]])
-
-
-def named(node: Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults among them."""
-    arguments = schema_of(node.target).arguments
-    given = dict(zip((argument.name for argument in arguments), node.args))
-    return {each.name: each.default_value for each in arguments if each.has_default_value()} | given | dict(node.kwargs)
 
 
 def rewritten(node: Node, function: Callable[..., Any], args: list[Any]) -> None:

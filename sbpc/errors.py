@@ -106,7 +106,9 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # what an argument may be, in the w
     "True or False": lambda value: isinstance(value, bool),
     "a function": callable,
     "a list": lambda value: isinstance(value, (tuple, list)),
-    "a mapping whose keys are texts": lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
+    "a mapping whose keys are texts": lambda value: (
+        isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    ),
     "a number of seconds": lambda value: is_number(value, Real) and (0 <= value < 1e18 or value == math.inf),
     "a path": lambda value: isinstance(value, (str, os.PathLike)),
     "a text": lambda value: isinstance(value, str),

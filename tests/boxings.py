@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +15,35 @@ from torch.fx import Graph, GraphModule
 from torch.nn import Module
 
 from sbpc.boxing.lower import lower
-from sbpc.boxing.steps import Step, layouts, steps
+from sbpc.boxing.steps import Step, steps
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Partial
+from sbpc.mesh.states import B, P, Partial, Split, State
 from sbpc.runtime.one_process.lockstep import Run, lockstep
 
 NAMES = ("a", "b", "c", "d")
 LOCAL = ("slice", "keep", "pad", "crop")  # steps that send nothing
+
+
+@functools.cache
+def layouts(rank: int, axes: tuple[str, ...], orders: bool = True, partial: bool = True) -> tuple[Layout, ...]:
+    """Every layout of a tensor with `rank` dims, in a fixed order; with `orders` also in other orders of splits.
+
+    >>> layouts(1, ("x", "y"), partial=False)
+    ([S(0), S(0)], [S(0), S(0)] S(0)@y>x, [S(0), B], [B, S(0)], [B, B])
+    """
+    states = (*map(Split, range(rank)), B, *((P,) if partial else ()))
+    return tuple(_enumerate(axes, [states] * len(axes), orders))
+
+
+def _enumerate(axes: tuple[str, ...], choices: Sequence[Sequence[State]], orders: bool) -> Iterator[Layout]:
+    for states in itertools.product(*choices):
+        plain = Layout(axes, states)
+        if not orders:
+            yield plain
+            continue
+        for cut in itertools.product(*(itertools.permutations(cuts) for cuts in plain.cuts.values())):
+            yield Layout(axes, states, tuple(itertools.chain(*cut)) or ())
 
 
 @st.composite
@@ -61,12 +84,6 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def runs(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Every run of neighbouring axes."""
-    count = len(mesh.axes)
-    return [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
-
-
 def program(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, rank: int) -> GraphModule:
     """What `rank` runs to take some steps: x, then its position on every axis -> the boxed x."""
     graph = Graph()
@@ -97,4 +114,4 @@ def run_boxing(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, parts: S
     """Take some steps on all ranks, which hold `parts`."""
     programs = [program(steps, shape, mesh, rank) for rank in range(mesh.ranks)]
     inputs = [[part, *positions(mesh, rank)] for rank, part in enumerate(parts)]
-    return lockstep(programs, inputs, {mesh.key(axes): mesh.groups(axes) for axes in runs(mesh)})
+    return lockstep(programs, inputs, {mesh.key(axes): mesh.groups(axes) for axes in mesh.runs()})

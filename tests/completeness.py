@@ -6,15 +6,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from sbpc.rules.match import named_arguments
-from sbpc.rules.proof.brute_force import lacking, sizes_of, valid
+from sbpc.graph.operands import named_arguments
+from sbpc.rules.binding import Signature
+from sbpc.rules.proof.brute_force import Size, follows, search
 from sbpc.rules.proof.prove import Case, short
 from tests import pointwise_cases, proof_cases
 
 FAMILIES = {**proof_cases.FAMILIES, "pointwise": pointwise_cases.cases}
 EXPLAINED = Path(__file__).parent / "lacking.txt"
+
+
+def valid(one: Case, sizes: Sequence[Size] = ()) -> list[Signature]:
+    """All signatures of a call that hold on two ranks."""
+    return list(search(one, sizes).signatures)
+
+
+def lacking(found: Sequence[Signature], offered: Sequence[Signature]) -> list[Signature]:
+    """Those of `found` that cost more without a signature of their own: neither offered nor an offered one with free boxings."""
+    missing = [s for s in found if not any(follows(s, other) for other in offered)]
+    return [s for s in missing if not any(other is not s and follows(s, other) for other in missing)]
+
+
+def sizes_of(fills: Sequence[Any], named: Mapping[str, Any]) -> list[Size]:
+    """The integers that a rule rewrites, one by one."""
+    found = []
+    for fill in fills:
+        value = named[fill.name]
+        found += [Size(fill.name, None)] if fill.single else [Size(fill.name, at) for at in range(len(value))]
+    return found
 
 
 def not_offered(one: Case) -> tuple[int, list[str]]:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc.graph.operands import named_arguments
 from sbpc.mesh.states import REDUCE, B, P, Partial, Split, State, shards
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import named_arguments
-from sbpc.rules.proof.brute_force import RANKS, Size, close, follows, others, parts_of, resized, sizes_of
+from sbpc.rules.proof.brute_force import RANKS, Size, close, follows, others, parts_of, resized
 from sbpc.rules.proof.prove import BROKEN, Case, call, equal, short, swapped
-from tests.completeness import FAMILIES, explained
+from tests.completeness import FAMILIES, explained, sizes_of
 from tests.dtensor_rules import fake_mesh, signatures
 
 EXPLAINED = Path(__file__).parent / "dtensor.txt"

@@ -12,8 +12,8 @@ import torch
 
 from sbpc.mesh.states import B, P, Split, State
 from sbpc.rules import Match, Signature
-from sbpc.rules.proof.prove import Case, case
-from tests.samples import close, f, indices, x
+from sbpc.rules.proof.prove import Case
+from tests.samples import case, close, f, indices, x
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sbpc.rules.proof.prove import Case, case
-from tests.samples import CLOSE, close, f, x, y
+from sbpc.rules.proof.prove import Case
+from tests.samples import CLOSE, case, close, f, x, y
 
 aten = torch.ops.aten
 

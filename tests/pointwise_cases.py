@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc.graph.operands import leaves
 from sbpc.rules.ops.pointwise import pointwise
-from sbpc.rules.proof.prove import Case, tensors
+from sbpc.rules.proof.prove import Case
 
 aten = torch.ops.aten
 CLOSE = 1e-10
@@ -54,7 +55,7 @@ def sample(op: Any, *shapes: tuple[int, ...]) -> Case | None:
             outputs = one.run()
         except (RuntimeError, NotImplementedError):  # the op takes no such numbers: the next ones
             continue
-        flat = tensors(outputs)
+        flat = leaves(outputs, torch.Tensor)
         if all(torch.isfinite(out).all() and (out.dtype == torch.bool or (out != 0).any()) for out in flat):
             return one
     return None
@@ -124,7 +125,7 @@ def cases() -> list[Case]:
     for op in ops():
         same = sample(op, (3, 4))
         found += [same] if same is not None else []
-        if same is not None and len(tensors(list(same.args))) > 1:
+        if same is not None and len(leaves(same.args, torch.Tensor)) > 1:
             spread = sample(op, (2, 3, 4), (3, 1))
             found += [spread] if spread is not None and spread.match() is not None else []
     return found

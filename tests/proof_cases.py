@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sbpc.graph.random_bits import BITS
-from sbpc.rules.proof.prove import Case, case
+from sbpc.rules.proof.prove import Case
 from tests import cuda_cases, layer_cases
-from tests.samples import close, f, x, y
+from tests.samples import case, close, f, x, y
 
 aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.boxing.steps import layouts
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, placeholders, results
 from sbpc.mesh.layout import broadcast
@@ -19,6 +18,7 @@ from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Choice
+from tests.boxings import layouts
 
 
 def random_plan(plan: Plan, seed: int) -> Plan:

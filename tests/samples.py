@@ -12,6 +12,11 @@ from sbpc.rules.proof.prove import Case
 CLOSE = 1e-10
 
 
+def case(op: Any, *args: Any, **kwargs: Any) -> Case:
+    """A case of an exact op."""
+    return Case(op, args, kwargs)
+
+
 def whole_numbers(*shape: int, low: int = -3, high: int = 4, seed: int = 0) -> Tensor:
     """Integers from `low` to `high` - 1 as float64, none of them zero."""
     generator = torch.Generator().manual_seed(seed + sum(shape))

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbpc.boxing.paths import _graph, closure, path, seconds
-from sbpc.boxing.steps import Step, layouts, steps, wire
+from sbpc.boxing.steps import Step, steps, wire
 from sbpc.errors import LayoutError
 from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.layout_codes import decode, encode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, S
-from tests.boxings import LOCAL, boxed_layouts, crops, meshes, shapes
+from tests.boxings import LOCAL, boxed_layouts, crops, layouts, meshes, shapes
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(

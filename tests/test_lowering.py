@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sbpc.boxing.paths import path
-from sbpc.boxing.steps import Step, layouts, steps, wire
+from sbpc.boxing.steps import Step, steps, wire
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import emitted
-from tests.boxings import boxed_layouts, crops, meshes, numbers, positions, program, run_boxing, shapes
+from tests.boxings import boxed_layouts, crops, layouts, meshes, numbers, positions, program, run_boxing, shapes
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float64, torch.int32)
 

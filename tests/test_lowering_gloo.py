@@ -16,7 +16,7 @@ from sbpc.boxing.paths import path
 from sbpc.boxing.steps import Step
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from tests.boxings import numbers, positions, program, runs
+from tests.boxings import numbers, positions, program
 
 GRID, LINE = Mesh(a=2, b=2), Mesh(c=4)
 CASES = (
@@ -57,7 +57,7 @@ def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=wait)
     names = []
     for mesh in (GRID, LINE):
-        for axes in runs(mesh):
+        for axes in mesh.runs():
             for ranks in mesh.groups(axes):
                 group = dist.new_group(ranks, timeout=wait)
                 if rank in ranks:

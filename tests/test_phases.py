@@ -21,8 +21,9 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.box import box
 from sbpc.plans.measure import measure
 from sbpc.rules.choices import Choice, of_match
+from sbpc.rules.match import Entry
 from sbpc.rules.proof.prove import Case
-from sbpc.rules.registry import MATCHES, TABLE, entry
+from sbpc.rules.registry import MATCHES, TABLE
 from sbpc.rules.two_phase import decomposition
 from sbpc.solver.problem import star, targets
 from tests import layer_cases, models, proof_cases
@@ -282,7 +283,7 @@ def bare_maximum(x: Tensor, dim: int, *_: Any) -> Tensor:
     ],
 )
 def test_a_function_that_does_not_give_what_the_op_gives_is_refused(name: str, message: str, monkeypatch: Any) -> None:
-    monkeypatch.setitem(TABLE, aten._softmax.default, entry(aten._softmax.default, f"a -> a ; via a = {name}"))
+    monkeypatch.setitem(TABLE, aten._softmax.default, Entry(aten._softmax.default, f"a -> a ; via a = {name}"))
     MATCHES.clear()
     with pytest.raises(RuleError) as error:
         Case(aten._softmax.default, (torch.randn(5), 0, False)).match()

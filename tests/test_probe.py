@@ -19,10 +19,10 @@ from sbpc.rules import match, registry
 from sbpc.rules.binding import Signature
 from sbpc.rules.proof.infer import Evidence, infer
 from sbpc.rules.proof.probe import probe_call, refuted
-from sbpc.rules.proof.prove import case, short
-from sbpc.rules.proof.small_calls import Call, scales, small_calls
+from sbpc.rules.proof.prove import short
+from sbpc.rules.proof.small_calls import SmallCall, scales, small_calls
 from tests import own_ops
-from tests.samples import x
+from tests.samples import case, x
 from tests.test_own_rules import Scaled
 
 own, aten = torch.ops.own, torch.ops.aten
@@ -125,7 +125,7 @@ def test_ops_that_crash_or_hang_on_some_shards_are_probed_on_the_others():
     pair = sbpc.probe("own::pair", x(6, 5), x(6, 5, seed=1))
     assert pair.rule == "a b, a b -> a b ; lin(0) ; lin(1)"
     assert pair.remarks == ("not tried: splits of dims that do not go together, for the op does not check shapes (killed by SIGFPE)",)
-    hang = probe_call(own.hang.default, [Call((x(6, 5),), {})], seconds=0.4)
+    hang = probe_call(own.hang.default, [SmallCall((x(6, 5),), {})], seconds=0.4)
     assert hang.rule == "a b -> a b ; fix a b ; lin(0)" and "(not done after 0.4 s)" in hang.remarks[0]
 
 

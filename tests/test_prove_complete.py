@@ -7,11 +7,9 @@ import torch
 
 from sbpc.mesh.states import B, P, S
 from sbpc.rules.binding import Signature
-from sbpc.rules.proof.brute_force import lacking, valid
-from sbpc.rules.proof.prove import case
 from tests import own_ops
-from tests.completeness import FAMILIES, explained, of_family
-from tests.samples import x
+from tests.completeness import FAMILIES, explained, lacking, of_family, valid
+from tests.samples import case, x
 
 QUICK = ("embedding", "index", "matmul", "views")
 aten = torch.ops.aten

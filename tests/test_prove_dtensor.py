@@ -7,12 +7,11 @@ import torch
 
 from sbpc.mesh.states import B, P, S
 from sbpc.rules.binding import Signature
-from sbpc.rules.proof.prove import case
 from tests.completeness import FAMILIES, explained
 from tests.coverage import listed
 from tests.cross_check import EXPLAINED, fault, has, of_families
 from tests.dtensor_rules import fake_mesh, signatures
-from tests.samples import x, y
+from tests.samples import case, x, y
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="DTensor is asked as torch 2.13 has it")

@@ -11,11 +11,11 @@ import torch
 
 from sbpc.errors import RuleError
 from sbpc.rules import match, registry, rule
-from sbpc.rules.proof.prove import Case, case, check, prove
+from sbpc.rules.proof.prove import Case, check, prove
 from sbpc.rules.registry import TABLE
 from tests import coverage, pointwise_cases, proof_cases
 from tests.duality import duals, missing
-from tests.samples import x
+from tests.samples import case, x
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default

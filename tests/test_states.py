@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sbpc.boxing.steps import layouts
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, P, Partial, S, State, chunk_sizes, parse_state, shards, whole
-from tests.boxings import boxed_layouts, meshes, numbers, shapes
+from tests.boxings import boxed_layouts, layouts, meshes, numbers, shapes
 
 AXES = ("data", "tensor")
 

@@ -30,7 +30,7 @@ from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import State
 from sbpc.rules import Match
 from sbpc.rules.choices import Candidates, Choice, may_cut, of_match
-from sbpc.rules.match import Part
+from sbpc.rules.match import SubOp
 
 LEAST, SPLIT, REST, WORK = 1 << 12, 1 << 14, 1 << 16, 1 << 18  # where special places begin, see `Table.held`
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
@@ -294,7 +294,7 @@ class Parted:
     """A part of a node that is taken apart, by label: tensors: its operands and its result; reads, made: the codes in
     which it reads and leaves them; read: those in which its result is read; masks: by factor the axes that cut it."""
 
-    part: Part
+    part: SubOp
     tensors: Tensors
     reads: list[np.ndarray]
     made: np.ndarray

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc.graph.operands import named_arguments
 from sbpc.graph.random_bits import BITS, DIGITS
 from sbpc.passes.capture.source_lines import user_error, user_stack
 
@@ -162,7 +163,7 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether this call draws random numbers; with a probability of 0, or outside training, it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = _given(func, args, kwargs)
+    given = named_arguments(func, args, kwargs)
     chance = given.get("dropout_p", given.get("p"))
     never = not isinstance(chance, Tensor) and chance == 0 and "bernoulli" not in str(func)
     return not never and given.get("train") is not False and given.get("training") is not False
@@ -170,7 +171,7 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 def drawn(call: Callable[..., Any], seed: Callable[[], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """What a random op gives, by `call`. Raises CaptureError, with the user's line, for one that cannot be written so."""
-    given, write = _given(func, args, kwargs), DRAWS.get(func)
+    given, write = named_arguments(func, args, kwargs), DRAWS.get(func)
     if write is None or given.get("generator") is not None:
         raise refusal(func, given)
     draw = Draw(call, seed())
@@ -212,9 +213,3 @@ def next_stream() -> int:
         raise user_error(what, user_stack(), "Leave the seeding out: simulate and parallelize take the seed.")
     torch.default_generator.manual_seed(FIRST + number + 1)
     return number
-
-
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given.update(zip(given, args), **kwargs)
-    return given

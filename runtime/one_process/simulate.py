@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from sbpc.errors import PlanError, check_kinds
 from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
 from sbpc.graph.random_bits import wrap
-from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
@@ -65,8 +64,9 @@ def simulate(
             held.append(own(part))
     for rank, held in enumerate(ranks):
         held += [torch.tensor([at]) for at in mesh.coordinates(rank)]
+    groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
     with torch.no_grad():
-        run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], ranks, groups(mesh))
+        run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], ranks, groups)
     results = {
         port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
         for at, (port, layout) in enumerate(plan.left.items())
@@ -109,10 +109,3 @@ def own(shard: Tensor) -> Tensor:
     """The shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
     whole = shard.untyped_storage().nbytes() > shard.nbytes
     return shard.clone(memory_format=torch.contiguous_format) if whole else shard
-
-
-def groups(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The ranks of every group that a program may name."""
-    count = len(mesh.axes)
-    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
-    return {mesh.group_name(axes): mesh.groups(axes) for axes in runs}

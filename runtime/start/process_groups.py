@@ -72,9 +72,7 @@ def bind(mesh: Mesh) -> None:
 
     Every rank must call this at the same point: making groups is a collective.
     """
-    count = len(mesh.axes)
-    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
-    for axes in runs:
+    for axes in mesh.runs():
         name = mesh.group_name(axes)
         if name in bound:
             continue

@@ -25,15 +25,9 @@ c10d = torch.ops._c10d_functional
 
 
 def lower(
-    step: Step,
-    x: Any,
-    call: Callable[..., Any],
-    shape: Sequence[int],
-    sizes: Sequence[int],
-    coordinates: Sequence[int],
-    position: Sequence[Any],
-    group: Callable[[tuple[int, ...]], str],
-) -> Any:
+    step: Step, x: Any, call: Callable[..., Any], shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int],
+    position: Sequence[Any], group: Callable[[tuple[int, ...]], str],
+) -> Any:  # fmt: skip
     """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
 
     x: what the rank holds of a tensor of `shape` on a mesh of `sizes`. position: by axis an int64 tensor of shape [1],
@@ -71,9 +65,8 @@ class Local:
 
     def view(self, shape: Sequence[int]) -> Local:
         """The same elements in another shape."""
-        return (
-            self if tuple(shape) == self.shape else self.then(aten.view.default, shape, list(shape), solid=self.solid)
-        )
+        same = tuple(shape) == self.shape
+        return self if same else self.then(aten.view.default, shape, list(shape), solid=self.solid)
 
     def shuffle(self, apart: Sequence[int], dims: list[int], shape: Sequence[int]) -> Local:
         """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
@@ -274,12 +267,11 @@ def crop(x: Local, site: Site) -> Local:
     if 0 in (held, wanted):
         return x.then(aten.new_zeros.default, site.after, list(site.after))
     block = math.gcd(left.chunks[0], cut.chunks[0], held, wanted)
-    there, here = (
-        Local(x.call, site.positions[at.axes[0]], (1,)).then(aten.mul.Scalar, (1,), at.chunks[0] // block) for at in (left, cut)
-    )
+    first = [Local(x.call, site.positions[at.axes[0]], (1,)) for at in (left, cut)]
+    there, here = (at.then(aten.mul.Scalar, (1,), by.chunks[0] // block) for at, by in zip(first, (left, cut)))
     ahead = here.then(aten.sub.Tensor, (1,), there.x)
     count = (wanted // block,)
-    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in what is held, which has the places from 1 on
+    place = numbers(ahead, *count).then(aten.add.Tensor, count, ahead.x)  # in x, whose blocks are counted from 1 on
     nearest = place.then(aten.clamp.default, count, 1, held // block)
     away = nearest.then(aten.ne.Tensor, count, place.x).view(put([1] * (len(x.shape) + 1), dim, *count))
     blocks, taken = put(x.shape, dim, held // block, block), put(x.shape, dim, *count, block)
@@ -317,9 +309,8 @@ def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
         dims = [*rest[:dim], *members, *rest[dim:]]
         return x.shuffle(apart, dims, put(block, dim, count * block[dim])).slice(dim, 0, cut.size)
     size = block[0]
-    parts = [
-        x.slice(0, place * size, (place + 1) * size).slice(dim, 0, held) for place, held in zip(cut.members, cut.chunks)
-    ]
+    places = [(place * size, (place + 1) * size, length) for place, length in zip(cut.members, cut.chunks)]
+    parts = [x.slice(0, start, stop).slice(dim, 0, length) for start, stop, length in places]
     return concatenate([part for part in parts if part.shape[dim]], dim)
 
 

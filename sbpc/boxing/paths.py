@@ -55,13 +55,13 @@ def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, 
             if int(graph.target[edge]) not in came:
                 came[int(graph.target[edge])] = edge
                 queue.append(int(graph.target[edge]))
-    found: list[Step] = []
+    steps: list[Step] = []
     at = goal
     while at != start:
         step = graph.step(came[at])
-        found = [*step.then(found[0]), *found[1:]] if found else [step]
+        steps = [*step.then(steps[0]), *steps[1:]] if steps else [step]
         at = int(graph.source[came[at]])
-    return tuple(found)
+    return tuple(steps)
 
 
 def seconds(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> float:
@@ -83,9 +83,8 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
         prices = _prices(extremes, alike(shape, mesh), itemsize, mesh)
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
-        matrix[np.ix_(sources, columns)] = prices.between(
-            prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
-        )
+        starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
+        matrix[np.ix_(sources, columns)] = prices.between(starts, ends)
     return matrix
 
 
@@ -180,8 +179,8 @@ class _Graph:
 class _Prices:
     """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
 
-    def __init__(self, graph: _Graph, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
-        self.graph = graph
+    def __init__(self, extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
+        self.graph = graph = _graph(len(shape), mesh.axes, extremes)
         self._rows: dict[int, np.ndarray] = {}
         ranks = np.where(graph.cut, np.array(mesh.sizes), 1).prod(axis=2)
         local = -(-np.array(shape, dtype=np.int64) // ranks)  # at coordinates 0: ceil(ceil(n/a)/b) is ceil(n/(a b))
@@ -217,11 +216,5 @@ def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, f
     return rounds * latency, blocks / bandwidth, least
 
 
-@functools.lru_cache(maxsize=64)
-def _graph(rank: int, axes: tuple[str, ...], extremes: tuple[str | None, ...]) -> _Graph:
-    return _Graph(rank, axes, extremes)
-
-
-@functools.lru_cache(maxsize=64)
-def _prices(extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> _Prices:
-    return _Prices(_graph(len(shape), mesh.axes, extremes), shape, itemsize, mesh)
+_graph = functools.lru_cache(maxsize=64)(_Graph)
+_prices = functools.lru_cache(maxsize=64)(_Prices)

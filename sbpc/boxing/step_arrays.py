@@ -17,7 +17,7 @@ Kind = tuple[int, int, tuple[int, ...]]
 def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 
-    extremes: by axis "max" or "min" where it may hold such partial results too. The order is that of `steps.layouts`.
+    extremes: by axis "max" or "min" where it may hold such partial results too.
     """
     choices = [(*range(rank), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
     rows = np.array(list(itertools.product(*choices)))
@@ -65,23 +65,22 @@ def may_leave(states: np.ndarray, bits: np.ndarray, axes: tuple[int, ...]) -> np
     """
     place = {pair: bit for bit, pair in enumerate(pairs(states.shape[1]))}
     before = states[:, axes[0]]
-    found = (states[:, axes] == before[:, None]).all(1)
+    possible = (states[:, axes] == before[:, None]).all(1)
     for axis, other in itertools.product(axes, range(states.shape[1])):
         if other not in axes:
             swapped = (bits >> place[min(axis, other), max(axis, other)] & 1).astype(bool)
             cuts_first = swapped if other > axis else ~swapped
-            found &= cuts_first | (states[:, other] != before) | (before >= WHOLE)
+            possible &= cuts_first | (states[:, other] != before) | (before >= WHOLE)
     for later in range(axes[-1] + 1, states.shape[1]):
-        found &= (before < SUM) | (states[:, later] < SUM) | (states[:, later] == before)
-    return found
+        possible &= (before < SUM) | (states[:, later] < SUM) | (states[:, later] == before)
+    return possible
 
 
 def cut_last(bits: np.ndarray, order: Sequence[int], count: int) -> np.ndarray:
     """The bits once these axes cut last, in this order."""
-    found = bits.copy()
+    changed = bits.copy()
     for bit, (a, b) in enumerate(pairs(count)):
         if a in order or b in order:
             swapped = order.index(b) < order.index(a) if a in order and b in order else a in order
-            found = found & ~(1 << bit) | swapped << bit
-    return found
-
+            changed = changed & ~(1 << bit) | swapped << bit
+    return changed

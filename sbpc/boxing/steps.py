@@ -7,7 +7,6 @@ S, B, P and the table of collectives are OneFlow's (Yuan et al. 2021); bytes are
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -78,27 +77,6 @@ class Step:
         return self, other
 
 
-@functools.cache
-def layouts(rank: int, axes: tuple[str, ...], orders: bool = True, partial: bool = True) -> tuple[Layout, ...]:
-    """Every layout of a tensor with `rank` dims, in a fixed order; with `orders` also in other orders of splits.
-
-    >>> layouts(1, ("x", "y"), partial=False)
-    ([S(0), S(0)], [S(0), S(0)] S(0)@y>x, [S(0), B], [B, S(0)], [B, B])
-    """
-    states = (*map(Split, range(rank)), B, *((P,) if partial else ()))
-    return tuple(_enumerate(axes, [states] * len(axes), orders))
-
-
-def _enumerate(axes: tuple[str, ...], choices: Sequence[Sequence[State]], orders: bool) -> Iterator[Layout]:
-    for states in itertools.product(*choices):
-        plain = Layout(axes, states)
-        if not orders:
-            yield plain
-            continue
-        for cut in itertools.product(*(itertools.permutations(cuts) for cuts in plain.cuts.values())):
-            yield Layout(axes, states, tuple(itertools.chain(*cut)) or ())
-
-
 def steps(layout: Layout, rank: int) -> Iterator[Step]:
     """Every step out of `layout`, for a tensor with `rank` dims."""
     for axes in _runs(layout):
@@ -138,13 +116,9 @@ def _targets(state: State, rank: int, merged: bool) -> list[State]:
 
 
 def wire(
-    step: Step,
-    shape: Sequence[int],
-    itemsize: int,
-    sizes: Sequence[int],
-    symbols: Sequence[Any] | None = None,
+    step: Step, shape: Sequence[int], itemsize: int, sizes: Sequence[int], symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
 
     With `symbols` for the sizes of the axes the same as formulas: a cut is n/p where `sizes` divide, else ceiling(n/p).
@@ -157,15 +131,20 @@ def wire(
     """
     if step.collective not in WIRE:
         return 0, 0
-    over = sizes if symbols is None else symbols
-    block = itemsize
+    block: Any = itemsize
     for dim, size in enumerate(shape):
-        local: Any = dims[dim] if dims else size
-        for axis in max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len):
-            if symbols is None:
-                local = -(-local // sizes[axis])
-            else:
-                local = local / over[axis] if size % sizes[axis] == 0 else sympy.ceiling(local / over[axis])
-            size = -(-size // sizes[axis])
-        block = block * local
-    return WIRE[step.collective](math.prod(over[at] for at in step.axes), block)
+        cuts = max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len)
+        if symbols is None:  # ceil(ceil(n/a)/b) is ceil(n/(a b))
+            block *= -(-size // math.prod(sizes[axis] for axis in cuts))
+        else:
+            block *= _chunk_formula(size, dims[dim] if dims else size, [(sizes[axis], symbols[axis]) for axis in cuts])
+    ranks = sizes if symbols is None else symbols
+    return WIRE[step.collective](math.prod(ranks[at] for at in step.axes), block)
+
+
+def _chunk_formula(size: int, formula: Any, cuts: Sequence[tuple[int, Any]]) -> Any:
+    """The first chunk of a dim of `size`, which `formula` stands for. cuts: numbers of ranks, each with its symbol."""
+    for ranks, symbol in cuts:
+        formula = formula / symbol if size % ranks == 0 else sympy.ceiling(formula / symbol)
+        size = -(-size // ranks)
+    return formula

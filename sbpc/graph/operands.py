@@ -1,51 +1,66 @@
-"""What a node reads and makes: its tensor operands in schema order, the producer of a value, shapes and sizes."""
+"""What a node reads and makes: its operands, its arguments by name, the producer of a value, shapes and sizes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+
+from sbpc._compat import OpOverload
+
+T = TypeVar("T")
 
 
 def operands(node: Node) -> tuple[Node, ...]:
     """The tensor operands of a call in schema order, lists flattened; a node used twice stands twice."""
-    found: list[Node] = []
-    gather(node.args, found)
-    if node.kwargs:
-        gather(node.kwargs.values(), found)
-    return tuple(found)
+    return tuple(nodes_in((node.args, node.kwargs)))
 
 
 def nodes_in(value: Any) -> list[Node]:
     """All nodes inside nested arguments, in order."""
     found: list[Node] = []
-    gather((value,), found)
+    map_arg(value, found.append)
     return found
 
 
-def gather(values: Iterable[Any], found: list[Node]) -> None:
-    """Add all nodes inside nested arguments, in order; most arguments are nodes or numbers."""
-    for value in values:
-        if isinstance(value, Node):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            gather(value, found)
-        elif isinstance(value, dict):
-            gather(value.values(), found)
+def leaves(value: Any, kind: type[T]) -> list[T]:
+    """What of a kind is inside nested arguments, in order."""
+    found: list[T] = []
+    map_aggregate(value, lambda item: found.append(item) if isinstance(item, kind) else None)
+    return found
 
 
-def with_operands(value: Any, replaced: Iterator[Any]) -> Any:
-    """The nested arguments with each node, in the order of `operands`, taken from `replaced`."""
+def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, in the order of the op's schema, defaults included."""
+    schema = op._schema.arguments
+    given = {**dict(zip((argument.name for argument in schema), args)), **kwargs}
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def with_arguments(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with other values for some of them, by name."""
+    names = [argument.name for argument in op._schema.arguments][: len(args)] if changed else []
+    placed = [changed.get(name, value) for name, value in zip(names, args)] if changed else list(args)
+    return placed, {**kwargs, **{name: value for name, value in changed.items() if name not in names}}
+
+
+def hashable(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """A hashable picture of nested arguments: tensors as `of_tensor` says, nodes as the tensors that they stand for."""
     if isinstance(value, Node):
-        return next(replaced)
-    if isinstance(value, Mapping):
-        return {key: with_operands(item, replaced) for key, item in value.items()}
+        value = value.meta["val"]
+    if isinstance(value, Tensor):
+        return of_tensor(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(with_operands(item, replaced) for item in value)
-    return value
+        return (list, *(hashable(item, of_tensor) for item in value))
+    if isinstance(value, Mapping):
+        return (dict, *((name, hashable(item, of_tensor)) for name, item in value.items()))
+    return type(value), value
 
 
 def value_of(node: Node) -> tuple[Node, int]:
@@ -74,4 +89,4 @@ def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
     value = node.meta["val"]
     if isinstance(value, (tuple, list)):
         value = value[index]
-    return (tuple(value.shape), value.element_size()) if isinstance(value, torch.Tensor) else ((0,), 0)
+    return (tuple(value.shape), value.element_size()) if isinstance(value, Tensor) else ((0,), 0)

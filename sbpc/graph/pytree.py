@@ -19,6 +19,9 @@ from torch import Tensor
 from sbpc.errors import CaptureError, PlanError
 
 KEYS = (str, int, bool, float, type(None))
+SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "size": torch.Size}
+MAPPINGS: dict[str, Any] = {"dict": dict, "ordered dict": OrderedDict}
+CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory format": torch.memory_format}
 TODO = "Give tensors, numbers, texts, None, and tuples, lists, dicts, named tuples or dataclasses of them."
 
 
@@ -42,32 +45,26 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
 
     Raises PlanError if a class is not loaded or the structure is malformed.
     """
-    if structure is None or isinstance(structure, (bool, int, float, str)):
+    if isinstance(structure, KEYS):
         return structure
     match structure:
         case ["tensor", int(number)] if not isinstance(number, bool) and 0 <= number < len(leaves):
             return leaves[number]
-        case ["tuple", list(items)]:
-            return tuple(unflatten(item, leaves) for item in items)
-        case ["list", list(items)]:
-            return [unflatten(item, leaves) for item in items]
-        case ["size", list(items)]:
-            return torch.Size(unflatten(item, leaves) for item in items)
+        case ["tuple" | "list" | "size" as kind, list(items)]:
+            return SEQUENCES[kind](unflatten(item, leaves) for item in items)
+        case ["dict" | "ordered dict" as kind, list(pairs)]:
+            return MAPPINGS[kind]((unflatten(key, ()), unflatten(item, leaves)) for key, item in pairs)
+        case ["named tuple" | "return type" as kind, str(name), list(items)]:
+            values = [unflatten(item, leaves) for item in items]
+            return _class(kind, name)(*(values if kind == "named tuple" else [values]))
+        case ["dataclass", str(name), list(pairs)]:
+            return _class("dataclass", name)(**{key: unflatten(item, leaves) for key, item in pairs})
         case ["slice", [start, stop, step]]:
             return slice(*(unflatten(item, leaves) for item in (start, stop, step)))
-        case ["dict" | "ordered dict" as kind, list(pairs)]:
-            found = {unflatten(key, ()): unflatten(item, leaves) for key, item in pairs}
-            return found if kind == "dict" else OrderedDict(found)
-        case ["named tuple", str(name), list(items)]:
-            return _named_tuple(name)(*(unflatten(item, leaves) for item in items))
-        case ["return type", str(name), list(items)]:
-            return _return_type(name)([unflatten(item, leaves) for item in items])
-        case ["dataclass", str(name), list(pairs)]:
-            return _dataclass(name)(**{key: unflatten(item, leaves) for key, item in pairs})
         case ["float", "inf" | "-inf" | "nan" as text]:
             return float(text)
-        case ["dtype" | "layout" | "memory format", str(name)]:
-            return _constant(structure[0], name)
+        case ["dtype" | "layout" | "memory format" as kind, str(name)]:
+            return _constant(kind, name)
         case ["device", str(name)]:
             return torch.device(name)
     raise PlanError(f"a structure holds {structure!r:.100}\n  It is not one that sbpc wrote: plan the model again.")
@@ -111,13 +108,13 @@ def _flatten(value: Any, path: str, leaves: list[Tensor]) -> Any:
         return ["float", str(float(value))]
     if type(value) in KEYS:
         return value
-    for kind, name in ((torch.dtype, "dtype"), (torch.layout, "layout"), (torch.memory_format, "memory format")):
+    for name, kind in CONSTANTS.items():
         if isinstance(value, kind):
             return [name, str(value).removeprefix("torch.")]
     if isinstance(value, torch.device):
         return ["device", str(value)]
     if isinstance(value, slice):
-        return ["slice", [_flatten(item, f"{path}.{k}", leaves) for k, item in _slots(value)]]
+        return ["slice", [_flatten(getattr(value, end), f"{path}.{end}", leaves) for end in ("start", "stop", "step")]]
     if isinstance(value, (tuple, list)):
         return _flatten_sequence(value, path, leaves)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -142,10 +139,10 @@ def _flatten_sequence(value: Any, path: str, leaves: list[Tensor]) -> Any:
         return ["named tuple", _class_name(value, path), items]
     if kind.__module__ == "torch.return_types":
         return ["return type", kind.__name__, items]
-    names: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "size"}
-    if kind not in names:
-        raise _unsupported(value, path)
-    return [names[kind], items]
+    for name, sequence in SEQUENCES.items():
+        if kind is sequence:
+            return [name, items]
+    raise _unsupported(value, path)
 
 
 def _paths(structure: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -158,10 +155,6 @@ def _paths(structure: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[A
         case ["tuple" | "list" | "slice", items] | ["named tuple" | "return type", _, items]:
             for at, item in enumerate(items):
                 yield from _paths(item, (*path, at))
-
-
-def _slots(value: slice) -> list[tuple[str, Any]]:
-    return [("start", value.start), ("stop", value.stop), ("step", value.step)]
 
 
 def _class_name(value: Any, path: str) -> str:
@@ -181,45 +174,29 @@ def _loaded(name: str) -> Any:
     return found
 
 
-def _dataclass(name: str) -> Any:
-    found = _loaded(name)
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        raise _not_loaded(name, "dataclass")
-    return found
-
-
-def _named_tuple(name: str) -> Any:
-    found = _loaded(name)
-    if not isinstance(found, type) or not issubclass(found, tuple) or not hasattr(found, "_fields"):
-        raise _not_loaded(name, "named tuple")
-    return found
-
-
-def _return_type(name: str) -> Any:
-    found = vars(torch.return_types).get(name)
-    if not isinstance(found, type):
-        raise _not_loaded(f"torch.return_types:{name}", "return type of torch")
+def _class(kind: str, name: str) -> Any:
+    """The class that a structure names. Raises PlanError if it is not loaded, or is not of this kind."""
+    if kind == "return type":
+        kind, name, found = "return type of torch", f"torch.return_types:{name}", vars(torch.return_types).get(name)
+    else:
+        found = _loaded(name)
+    named = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    fits = named if kind == "named tuple" else dataclasses.is_dataclass(found) if kind == "dataclass" else True
+    if not isinstance(found, type) or not fits:
+        todo = f"Import {name.partition(':')[0]} before the plan is used; a plan imports nothing."
+        raise PlanError(f"the {kind} {name} is not loaded\n  {todo}")
     return found
 
 
 def _constant(kind: str, name: str) -> Any:
-    wanted = {"dtype": torch.dtype, "layout": torch.layout, "memory format": torch.memory_format}[kind]
     found = vars(torch).get(name)
-    if not isinstance(found, wanted):
+    if not isinstance(found, CONSTANTS[kind]):
         raise PlanError(f"torch has no {kind} {name!r}\n  Plan the model again with this version of torch.")
     return found
 
 
-def _not_loaded(name: str, kind: str) -> PlanError:
-    module = name.partition(":")[0]
-    return PlanError(
-        f"the {kind} {name} is not loaded\n  Import {module} before the plan is used; a plan imports nothing."
-    )
-
-
 def _unsupported(value: Any, path: str) -> CaptureError:
     kind = type(value)
-    todo = (
-        "A program returns no cache: call the model with use_cache=False." if kind.__name__.endswith("Cache") else TODO
-    )
+    todo = "A program returns no cache: call the model with use_cache=False."
+    todo = todo if kind.__name__.endswith("Cache") else TODO
     return CaptureError(f"{path} is a {kind.__module__}.{kind.__qualname__}\n  {todo}")

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, LazyGraphModule
+from sbpc.graph.operands import hashable, named_arguments
 
 aten = torch.ops.aten
 
@@ -41,15 +42,13 @@ class Writer:
         return found
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of that op by name, in the order of its schema, defaults filled in."""
-        schema = self.target._schema.arguments
-        given = {**dict(zip((arg.name for arg in schema), args)), **kwargs}
-        return {arg.name: given.get(arg.name, arg.default_value) for arg in schema}
+        """The arguments of that op by name, defaults included."""
+        return named_arguments(self.target, args, kwargs)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """A node of `op` with its value recomputed; calls that are alike share one fake tensor."""
         node = called(self.graph, op, args, kwargs, str(op._schema.name).split("::")[1])
-        key = (op, _picture(args), _picture(kwargs))
+        key = op, hashable((args, kwargs), _metadata)
         if key not in self.known:
             given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
             with self.mode, torch.no_grad():
@@ -84,17 +83,8 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
     return result
 
 
-def _picture(value: Any) -> Any:
-    """A hashable picture of an argument: nodes by the metadata of their values."""
-    if isinstance(value, Node):
-        return _picture(value.meta["val"])
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
-    if isinstance(value, (tuple, list)):
-        return (type(value), *map(_picture, value))
-    if isinstance(value, Mapping):
-        return (dict, *((name, _picture(item)) for name, item in value.items()))
-    return type(value), value
+def _metadata(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
 
 
 def _erase_dead(graph: Graph) -> None:

@@ -17,7 +17,7 @@ from sbpc.errors import MeshError, check_kinds, is_number, shown
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # may be infinite, null in JSON
+UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # or infinite, null in JSON
 MOST = 1 << 30  # ranks
 RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
     "peak": ("flop/s", 1.0, 1e30),
@@ -83,7 +83,8 @@ class Cluster:
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         check_figures(f"cluster {self.name!r}: ", self)
         if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
-            raise MeshError(f"cluster {self.name!r}: collectives is {shown(self.collectives)}\n  It is a tuple of rates.")
+            what = f"cluster {self.name!r}: collectives is {shown(self.collectives)}"
+            raise MeshError(f"{what}\n  It is a tuple of rates.")
         for rate in self.collectives:
             check_rate(self.name, rate)
 
@@ -98,9 +99,9 @@ class Cluster:
 
     def figures(self) -> dict[str, Any]:
         """Everything as JSON values; infinity is null, and what a rate leaves open is left out."""
-        found = {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        values = {name: None if value == math.inf else value for name, value in asdict(self).items()}
         rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
-        return found | {"collectives": rates}
+        return values | {"collectives": rates}
 
     @classmethod
     def of(cls, figures: Any, what: str) -> Cluster:
@@ -128,9 +129,8 @@ class Cluster:
         try:
             figures = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise MeshError(
-                f"cluster file {path}: {error}\n  Write one with Cluster.save or `sbpc profile`."
-            ) from error
+            todo = "Write one with Cluster.save or `sbpc profile`."
+            raise MeshError(f"cluster file {path}: {error}\n  {todo}") from error
         return cls.of(figures, f"cluster file {path}")
 
 
@@ -142,11 +142,8 @@ def keyed(cls: type, figures: Any, what: str) -> dict[str, Any]:
         raise MeshError(f"{what} is {figures!r:.60}\n  It is a JSON object with {', '.join(needed)}.")
     missing, unknown = [n for n in needed if n not in figures], [n for n in figures if n not in known]
     if missing or unknown:
-        wrong = " and ".join(
-            f"{word} {', '.join(map(str, names))}"
-            for word, names in (("lacks", missing), ("has unknown", unknown))
-            if names
-        )
+        faults = [("lacks", missing), ("has unknown", unknown)]
+        wrong = " and ".join(f"{word} {', '.join(map(str, names))}" for word, names in faults if names)
         more = [name for name in known if name not in needed]
         raise MeshError(f"{what} {wrong}\n  It needs {', '.join(needed)}; it may have {', '.join(more)}.")
     return dict(figures)
@@ -225,9 +222,8 @@ CLUSTERS = {
 def named_cluster(name: str) -> Cluster:
     """The cluster called `name`. Raises MeshError if there is none."""
     if not isinstance(name, str) or name not in CLUSTERS:
-        raise MeshError(
-            f"no cluster is called {name!r}\n  Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
-        )
+        todo = f"Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
+        raise MeshError(f"no cluster is called {name!r}\n  {todo}")
     return CLUSTERS[name]
 
 

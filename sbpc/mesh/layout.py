@@ -34,9 +34,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.states):
-            raise LayoutError(
-                f"{len(self.states)} states for the axes {', '.join(self.axes)}\n  Give one state per axis."
-            )
+            what = f"{len(self.states)} states for the axes {', '.join(self.axes)}"
+            raise LayoutError(f"{what}\n  Give one state per axis.")
         given = self.order or range(len(self.axes))
         split = sorted((s.dim, at) for at, s in enumerate(self.states) if isinstance(s, Split))
         rank_of = {axis: at for at, axis in enumerate(given)}
@@ -81,22 +80,15 @@ class Layout:
 
     def shards(self, tensor: Tensor, sizes: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
         """What every rank, in row-major order, holds of `tensor`."""
-        rest = [at for at in range(len(self.axes)) if at not in self.order]
         parts: dict[tuple[int, ...], Tensor] = {(): tensor}
-        sequence = (*rest, *self.order)
+        sequence = self._sequence
         for axis in sequence:
             parts = {
                 (*key, rank): piece
                 for key, part in parts.items()
                 for rank, piece in enumerate(shards(part, self.states[axis], sizes[axis], generator))
             }
-        back = [sequence.index(axis) for axis in range(len(self.axes))]
-        return [
-            part
-            for _, part in sorted(
-                ((tuple(key[at] for at in back), part) for key, part in parts.items()), key=lambda i: i[0]
-            )
-        ]
+        return [parts[tuple(at[axis] for axis in sequence)] for at in itertools.product(*map(range, sizes))]
 
     def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
         """What the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
@@ -110,17 +102,21 @@ class Layout:
 
     def whole(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """The tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
-        held = dict(zip(itertools.product(*map(range, sizes)), parts))
-        rest = [at for at in range(len(self.axes)) if at not in self.order]
+        by_place = dict(zip(itertools.product(*map(range, sizes)), parts))
         live = list(range(len(self.axes)))
-        for axis in reversed((*rest, *self.order)):
+        for axis in reversed(self._sequence):
             at = live.index(axis)
             groups: dict[tuple[int, ...], list[Tensor]] = {}
-            for key in sorted(held):
-                groups.setdefault((*key[:at], *key[at + 1 :]), []).append(held[key])
-            held = {key: whole(group, self.states[axis]) for key, group in groups.items()}
+            for place in sorted(by_place):
+                groups.setdefault((*place[:at], *place[at + 1 :]), []).append(by_place[place])
+            by_place = {place: whole(group, self.states[axis]) for place, group in groups.items()}
             live.remove(axis)
-        return held[()]
+        return by_place[()]
+
+    @property
+    def _sequence(self) -> tuple[int, ...]:
+        """All axes, those that split in the order of their cuts last."""
+        return (*(at for at in range(len(self.axes)) if at not in self.order), *self.order)
 
     @property
     def partial(self) -> bool:
@@ -145,9 +141,8 @@ class Layout:
         """
         match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
         if match is None:
-            raise LayoutError(
-                f"{text!r} is not a layout\n  A layout reads [B, S(0)], with S(0)@inner>outer for another order."
-            )
+            todo = "A layout reads [B, S(0)], with S(0)@inner>outer for another order."
+            raise LayoutError(f"{text!r} is not a layout\n  {todo}")
         states = tuple(parse_state(part) for part in match[1].split(",") if part.strip())
         order: list[int] = []
         for state, names in re.findall(r"S\((\d+)\)@(\S+)", match[2]):

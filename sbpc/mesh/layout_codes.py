@@ -39,11 +39,11 @@ def state_code(state: State) -> int:
 
 def joined(states: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Codes of layouts: states [layouts, axes], order [layouts] bits of pairs, of which those that matter are kept."""
-    found = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
+    codes = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
     for bit, (a, b) in enumerate(pairs(states.shape[1])):
         same = (states[:, a] == states[:, b]) & (states[:, a] < WHOLE)
-        found |= np.where(same, order & (1 << bit), 0) << ORDERS
-    return found
+        codes |= np.where(same, order & (1 << bit), 0) << ORDERS
+    return codes
 
 
 def states_of(codes: np.ndarray, axes: int) -> np.ndarray:
@@ -62,9 +62,8 @@ def sorted_axes(group: Sequence[int], bits: int, axes: int) -> tuple[int, ...]:
     later = {pair: bool(bits >> bit & 1) for bit, pair in enumerate(pairs(axes))}
 
     def before(axis: int) -> int:
-        return sum(
-            later[other, axis] ^ True if other < axis else later[axis, other] for other in group if other != axis
-        )
+        others = [other for other in group if other != axis]
+        return sum(not later[other, axis] if other < axis else later[axis, other] for other in others)
 
     return tuple(sorted(group, key=before))
 
@@ -95,8 +94,8 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
 def elements(codes: np.ndarray, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
     states = states_of(codes, len(sizes))
-    found = np.ones(len(codes))
+    counts = np.ones(len(codes))
     for dim, size in enumerate(shape):
         ranks = np.where(states == dim, np.array(sizes), 1).prod(1)
-        found *= -(-size // ranks)  # ceil(ceil(n/a)/b) is ceil(n/(a b))
-    return found
+        counts *= -(-size // ranks)  # ceil(ceil(n/a)/b) is ceil(n/(a b))
+    return counts

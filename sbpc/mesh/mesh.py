@@ -37,14 +37,16 @@ class Mesh:
             raise MeshError(f"a mesh of {len(axes)} axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4).")
         for name, size in axes.items():
             if not name.isidentifier() or in_formulas(name):
-                raise MeshError(f"an axis is called {name!r}\n  Give it a word that formulas of costs do not use, such as 'data'.")
+                todo = "Give it a word that formulas of costs do not use, such as 'data'."
+                raise MeshError(f"an axis is called {name!r}\n  {todo}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}\n  The size of an axis is an integer from 1 on.")
         if math.prod(axes.values()) > 1 << 20:
             raise MeshError(f"a mesh of {math.prod(axes.values()):,} ranks\n  There may be {1 << 20:,} at most.")
         self.axes = tuple(axes)
         self.sizes = tuple(axes.values())
-        self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster("ideal" if cluster is None else cluster)
+        cluster = "ideal" if cluster is None else cluster
+        self.cluster = cluster if isinstance(cluster, Cluster) else named_cluster(cluster)
 
     @property
     def ranks(self) -> int:
@@ -68,6 +70,11 @@ class Mesh:
         if name not in self.axes:
             raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
+
+    def runs(self) -> list[tuple[int, ...]]:
+        """The runs of neighbouring axes (numbers), single ones among them: a collective is over one of them."""
+        ends = itertools.combinations(range(len(self.axes) + 1), 2)
+        return [tuple(range(first, last)) for first, last in ends]
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
         """The groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank."""
@@ -109,39 +116,34 @@ class Mesh:
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.
         """
-        return (
-            "sbpc::" + ",".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + "::" + self.key(axes)
-        )
+        return f"sbpc::{','.join(self._named_sizes())}::{self.key(axes)}"
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """The torch DeviceMesh of the same axes over the ranks of the default process group."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(
-            device_type or ("cuda" if torch.cuda.is_available() else "cpu"), self.sizes, mesh_dim_names=self.axes
-        )
+        kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        return init_device_mesh(kind, self.sizes, mesh_dim_names=self.axes)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, cluster: Cluster | str | None = None) -> Mesh:
         """The mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ..."""
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
-            raise MeshError(
-                f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  sbpc needs ranks 0, 1, ... in row-major order."
-            )
+            todo = "sbpc needs ranks 0, 1, ... in row-major order."
+            raise MeshError(f"the device mesh holds the ranks {mesh.mesh.tolist()}\n  {todo}")
         return cls(cluster=cluster, **dict(zip(names, mesh.mesh.shape)))
 
     def __repr__(self) -> str:
         cluster = "" if self.cluster.name == "ideal" else f", cluster={self.cluster.name!r}"
-        return "Mesh(" + ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes)) + cluster + ")"
+        return f"Mesh({', '.join(self._named_sizes())}{cluster})"
+
+    def _named_sizes(self) -> list[str]:
+        return [f"{name}={size}" for name, size in zip(self.axes, self.sizes)]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and (self.axes, self.sizes, self.cluster) == (
-            other.axes,
-            other.sizes,
-            other.cluster,
-        )
+        return isinstance(other, Mesh) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash((self.axes, self.sizes, self.cluster))

@@ -62,23 +62,27 @@ def parse_wish(text: str, mesh: Mesh, reason: str) -> Wish:
     try:
         if text.strip().startswith("["):
             return exactly(Layout.parse(text, mesh.axes), reason)
-        states: dict[int, State] = {}
-        orders: list[tuple[int, ...]] = []
-        for part in re.split(r",\s*", text.strip()):
-            state_text, _, names = part.partition("@")
-            if not names and len(mesh.axes) > 1:
-                raise PinError(f"{reason}: {text!r} names no axis\n  Say which: {state_text}@{mesh.axes[-1]}.")
-            axes = tuple(mesh.axis(name.strip()) for name in (names or mesh.axes[0]).split(">"))
-            for axis in axes:
-                if axis in states:
-                    raise PinError(f"{reason}: {text!r} names axis {mesh.axes[axis]!r} twice\n  Give it one state.")
-                states[axis] = parse_state(state_text)
-            if len(axes) > 1:
-                orders.append(axes)
+        return _parse_states(text, mesh, reason)
     except PinError:
         raise
     except SbpcError as error:
         raise PinError(f"{reason}: {error}") from error
+
+
+def _parse_states(text: str, mesh: Mesh, reason: str) -> Wish:
+    """The wish that states by axis give: `B@data, S(1)@tensor`."""
+    states: dict[int, State] = {}
+    orders: list[tuple[int, ...]] = []
+    for part in re.split(r",\s*", text.strip()):
+        state_text, _, names = part.partition("@")
+        if not names and len(mesh.axes) > 1:
+            raise PinError(f"{reason}: {text!r} names no axis\n  Say which: {state_text}@{mesh.axes[-1]}.")
+        axes = tuple(mesh.axis(name.strip()) for name in (names or mesh.axes[0]).split(">"))
+        for axis in axes:
+            if axis in states:
+                raise PinError(f"{reason}: {text!r} names axis {mesh.axes[axis]!r} twice\n  Give it one state.")
+            states[axis] = parse_state(state_text)
+        orders += [axes] if len(axes) > 1 else []
     return Wish(tuple(states.items()), tuple(orders), reason=reason)
 
 
@@ -110,12 +114,9 @@ def resolve_pins(pins: Mapping[str, str], names: Mapping[str, Iterable[str]], me
         wish = parse_wish(text, mesh, f"pin {pattern!r}: {text!r}")
         hits = [node for node, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
         if not hits:
-            near = closest(pattern, [name for known in names.values() for name in known])
-            raise PinError(
-                f"pin {pattern!r} matches no parameter and no value\n  The closest names are {', '.join(near)}."
-            )
-        for node in hits:
-            found[node] = merge(found[node], wish, node, mesh) if node in found else wish
+            near = ", ".join(closest(pattern, [name for known in names.values() for name in known]))
+            raise PinError(f"pin {pattern!r} matches no parameter and no value\n  The closest names are {near}.")
+        found = both(found, dict.fromkeys(hits, wish), mesh)
     return found
 
 
@@ -128,12 +129,8 @@ def merge(first: Wish, second: Wish, node: str, mesh: Mesh) -> Wish:
                 f"two pins of %{node} disagree on axis {mesh.axes[axis]!r}: {states[axis]} and {state}\n"
                 f"  {first.reason}\n  {second.reason}\n  Remove one of them."
             )
-    return Wish(
-        tuple(states.items()),
-        (*first.order, *second.order),
-        first.spread or second.spread,
-        f"{first.reason}; {second.reason}",
-    )
+    reason = f"{first.reason}; {second.reason}"
+    return Wish(tuple(states.items()), (*first.order, *second.order), first.spread or second.spread, reason)
 
 
 def both(first: Mapping[str, Wish], second: Mapping[str, Wish], mesh: Mesh) -> dict[str, Wish]:
@@ -167,5 +164,3 @@ def conflict(pins: Mapping[str, str], refusal: Callable[[Mapping[str, str]], Sbp
         return error
     listed = "\n".join(f"  pin {pattern!r}: {text!r}" for pattern, text in needed.items())
     return PinError(f"these pins cannot be met together\n{listed}\n{error}")
-
-

@@ -124,9 +124,8 @@ def whole(parts: list[Tensor], state: State) -> Tensor:
     if isinstance(state, Broadcast):
         for rank, part in enumerate(parts):
             if not torch.equal(part.nan_to_num(), parts[0].nan_to_num()):
-                raise LayoutError(
-                    f"a broadcast tensor differs between rank 0 and rank {rank}\n  This is a bug in a rule."
-                )
+                what = f"a broadcast tensor differs between rank 0 and rank {rank}"
+                raise LayoutError(f"{what}\n  This is a bug in a rule.")
         return parts[0]
     total = parts[0]
     for part in parts[1:]:

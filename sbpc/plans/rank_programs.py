@@ -193,9 +193,8 @@ def fits(node: Node, value: Tensor, layout: Layout, mesh: Mesh, coordinates: tup
 
 def wrong_collectives(programs: Programs) -> Iterator[str]:
     """Collectives over groups that the mesh has not, and those on which the ranks of a group do not agree."""
-    mesh, count = programs.mesh, len(programs.mesh.axes)
-    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
-    sizes = {mesh.group_name(axes): len(mesh.groups(axes)[0]) for axes in runs}
+    mesh = programs.mesh
+    sizes = {mesh.group_name(axes): len(mesh.groups(axes)[0]) for axes in mesh.runs()}
     sequences: list[dict[str, list[Any]]] = []
     for kind, gm in enumerate(programs.kinds):
         by_group: dict[str, list[Any]] = {}
@@ -210,7 +209,7 @@ def wrong_collectives(programs: Programs) -> Iterator[str]:
             by_group.setdefault(group, []).append((name, *(a for a in node.args if not isinstance(a, Node))))
         sequences.append(by_group)
     seen = set()
-    for axes in runs:
+    for axes in mesh.runs():
         group = mesh.group_name(axes)
         for ranks in mesh.groups(axes):
             members = tuple(dict.fromkeys(programs.ranks[rank] for rank in ranks))

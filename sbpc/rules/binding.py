@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ Dims = tuple[BoundDim, ...]
 
 
 @dataclass(frozen=True)
-class Value:
+class BoundValue:
     """One value of a call: `operand` is its number in the string, `dims` is None for what `_` stands for."""
 
     operand: int
@@ -70,6 +70,11 @@ class Fill:
     dims: Dims
     single: bool
 
+    def value(self, sizes: Mapping[str, Any]) -> Any:
+        """What the argument becomes at these factor sizes."""
+        found = [dim.size(sizes) for dim in self.dims]
+        return found[0] if self.single else found
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -77,9 +82,19 @@ class Bound:
 
     rule: Rule
     sizes: dict[str, int]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[BoundValue, ...]
+    outputs: tuple[BoundValue, ...]
     fills: tuple[Fill, ...]
+
+    def integers(self, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+        """By name what the integer arguments of a call, as far as it gives them, become at these factor sizes."""
+        given = [fill for fill in self.fills if fill.at < len(args) or fill.name in kwargs]
+        return {fill.name: fill.value(sizes) for fill in given}
+
+    @property
+    def values(self) -> tuple[BoundValue, ...]:
+        """The inputs and the outputs."""
+        return (*self.inputs, *self.outputs)
 
 
 def flat_outputs(outputs: Any) -> list[Any]:
@@ -87,119 +102,107 @@ def flat_outputs(outputs: Any) -> list[Any]:
     return [outputs] if not isinstance(outputs, (list, tuple)) else list(outputs)
 
 
+class Given(NamedTuple):
+    """What stands for an operand of a rule string in a call, None if it is absent. number: the place in the string."""
+
+    number: int
+    operand: Operand
+    value: Any
+    name: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor of which the string names the dims."""
+        return self.operand.kind == "tensor" and isinstance(self.value, Tensor)
+
+    @property
+    def is_sizes(self) -> bool:
+        """Whether it is an integer or a list of integers that the string names as sizes."""
+        return self.operand.kind == "sizes" and self.value is not None
+
+
+class Shaped(NamedTuple):
+    """An operand with the sizes of its dims in a call. loose: a dim of size 1 stands for a larger factor, as in a broadcast."""
+
+    operand: Operand
+    shape: tuple[int, ...]
+    loose: bool = False
+
+
 def bind(rule: Rule, schema: Any, named: Mapping[str, Any], outputs: Any, known: Mapping[str, int]) -> Bound:
     """Match the operands of `rule` with the arguments (by name) and outputs of a call.
 
     Raises RuleError if shapes and rule disagree.
     """
-    pairs = _arguments(rule, schema, named)
-    flat = flat_outputs(outputs)
+    arguments, flat = _arguments(rule, schema, named), flat_outputs(outputs)
     if len(flat) != len(rule.outputs) and not (not flat and rule.outputs[0].kind == "none"):
         raise _misfit(rule, f"the op has {len(flat)} outputs, the rule {len(rule.outputs)}")
-    results = list(zip(range(len(flat)), rule.outputs, flat))
-    shaped = [
-        (operand, tuple(value.shape), True)
-        for _, operand, value in pairs
-        if operand.kind == "tensor" and isinstance(value, Tensor)
-    ]
-    shaped += [
-        (operand, _sizes(value), False) for _, operand, value in pairs if operand.kind == "sizes" and value is not None
-    ]
-    shaped += [
-        (operand, tuple(value.shape), False)
-        for _, operand, value in results
-        if operand.kind == "tensor" and isinstance(value, Tensor)
-    ]
+    results = [Given(at, operand, value) for at, (operand, value) in enumerate(zip(rule.outputs, flat))]
+    shaped = [Shaped(given.operand, tuple(given.value.shape), True) for given in arguments if given.is_tensor]
+    shaped += [Shaped(given.operand, _sizes(given.value)) for given in arguments if given.is_sizes]
+    shaped += [Shaped(given.operand, tuple(given.value.shape)) for given in results if given.is_tensor]
     lengths = _stars(rule, shaped)
-    opened = [(_open(operand, lengths), shape, loose) for operand, shape, loose in shaped]
-    sizes = _solve(rule, opened, known)
-    inputs = [
-        Value(
-            number,
-            _close(rule, operand, lengths, sizes, tuple(value.shape)) if operand.kind == "tensor" else None,
-            value.dtype,
-        )
-        for number, operand, value in pairs
-        if isinstance(value, Tensor)
-    ]
-    made = [
-        Value(
-            at,
-            _close(rule, operand, lengths, sizes, None)
-            if operand.kind == "tensor" and isinstance(value, Tensor)
-            else None,
-            getattr(value, "dtype", None),
-        )
-        for at, operand, value in results
-    ]
+    sizes = _solve(rule, [(_open(each.operand, lengths), each) for each in shaped], known)
+
+    def bound(given: Given, loose: bool) -> BoundValue:
+        shape = tuple(given.value.shape) if loose else None
+        dims = _close(given.operand, lengths, sizes, shape) if given.is_tensor else None
+        return BoundValue(given.number, dims, getattr(given.value, "dtype", None))
+
     places = {argument.name: at for at, argument in enumerate(schema.arguments)}
-    names = _names(rule, schema, named)
-    fills = tuple(
-        Fill(
-            places[names[number]],
-            names[number],
-            _close(rule, operand, lengths, sizes, None),
-            not isinstance(value, (list, tuple)),
-        )
-        for number, operand, value in pairs
-        if operand.kind == "sizes" and value is not None
-    )
-    return Bound(rule, sizes, tuple(inputs), tuple(made), fills)
+    fills = [
+        Fill(places[name], name, _close(operand, lengths, sizes, None), not isinstance(value, (list, tuple)))
+        for _, operand, value, name in (given for given in arguments if given.is_sizes)
+    ]
+    inputs = tuple(bound(given, True) for given in arguments if isinstance(given.value, Tensor))
+    return Bound(rule, sizes, inputs, tuple(bound(given, False) for given in results), tuple(fills))
 
 
 def signatures(bound: Bound) -> tuple[Signature, ...]:
     """All signatures of a bound rule, all-B first, then by factor in the order of the text, then the linear ones."""
     rule = bound.rule
-    found = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
-    held = {*rule.fixed, *(factor for factor, *_ in rule.halo)}
+    derived = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
     for factor, size in bound.sizes.items():
-        if size > 1 and _base(factor) not in held and not rule.rng:
-            found += _split(bound, factor)
+        if size > 1 and base(factor) not in rule.unsplit and not rule.rng:
+            signature = _split(bound, factor)
+            derived += [] if signature is None else [signature]
     for ins, outs in rule.linear:
         inputs = tuple(P if value.operand in ins and value.dims is not None else B for value in bound.inputs)
         outputs = tuple(P if value.operand in outs and value.dims is not None else B for value in bound.outputs)
         if P in inputs and _linear_types(bound, inputs, outputs):
-            found.append(Signature(inputs, outputs))
-    kept: dict[tuple[Any, ...], Signature] = {}
-    for signature in found:
+            derived.append(Signature(inputs, outputs))
+    distinct: dict[tuple[Any, ...], Signature] = {}
+    for signature in derived:
         if _allowed(bound, signature):
-            kept.setdefault((signature.inputs, signature.outputs), signature)
-    return tuple(kept.values())
+            distinct.setdefault((signature.inputs, signature.outputs), signature)
+    return tuple(distinct.values())
 
 
 def divides(bound: Bound) -> frozenset[str]:
     """The factors that lead a group with a further factor of more than one element."""
-    every = [dim for value in (*bound.inputs, *bound.outputs) for dim in value.dims or ()]
-    leading = set()
-    for dim in every:
-        big = [factor for factor in dim.factors if bound.sizes[factor] > 1]
-        leading.update(big[:1] if len(big) > 1 else [])
-    return frozenset(leading)
+    dims = [dim for value in bound.values for dim in value.dims or ()]
+    large = [[factor for factor in dim.factors if bound.sizes[factor] > 1] for dim in dims]
+    return frozenset(factors[0] for factors in large if len(factors) > 1)
 
 
 # --- derivation -------------------------------------------------------------------------------------------------------
-def _split(bound: Bound, factor: str) -> list[Signature]:
-    """The signature in which `factor` is split, if there is one."""
-    rule, base = bound.rule, _base(factor)
-    reduced: Partial | None = None
+def _split(bound: Bound, factor: str) -> Signature | None:
+    """The signature in which `factor` is split, None if there is none."""
+    rule, name = bound.rule, base(factor)
+    reduced: State = B
     for op, factors in (("sum", rule.summed), ("max", rule.maxed), ("min", rule.minned)):
-        reduced = Partial(op) if base in factors else reduced
-    inputs: list[State] = []
-    for value in bound.inputs:
+        reduced = Partial(op) if name in factors else reduced
+    unread = {out for factors, outs in rule.same if name in factors for out in outs}
+    without: list[State] = [P if reduced == P and value.operand in rule.added else B for value in bound.inputs]
+    without += [B if value.dims is None or value.operand in unread else reduced for value in bound.outputs]
+    states: list[State] = []
+    for value, state in zip(bound.values, without):
         place = _place(value.dims, factor, bound.sizes)
         if place is None:
-            return []
-        additive = reduced == P and value.operand in rule.added
-        inputs.append(Split(place) if place >= 0 else P if additive else B)
-    outputs: list[State] = []
-    for value in bound.outputs:
-        place = _place(value.dims, factor, bound.sizes)
-        if place is None:
-            return []
-        same = any(base in factors and value.operand in outs for factors, outs in rule.same)
-        lacks = B if value.dims is None or same or reduced is None else reduced
-        outputs.append(Split(place) if place >= 0 else lacks)
-    return [Signature(tuple(inputs), tuple(outputs), factor)]
+            return None
+        states.append(Split(place) if place >= 0 else state)
+    count = len(bound.inputs)
+    return Signature(tuple(states[:count]), tuple(states[count:]), factor)
 
 
 def _place(dims: Dims | None, factor: str, sizes: Mapping[str, int]) -> int | None:
@@ -214,37 +217,33 @@ def _place(dims: Dims | None, factor: str, sizes: Mapping[str, int]) -> int | No
 
 def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State]) -> bool:
     """Whether what is linear in numbers is so in these dtypes: all floating, or one integer type throughout."""
-    types = [value.dtype for value, state in zip((*bound.inputs, *bound.outputs), (*inputs, *outputs)) if state == P]
+    types = [value.dtype for value, state in zip(bound.values, (*inputs, *outputs)) if state == P]
     smooth = all(dtype is not None and (dtype.is_floating_point or dtype.is_complex) for dtype in types)
     return smooth or len(set(types)) == 1 or not any(state == P for state in outputs)
 
 
 def _allowed(bound: Bound, signature: Signature) -> bool:
     """P is never bool, and what is mutated keeps its layout."""
-    for value, state in zip((*bound.inputs, *bound.outputs), (*signature.inputs, *signature.outputs)):
-        if isinstance(state, Partial) and value.dtype == torch.bool:
-            return False
+    pairs = zip(bound.values, (*signature.inputs, *signature.outputs))
+    if any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs):
+        return False
     states = {value.operand: state for value, state in zip(bound.inputs, signature.inputs)}
     return all(states.get(number, output) == output for number, output in zip(bound.rule.mutated, signature.outputs))
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------
-def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[tuple[int, Operand, Any]]:
-    """(number, operand, value) in schema order, value None if absent; tensor lists take one operand per element."""
-    names = _names(rule, schema, named)
+def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[Given]:
+    """What stands for each operand, in schema order; a list of tensors takes one operand per element."""
     numbers: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
+    for number, name in enumerate(_names(rule, schema, named)):
         numbers.setdefault(name, []).append(number)
-    found: list[tuple[int, Operand, Any]] = []
+    found: list[Given] = []
     for argument in schema.arguments:
         value, mine = named.get(argument.name), numbers.get(argument.name, [])
-        if is_list(argument) and isinstance(value, (list, tuple)):
-            found += [(number, rule.inputs[number], item) for number, item in zip(mine, value)]
-        elif mine:
-            number = mine[0]
-            found.append((number, rule.inputs[number], value))
-        elif isinstance(value, Tensor):
+        if not mine and isinstance(value, Tensor):
             raise _misfit(rule, f"it has no operand for the tensor argument {argument.name!r}")
+        values = value if is_list(argument) and isinstance(value, (list, tuple)) else [value]
+        found += [Given(number, rule.inputs[number], item, argument.name) for number, item in zip(mine, values)]
     return found
 
 
@@ -254,7 +253,7 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
     for argument in schema.arguments:
         value = named.get(argument.name)
         order += [argument.name] * (len(value) if is_list(argument) and isinstance(value, (list, tuple)) else 1)
-    found = []
+    names = []
     for number, operand in enumerate(rule.inputs):
         if operand.name is None and number >= len(order):
             if operand.kind == "none":
@@ -263,8 +262,8 @@ def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
         name = operand.name or order[number]
         if name not in order:
             raise _misfit(rule, f"the op has no argument {name!r}")
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def is_list(argument: Any) -> bool:
@@ -277,18 +276,17 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _stars(rule: Rule, shaped: Sequence[tuple[Operand, tuple[int, ...], bool]]) -> dict[str, int]:
+def _stars(rule: Rule, shaped: list[Shaped]) -> dict[str, int]:
     """How many dims each starred factor stands for."""
     lengths: dict[str, int] = {}
-    for _ in shaped:
-        for operand, shape, _loose in shaped:
-            stars = [dim.factors[0] for dim in operand.dims if dim.star]
-            unknown = [name for name in stars if name not in lengths]
-            if len(set(unknown)) == 1:
-                rest = len(shape) - (len(operand.dims) - len(stars)) - sum(lengths.get(name, 0) for name in stars)
-                if rest < 0:
-                    raise _misfit(rule, f"an operand has the shape {list(shape)}")
-                lengths[unknown[0]] = rest // len(unknown)
+    for operand, shape, _ in shaped * len(shaped):
+        stars = [dim.factors[0] for dim in operand.dims if dim.star]
+        unknown = [name for name in stars if name not in lengths]
+        if len(set(unknown)) == 1:
+            rest = len(shape) - (len(operand.dims) - len(stars)) - sum(lengths.get(name, 0) for name in stars)
+            if rest < 0:
+                raise _misfit(rule, f"an operand has the shape {list(shape)}")
+            lengths[unknown[0]] = rest // len(unknown)
     return lengths
 
 
@@ -296,55 +294,44 @@ def _open(operand: Operand, lengths: Mapping[str, int]) -> list[Dim]:
     """The dims with the stars written out: `*a` of length 2 is a.0 a.1."""
     found: list[Dim] = []
     for dim in operand.dims:
-        found += (
-            [Dim((f"{dim.factors[0]}.{at}",)) for at in range(lengths.get(dim.factors[0], 0))] if dim.star else [dim]
-        )
+        name = dim.factors[0] if dim.star else ""
+        found += [Dim((f"{name}.{at}",)) for at in range(lengths.get(name, 0))] if dim.star else [dim]
     return found
 
 
-def _solve(
-    rule: Rule, opened: Sequence[tuple[list[Dim], tuple[int, ...], bool]], known: Mapping[str, int]
-) -> dict[str, int]:
+def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], Shaped]], known: Mapping[str, int]) -> dict[str, int]:
     """The sizes of all factors in the order of the text; those that are a dim alone tell the rest of each group."""
-    order = [factor for dims, _, _ in opened for dim in dims for factor in dim.factors]
-    sizes = dict(known)
-    for dims, shape, _loose in opened:
-        if len(dims) != len(shape):
-            raise _misfit(rule, f"an operand of {len(dims)} dims has the shape {list(shape)}")
-        for dim, size in zip(dims, shape):
-            if len(dim.factors) == 1 and size != -1:
-                factor = dim.factors[0]
-                sizes[factor] = (
-                    max(sizes[factor], size)
-                    if factor in sizes and 1 in (size, sizes[factor])
-                    else sizes.get(factor, size)
-                )
-    groups = [
-        (dim, size)
-        for dims, shape, _ in opened
-        for dim, size in zip(dims, shape)
-        if len(dim.factors) > 1 and size != -1
-    ]
-    for _ in range(len(order)):
-        for dim, size in groups:
-            unknown = [factor for factor in dim.factors if factor not in sizes]
-            rest = math.prod(sizes[factor] for factor in dim.factors if factor in sizes)
-            if len(unknown) == 1 and rest:
-                sizes[unknown[0]] = size // rest
+    for dims, each in opened:
+        if len(dims) != len(each.shape):
+            raise _misfit(rule, f"an operand of {len(dims)} dims has the shape {list(each.shape)}")
+    sizes, sized = dict(known), [(*pair, each.loose) for dims, each in opened for pair in zip(dims, each.shape)]
+    for dim, size, _ in sized:
+        if len(dim.factors) == 1 and size != -1:
+            before = sizes.setdefault(dim.factors[0], size)
+            if 1 in (before, size):  # one of them is broadcast
+                sizes[dim.factors[0]] = max(before, size)
+    order = dict.fromkeys(factor for dim, *_ in sized for factor in dim.factors)
+    _solve_groups(sizes, [(dim, size) for dim, size, _ in sized if len(dim.factors) > 1 and size != -1], len(order))
     lost = [factor for factor in order if factor not in sizes]
     if lost:
         raise _misfit(rule, f"the size of {lost[0]!r} cannot be told")
-    for dims, shape, loose in opened:
-        for dim, size in zip(dims, shape):
-            mine = math.prod((sizes[factor] for factor in dim.factors), start=dim.literal)
-            if size not in (mine, -1) and not (loose and size == 1 and len(dim.factors) == 1):
-                raise _misfit(rule, f"{' '.join(dim.factors) or dim.literal} is {mine} and {size}")
-    return {factor: sizes[factor] for factor in dict.fromkeys(order)}
+    for dim, size, loose in sized:
+        product = math.prod((sizes[factor] for factor in dim.factors), start=dim.literal)
+        if size not in (product, -1) and not (loose and size == 1 and len(dim.factors) == 1):
+            raise _misfit(rule, f"{' '.join(dim.factors) or dim.literal} is {product} and {size}")
+    return {factor: sizes[factor] for factor in order}
 
 
-def _close(
-    rule: Rule, operand: Operand, lengths: Mapping[str, int], sizes: Mapping[str, int], shape: tuple[int, ...] | None
-) -> Dims:
+def _solve_groups(sizes: dict[str, int], groups: list[tuple[Dim, int]], rounds: int) -> None:
+    """Add the size of each factor that is the only unknown one of a group."""
+    for dim, size in groups * rounds:
+        unknown = [factor for factor in dim.factors if factor not in sizes]
+        rest = math.prod(sizes[factor] for factor in dim.factors if factor in sizes)
+        if len(unknown) == 1 and rest:
+            sizes[unknown[0]] = size // rest
+
+
+def _close(operand: Operand, lengths: Mapping[str, int], sizes: Mapping[str, int], shape: Sequence[int] | None) -> Dims:
     """The dims with stars written out; a dim of size 1 that is broadcast to a larger factor loses the factor."""
     dims = []
     for at, dim in enumerate(_open(operand, lengths)):
@@ -353,11 +340,11 @@ def _close(
     return tuple(dims)
 
 
-def _base(factor: str) -> str:
+def base(factor: str) -> str:
+    """The name in a rule of a factor: of one dim of a starred factor, such as a.0, that one."""
     return factor.split(".")[0]
 
 
 def _misfit(rule: Rule, why: str) -> RuleError:
-    return RuleError(
-        f"the rule does not fit the call: {why}\n  {rule.text}\n  Write one operand per argument, one name per dim."
-    )
+    todo = "Write one operand per argument, one name per dim."
+    return RuleError(f"the rule does not fit the call: {why}\n  {rule.text}\n  {todo}")

@@ -102,12 +102,12 @@ class Candidates:
 @functools.lru_cache(maxsize=1 << 14)
 def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
     """Whether a factor of `size` may be cut by axes of `ranks` ranks, one after the other."""
-    held = [size]
+    chunks = [size]
     for p in ranks:
-        if divides and any(n % p for n in held):
+        if divides and any(n % p for n in chunks):
             return False
-        held = sorted({chunk for n in held for chunk in chunk_sizes(n, p)})
-        if nonempty and size and held[0] == 0:
+        chunks = sorted({chunk for n in chunks for chunk in chunk_sizes(n, p)})
+        if nonempty and size and chunks[0] == 0:
             return False
     return True
 
@@ -129,9 +129,7 @@ def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordi
 
 def of_match(match: Match) -> Candidates:
     """The candidates of a matched op."""
-    return Candidates(
-        match.signatures, tuple(match.sizes.items()), match.divides, match.nonempty, phases=match.phases
-    )
+    return Candidates(match.signatures, tuple(match.sizes.items()), match.divides, match.nonempty, phases=match.phases)
 
 
 def of_replicated(inputs: int, outputs: int) -> Candidates:
@@ -143,12 +141,6 @@ def of_replicated(inputs: int, outputs: int) -> Candidates:
 def of_stored(shape: tuple[int, ...]) -> Candidates:
     """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
     split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
-    names = frozenset(str(dim) for dim in range(len(shape)))
-    return Candidates(
-        (Signature((), (B,), None), *split),
-        tuple((str(d), n) for d, n in enumerate(shape)),
-        nonempty=names,
-        mesh_order=True,
-    )
-
-
+    sizes = {str(dim): size for dim, size in enumerate(shape)}
+    signatures = (Signature((), (B,), None), *split)
+    return Candidates(signatures, tuple(sizes.items()), nonempty=frozenset(sizes), mesh_order=True)

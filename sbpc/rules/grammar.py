@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +24,7 @@ CLAUSES = (
     "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, halo f : g (...), "
     "rng, mut(ins), when(...)"
 )
+GRAMMAR = "See the grammar in sbpc/rules/grammar.py."
 T = TypeVar("T")
 
 
@@ -78,6 +80,16 @@ class Rule:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def unsplit(self) -> set[str]:
+        """The factors that are never split."""
+        return {*self.fixed, *(factor for factor, *_ in self.halo)}
+
+    @property
+    def factors(self) -> list[str]:
+        """All factors in the order of the text."""
+        return list(dict.fromkeys(factor for operand in (*self.inputs, *self.outputs) for factor in operand.factors))
+
 
 @functools.cache
 def parse(text: str) -> Rule:
@@ -110,15 +122,16 @@ class _Parser:
     def peek(self) -> str:
         """The next token, "" at the end."""
         found = TOKEN.match(self.text, self.at)
-        if found is None:
-            self.skip()
-            if self.at < len(self.text):
-                self.fail(
-                    f"unexpected character {self.text[self.at]!r}",
-                    "A rule holds names, numbers and -> , ; ( ) [ ] + * @ = :.",
-                )
-            return ""
-        return found[0].strip()
+        if found is not None:
+            return found[0].strip()
+        if self.skip() < len(self.text):
+            todo = "A rule holds names, numbers and -> , ; ( ) [ ] + * @ = :."
+            self.fail(f"unexpected character {self.text[self.at]!r}", todo)
+        return ""
+
+    def at_name(self) -> bool:
+        """Whether the next token is a name."""
+        return self.peek().isidentifier() and self.peek() != "_"
 
     def skip(self) -> int:
         """Move over blanks; where the next token starts."""
@@ -139,39 +152,38 @@ class _Parser:
 
     def expect(self, token: str, where: str) -> None:
         if not self.accept(token):
-            self.fail(
-                f"expected {token!r} {where}, found {self.peek()!r}"
-                if self.peek()
-                else f"expected {token!r} {where}, found the end"
-            )
+            self.expected(f"{token!r} {where}")
 
-    def fail(
-        self, what: str, todo: str = "See the grammar in sbpc/rules/grammar.py.", at: int | None = None
-    ) -> NoReturn:
+    def expected(self, what: str, todo: str = GRAMMAR) -> NoReturn:
+        """Refuse the next token: something else should stand in its place."""
+        self.fail(f"expected {what}, found {repr(self.peek()) if self.peek() else 'the end'}", todo)
+
+    def fail(self, what: str, todo: str = GRAMMAR, at: int | None = None) -> NoReturn:
         refuse(self.text, self.skip() if at is None else at, what, todo)
+
+    def several(self, read: Callable[[], T]) -> tuple[T, ...]:
+        """One item or more, with commas between them."""
+        found = [read()]
+        while self.accept(","):
+            found.append(read())
+        return tuple(found)
 
     # --- the signature ------------------------------------------------------------------------------------------------
     def rule(self) -> Rule:
-        self.inputs = self.operands()
+        self.inputs = self.several(self.operand)
         self.expect("->", "after the arguments")
-        self.outputs = self.operands()
+        self.outputs = self.several(self.operand)
         self.check_stars()
         while self.accept(";"):
             self.clause()
         if self.peek():
-            self.fail(f"expected ';' or the end, found {self.peek()!r}", "Clauses are separated by ';'.")
+            self.expected("';' or the end", "Clauses are separated by ';'.")
         whole: dict[str, Any] = {
             key: found[0] if key in ("rng", "when") else tuple(found) for key, found in self.clauses.items()
         }
         rule = Rule(self.text, self.inputs, self.outputs, **whole)
         self.check_outputs(rule)
         return rule
-
-    def operands(self) -> tuple[Operand, ...]:
-        found = [self.operand()]
-        while self.accept(","):
-            found.append(self.operand())
-        return tuple(found)
 
     def operand(self) -> Operand:
         at, name = self.skip(), None
@@ -190,29 +202,23 @@ class _Parser:
             return Operand("tensor", (), name, at)
         dims = self.dims()
         if not dims:
-            self.fail(
-                "expected an operand, found " + (repr(self.peek()) if self.peek() else "the end"),
-                "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'.",
-            )
+            todo = "An operand is dims such as 'b s d', '()' for a scalar, '[d]' for sizes, or '_'."
+            self.expected("an operand", todo)
         return Operand("tensor", dims, name, at)
 
     def dims(self) -> tuple[Dim, ...]:
         found: list[Dim] = []
         while True:
-            token = self.peek()
-            if token == "(":
-                self.take()
-                factors = self.names("factor of a group")
+            if self.accept("("):
+                found.append(Dim(self.names("a factor of a group")))
                 self.expect(")", "after the factors of a group")
-                found.append(Dim(factors))
-            elif token == "*":
-                self.take()
+            elif self.accept("*"):
                 if not self.peek().isidentifier():
                     self.fail("expected a factor after '*'")
                 found.append(Dim((self.take(),), star=True))
-            elif token.isdigit():
+            elif self.peek().isdigit():
                 found.append(Dim(literal=int(self.take())))
-            elif token.isidentifier() and token != "_":
+            elif self.at_name():
                 found.append(Dim((self.take(),)))
             else:
                 return tuple(found)
@@ -220,14 +226,10 @@ class _Parser:
     def check_stars(self) -> None:
         stars: dict[str, bool] = {}
         for operand in (*self.inputs, *self.outputs):
-            for dim in operand.dims:
-                for factor in dim.factors:
-                    if stars.setdefault(factor, dim.star) != dim.star:
-                        self.fail(
-                            f"factor {factor!r} is one dim here and any number of dims there",
-                            f"Write {factor} or *{factor} everywhere.",
-                            operand.at,
-                        )
+            for factor, star in ((factor, dim.star) for dim in operand.dims for factor in dim.factors):
+                if stars.setdefault(factor, star) != star:
+                    what = f"factor {factor!r} is one dim here and any number of dims there"
+                    self.fail(what, f"Write {factor} or *{factor} everywhere.", operand.at)
 
     # --- the clauses --------------------------------------------------------------------------------------------------
     def clause(self) -> None:
@@ -240,92 +242,72 @@ class _Parser:
         if word in lists:
             self.clauses.setdefault(lists[word], []).extend(self.factors())
         elif word in ("add", "mut"):
-            numbers = self.in_brackets(lambda: self.numbers(self.inputs))
-            self.clauses.setdefault({"add": "added", "mut": "mutated"}[word], []).extend(numbers)
+            with self.brackets():
+                self.clauses.setdefault({"add": "added", "mut": "mutated"}[word], []).extend(self.numbers(self.inputs))
         elif word in plain:
             self.clauses.setdefault({"lin": "linear"}.get(word, word), []).append(plain[word]())
         else:
-            self.fail(
-                f"unknown clause {word!r}" if word else "expected a clause, found the end",
-                f"A clause is one of {CLAUSES}.",
-                at,
-            )
+            what = f"unknown clause {word!r}" if word else "expected a clause, found the end"
+            self.fail(what, f"A clause is one of {CLAUSES}.", at)
+
+    @contextmanager
+    def brackets(self) -> Iterator[None]:
+        self.expect("(", "after the name of the clause")
+        yield
+        self.expect(")", "at the end of the clause")
+
+    def name(self, what: str = "a factor") -> str:
+        if not self.at_name():
+            self.expected(what, "A factor is a name such as b or d1.")
+        return self.take()
 
     def names(self, what: str) -> tuple[str, ...]:
-        found = []
-        while self.peek().isidentifier() and self.peek() != "_":
+        found = [self.name(what)]
+        while self.at_name():
             found.append(self.take())
-        if not found:
-            self.fail(
-                f"expected a {what}, found " + (repr(self.peek()) if self.peek() else "the end"),
-                "A factor is a name such as b or d1.",
-            )
         return tuple(found)
 
     def factor(self) -> str:
-        return self.known(self.skip(), self.names_once())
-
-    def names_once(self) -> str:
-        if not self.peek().isidentifier() or self.peek() == "_":
-            self.names("factor")
-        return self.take()
-
-    def known(self, at: int, factor: str) -> str:
+        at, factor = self.skip(), self.name()
         if not any(factor in operand.factors for operand in (*self.inputs, *self.outputs)):
             self.fail(f"no operand has the factor {factor!r}", "Name a factor of the signature.", at)
         return factor
 
     def factors(self) -> tuple[str, ...]:
         found = [self.factor()]
-        while self.peek().isidentifier() and self.peek() != "_":
+        while self.at_name():
             found.append(self.factor())
         return tuple(found)
-
-    def in_brackets(self, read: Callable[[], T]) -> T:
-        self.expect("(", "after the name of the clause")
-        found = read()
-        self.expect(")", "at the end of the clause")
-        return found
 
     def numbers(self, operands: tuple[Operand, ...]) -> tuple[int, ...]:
         if self.accept("all"):
             return tuple(at for at, operand in enumerate(operands) if operand.kind == "tensor")
-        found = [self.number(operands)]
-        while self.accept(","):
-            found.append(self.number(operands))
-        return tuple(found)
+        return self.several(lambda: self.number(operands))
 
     def number(self, operands: tuple[Operand, ...]) -> int:
         if not self.peek().isdigit():
-            self.fail(
-                "expected the number of an operand, found " + (repr(self.peek()) if self.peek() else "the end"),
-                "Operands count from 0.",
-            )
+            self.expected("the number of an operand", "Operands count from 0.")
         at, number = self.skip(), int(self.take())
-        side = "input" if operands is self.inputs else "output"
         if number >= len(operands) or operands[number].kind != "tensor":
-            self.fail(
-                f"{side} {number} is no tensor of this rule", "Operands count from 0, '_' and '[..]' included.", at
-            )
+            side = "input" if operands is self.inputs else "output"
+            todo = "Operands count from 0, '_' and '[..]' included."
+            self.fail(f"{side} {number} is no tensor of this rule", todo, at)
         return number
 
     def same(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        def read() -> tuple[tuple[str, ...], tuple[int, ...]]:
+        with self.brackets():
             factors = self.factors()
             self.expect("->", "after the factors")
-            return factors, self.numbers(self.outputs)
-
-        return self.in_brackets(read)
+            outputs = self.numbers(self.outputs)
+        return factors, outputs
 
     def lin(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        with self.brackets():
             inputs = self.numbers(self.inputs)
             outputs = tuple(at for at, operand in enumerate(self.outputs) if operand.kind == "tensor")
             if self.accept("->"):
                 outputs = () if self.peek() == ")" else self.numbers(self.outputs)
-            return inputs, outputs
-
-        return self.in_brackets(read)
+        return inputs, outputs
 
     def index(self) -> tuple[str, int | None]:
         factor = self.factor()
@@ -334,7 +316,7 @@ class _Parser:
     def named_factors(self) -> tuple[tuple[str, ...], str]:
         factors = self.factors()
         self.expect("=", "after the factors")
-        at, name = self.skip(), self.names_once()
+        at, name = self.skip(), self.name()
         if any(name != other for _, other in self.clauses.get("via", ())):
             self.fail("a second decomposition", "All factors are split through one function.", at)
         return factors, name
@@ -343,14 +325,9 @@ class _Parser:
         factor = self.factor()
         self.expect(":", "after the factor")
         output = self.factor()
-
-        def read() -> tuple[str, ...]:
-            found = [self.take()]
-            while self.accept(","):
-                found.append(self.take())
-            return tuple(found)
-
-        return factor, output, self.in_brackets(read)
+        with self.brackets():
+            arguments = self.several(self.take)
+        return factor, output, arguments
 
     def predicate(self) -> str:
         self.expect("(", "after the name of the clause")
@@ -369,18 +346,15 @@ class _Parser:
     # --- what the signature and the clauses say together --------------------------------------------------------------
     def check_outputs(self, rule: Rule) -> None:
         """Refuse a factor that an output lacks for no stated reason: nobody could say what a split of it gives."""
-        held = {*rule.fixed, *(f for factors, _ in rule.via for f in factors), *(factor for factor, *_ in rule.halo)}
         reduced = (*rule.summed, *rule.maxed, *rule.minned)
         for factor in reduced:
             if reduced.count(factor) > 1:
                 self.fail(f"factor {factor!r} is reduced twice", "Keep one of +, max and min.", len(self.text))
-        for at, operand in enumerate(self.outputs):
-            for source in self.inputs:
-                for factor in source.factors if source.kind == "tensor" else ():
-                    unsaid = factor not in (*operand.factors, *held, *reduced) and operand.kind == "tensor"
-                    if unsaid and not any(factor in factors and at in outs for factors, outs in rule.same):
-                        self.fail(
-                            f"output {at} lacks the factor {factor!r} of the inputs",
-                            f"Say +{factor}, max {factor}, min {factor}, fix {factor} or same({factor} -> {at}).",
-                            operand.at,
-                        )
+        stated = {*reduced, *rule.unsplit, *(factor for factors, _ in rule.via for factor in factors)}
+        read = [factor for operand in self.inputs if operand.kind == "tensor" for factor in operand.factors]
+        for at, output in enumerate(self.outputs):
+            same = {factor for factors, outs in rule.same if at in outs for factor in factors}
+            lost = [factor for factor in read if factor not in {*output.factors, *stated, *same}]
+            if lost and output.kind == "tensor":
+                todo = "Say +{0}, max {0}, min {0}, fix {0} or same({0} -> {1}).".format(lost[0], at)
+                self.fail(f"output {at} lacks the factor {lost[0]!r} of the inputs", todo, output.at)

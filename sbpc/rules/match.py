@@ -6,17 +6,25 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
+from sbpc.graph.operands import named_arguments, with_arguments
 from sbpc.mesh.states import State
-from sbpc.rules.binding import Bound, Signature
+from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
 
 aten = torch.ops.aten
+Call = Callable[..., Any]
+Arguments = Mapping[str, Any]
+Text = str | tuple[str, dict[str, int]] | None  # a rule string, if need be with sizes that the shapes do not tell
+Write = Callable[[Arguments, Any], Text]
+FREE = "0"  # flops of views and factories
+WRITTEN = "written"  # one flop per element of the outputs
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,13 @@ class Place:
     number: int
 
 
+def filled(arguments: Any, values: Mapping[int, Any]) -> Any:
+    """Nested arguments with values in the places."""
+    return map_aggregate(arguments, lambda item: values[item.number] if isinstance(item, Place) else item)
+
+
 @dataclass(frozen=True, eq=False)
-class Part:
+class SubOp:
     """One call of the small graph: it gives value `number`, of the shape and dtype of `val`, and reads others."""
 
     number: int
@@ -39,7 +52,7 @@ class Part:
 
     def arguments(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with values in the places."""
-        return _filled(self.args, values), _filled(self.kwargs, values)
+        return filled((self.args, self.kwargs), values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +71,7 @@ class Phases:
     """
 
     factors: frozenset[str]
-    parts: tuple[Part, ...]
+    parts: tuple[SubOp, ...]
     outputs: tuple[int | None, ...]
     ways: Mapping[Signature, Way]
 
@@ -72,37 +85,6 @@ class Phases:
         return None if None in found else found  # type: ignore[return-value]
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested arguments with every item changed."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(change(item) for item in value)
-    return {key: change(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _filled(value: Any, values: Mapping[int, Any]) -> Any:
-    return values[value.number] if isinstance(value, Place) else _mapped(value, lambda item: _filled(item, values))
-
-
-Call = Callable[..., Any]
-
-
-Arguments = Mapping[str, Any]
-
-
-Text = Union[
-    str, "tuple[str, dict[str, int]]", None
-]  # a rule string, if need be with sizes that the shapes do not tell
-
-
-Write = Callable[[Arguments, Any], Text]
-
-
-FREE = "0"  # flops of views and factories
-
-
-WRITTEN = "written"  # one flop per element of the outputs
-
-
 @dataclass(frozen=True)
 class Entry:
     """One row of the table: how the rule of `op` is written, what it costs, how it runs on shards.
@@ -112,10 +94,10 @@ class Entry:
 
     op: OpOverload
     text: str | Write
-    flops: str | Count | None
-    local: Kernel | None
-    nonempty: tuple[str, ...]
-    view: bool
+    flops: str | Count | None = None
+    local: Kernel | None = None
+    nonempty: tuple[str, ...] = ()
+    view: bool = False
     source: str = ""
 
 
@@ -142,9 +124,8 @@ class Match:
 
     @cached_property
     def shifts(self) -> frozenset[str]:
-        return frozenset(
-            factor for factor in self.sizes if any(factor.split(".")[0] == name for name, _ in self.rule.idx)
-        )
+        indexed = {name for name, _ in self.rule.idx}
+        return frozenset(factor for factor in self.sizes if base(factor) in indexed)
 
     def flops(self, local: Mapping[str, Any]) -> Any:
         """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its space."""
@@ -155,12 +136,7 @@ class Match:
             outputs = [value.dims for value in self.bound.outputs if value.dims is not None]
             return sum(math.prod((dim.size(local) for dim in dims), start=1) for dims in outputs)
         number, *names = text.split()
-        chosen = [
-            f
-            for name in names
-            for f in self.sizes
-            if (f.split(".")[0] if name.startswith("*") else f) == name.lstrip("*")
-        ]
+        chosen = [factor for name in names for factor in self.sizes if name in (factor, f"*{base(factor)}")]
         top, _, bottom = number.partition("/")
         found = math.prod((local[factor] for factor in chosen), start=int(top))
         return found / int(bottom) if bottom else found
@@ -179,10 +155,8 @@ class Match:
     @cached_property
     def points(self) -> tuple[str, ...]:
         """The factors that some tensor of the call has."""
-        held = {
-            f for value in (*self.bound.inputs, *self.bound.outputs) for dim in value.dims or () for f in dim.factors
-        }
-        return tuple(factor for factor in self.sizes if factor in held)
+        of_tensors = {factor for value in self.bound.values for dim in value.dims or () for factor in dim.factors}
+        return tuple(factor for factor in self.sizes if factor in of_tensors)
 
     def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
         """The local shape of output `at`."""
@@ -191,13 +165,9 @@ class Match:
         return [dim.size(local) for dim in dims]
 
     def localize(
-        self,
-        call: Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        local: Mapping[str, int],
+        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int],
         offsets: Mapping[str, Any],
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
         args: those of the call with local values for tensors. local: factor -> local size. offsets: factor -> 0-dim
@@ -225,18 +195,9 @@ class Shard:
 
     def plain(self, /, **changed: Any) -> Any:
         """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
-        placed, named = list(self.args), dict(self.kwargs)
-        for fill in self.match.bound.fills:
-            sizes = [dim.size(self.local) for dim in fill.dims]
-            if fill.at < len(placed) or fill.name in named:
-                changed.setdefault(fill.name, sizes[0] if fill.single else sizes)
-        places = {argument.name: at for at, argument in enumerate(self.match.op._schema.arguments)} if changed else {}
-        for name, value in changed.items():
-            if places[name] < len(placed):
-                placed[places[name]] = value
-            else:
-                named[name] = value
-        return self.call(self.match.op, *placed, **named)
+        integers = self.match.bound.integers(self.args, self.kwargs, self.local)
+        args, kwargs = with_arguments(self.match.op, self.args, self.kwargs, integers | changed)
+        return self.call(self.match.op, *args, **kwargs)
 
     def shape(self, at: int = 0) -> list[int]:
         """The local shape of output `at`."""
@@ -250,15 +211,4 @@ class Shard:
 
 
 Count = Callable[[Match], str]
-
-
 Kernel = Callable[[Shard], Any]
-
-
-def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
-    found = {}
-    for at, argument in enumerate(op._schema.arguments):
-        given = args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
-        found[argument.name] = given
-    return found

@@ -6,31 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError
-from sbpc.rules.binding import Bound, Signature, bind, divides, flat_outputs, signatures
+from sbpc.graph.operands import hashable, named_arguments
+from sbpc.rules.binding import Bound, base, bind, divides, flat_outputs, signatures
 from sbpc.rules.grammar import parse
-from sbpc.rules.match import (
-    FREE,
-    WRITTEN,
-    Arguments,
-    Call,
-    Count,
-    Entry,
-    Kernel,
-    Match,
-    Shard,
-    Write,
-    named_arguments,
-)
+from sbpc.rules.match import FREE, Arguments, Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import holds
 from sbpc.rules.two_phase import take_apart
-
-aten = torch.ops.aten
-
 
 TABLE: dict[OpOverload, Entry] = {}
 GENERATORS: list[Callable[[OpOverload], Entry | None]] = []
@@ -38,15 +23,9 @@ MATCHES: dict[Any, Match | None] = {}
 
 
 def rule(
-    op: OpOverload,
-    text: str | Write,
-    *,
-    flops: str | Count | None = None,
-    local: Kernel | None = None,
-    nonempty: str = "",
-    view: bool = False,
-    replace: bool = False,
-) -> None:
+    op: OpOverload, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None,
+    nonempty: str = "", view: bool = False, replace: bool = False,
+) -> None:  # fmt: skip
     """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
 
     flops: "2 m k n" (or "1/3 m k"), FREE, WRITTEN, or a function of the match; by default one per point. local:
@@ -58,10 +37,9 @@ def rule(
     if isinstance(text, str):
         parse(text)
     if op in TABLE and not replace:
-        raise RuleError(
-            f"{op} has a rule already\n  {TABLE[op].text}\n  Pass replace=True to put another in its place."
-        )
-    put(op, entry(op, text, flops=FREE if view else flops, local=local, nonempty=nonempty, view=view))
+        todo = "Pass replace=True to put another in its place."
+        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  {todo}")
+    put(op, Entry(op, text, FREE if view else flops, local, tuple(nonempty.split()), view))
 
 
 def put(op: OpOverload, made: Entry | None) -> None:
@@ -70,19 +48,6 @@ def put(op: OpOverload, made: Entry | None) -> None:
     if made is not None:
         TABLE[op] = made
     MATCHES.clear()
-
-
-def entry(
-    op: OpOverload,
-    text: str | Write,
-    *,
-    flops: str | Count | None = None,
-    local: Kernel | None = None,
-    nonempty: str = "",
-    view: bool = False,
-) -> Entry:
-    """A row for the table."""
-    return Entry(op, text, flops, local, tuple(nonempty.split()), view)
 
 
 def row(op: OpOverload) -> Entry | None:
@@ -108,7 +73,7 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output
 
     Raises RuleError if the rule does not fit the call.
     """
-    key = (op, _key(args), _key(kwargs), _key(outputs))
+    key = op, hashable((args, kwargs, outputs), lambda value: (Tensor, tuple(value.shape), value.dtype))
     try:
         if key in MATCHES:
             return MATCHES[key]
@@ -132,14 +97,14 @@ def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
         return None
     parsed = bound.rule
     nonempty = frozenset(f for f in bound.sizes if f in made.nonempty or f.rstrip("0123456789.") in made.nonempty)
-    found, phases = signatures(bound), None
+    offered, phases = signatures(bound), None
     through = {name: function for factors, function in parsed.via for name in factors}
-    factors = frozenset(s.factor for s in found if s.factor is not None and s.factor.split(".")[0] in through)
+    factors = frozenset(s.factor for s in offered if s.factor is not None and base(s.factor) in through)
     if factors:
         (name,) = set(through.values())
-        phases = take_apart(name, named, flat_outputs(outputs), factors, found, match)
-        found = tuple(s for s in found if s.factor not in factors or s in phases.ways)
-    return Match(op, parsed, bound.sizes, found, divides(bound), nonempty, made.view, bound, made, phases)
+        phases = take_apart(name, named, flat_outputs(outputs), factors, offered, match)
+        offered = tuple(s for s in offered if s.factor not in factors or s in phases.ways)
+    return Match(op, parsed, bound.sizes, offered, divides(bound), nonempty, made.view, bound, made, phases)
 
 
 def applied(
@@ -152,38 +117,3 @@ def applied(
     except RuleError as error:
         raise RuleError(f"{op}: {error}") from None
     return bound if parsed.when is None or holds(parsed.when, {**named, **bound.sizes}) else None
-
-
-def _key(value: Any) -> Any:
-    """A hashable picture of an argument: tensors by shape and dtype."""
-    if isinstance(value, Tensor):
-        return Tensor, tuple(value.shape), value.dtype
-    if isinstance(value, (list, tuple)):
-        return (list, *map(_key, value))
-    if isinstance(value, Mapping):
-        return (dict, *((name, _key(item)) for name, item in value.items()))
-    return type(value), value
-
-
-__all__ = [
-    "FREE",
-    "GENERATORS",
-    "TABLE",
-    "WRITTEN",
-    "Arguments",
-    "Call",
-    "Count",
-    "Entry",
-    "Kernel",
-    "Match",
-    "Shard",
-    "Signature",
-    "Write",
-    "applied",
-    "entry",
-    "match",
-    "named_arguments",
-    "put",
-    "row",
-    "rule",
-]

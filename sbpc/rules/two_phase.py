@@ -8,20 +8,19 @@ signature by its ordinary rule; where a factor is split through the function, wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, TorchDispatchMode
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves
 from sbpc.mesh.states import B, Partial, State
-from sbpc.rules.binding import Signature
-from sbpc.rules.match import Part, Phases, Place, Way, _filled, _mapped
-
-if TYPE_CHECKING:
-    from sbpc.rules.match import Match
+from sbpc.rules.binding import Signature, flat_outputs
+from sbpc.rules.match import Match, Phases, Place, SubOp, Way, filled
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -42,7 +41,7 @@ def take_apart(
     name: str, named: Mapping[str, Any], outputs: Sequence[Any], factors: frozenset[str],
     signatures: Sequence[Signature], match: Callable[..., Match | None],
 ) -> Phases:  # fmt: skip
-    """The phases of a call of an op. named: its arguments. match: finds the rule of a part.
+    """The phases of a call of an op. named: its arguments. match: what finds the rule of a sub-op.
 
     Raises RuleError if there is no function of this name, or if it does not give what the op gives.
     """
@@ -52,12 +51,11 @@ def take_apart(
     live, parts = {number for number in wanted if number is not None}, []
     for number, op, args, kwargs, val in reversed(recorder.calls):
         if number in live:
-            reads = tuple(place.number for place in _places((args, kwargs)))
-            fake = tuple(_filled(item, recorder.values) for item in (args, kwargs))
-            found = match(op, *fake, val)
-            if found is None:
+            reads = tuple(place.number for place in leaves((args, kwargs), Place))
+            matched = match(op, *filled((args, kwargs), recorder.values), val)
+            if matched is None:
                 raise RuleError(f"{name} calls {op}, which has no rule\n  Write it in ops that have one.")
-            parts.append(Part(number, found, args, kwargs, reads, val))
+            parts.append(SubOp(number, matched, args, kwargs, reads, val))
             live.update(reads)
     ordered = tuple(reversed(parts))
     ways = {s: way for s in signatures if (way := _way(s, ordered, wanted, s.factor in factors, name)) is not None}
@@ -65,9 +63,12 @@ def take_apart(
 
 
 def _way(
-    signature: Signature, parts: Sequence[Part], outputs: Sequence[int | None], at_once: bool, name: str
+    signature: Signature, parts: Sequence[SubOp], outputs: Sequence[int | None], at_once: bool, name: str
 ) -> Way | None:
-    """The signatures of all parts where the op has `signature`; at_once: what comes out P is boxed to B, but for outputs."""
+    """The signatures of all sub-ops where the op has `signature`, None if they do not go together.
+
+    at_once: partial results are boxed to B at once, except for outputs that the op claims to leave partial.
+    """
     states: dict[int, State] = dict(enumerate(signature.inputs))
     claims = {number: claimed for number, claimed in zip(outputs, signature.outputs) if number is not None}
     for part in reversed(parts):
@@ -76,11 +77,11 @@ def _way(
     chosen = []
     for part in parts:
         read = tuple(states[number] for number in part.reads)
-        found = next((s for s in part.match.signatures if s.inputs == read), None)
-        if found is None:
+        fitting = next((s for s in part.match.signatures if s.inputs == read), None)
+        if fitting is None:
             return None
-        chosen.append(found)
-        made = found.outputs[0]
+        chosen.append(fitting)
+        made = fitting.outputs[0]
         reduced = at_once and isinstance(made, Partial) and claims.get(part.number) != made
         states[part.number] = B if reduced else made
     for number, claimed in claims.items():
@@ -92,6 +93,16 @@ def _way(
 
 
 # --- tracing ----------------------------------------------------------------------------------------------------------
+class Recorded(NamedTuple):
+    """A call that gives value `number`; places stand among its arguments for what it reads."""
+
+    number: int
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Tensor
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records the ATen calls made on tensors without data, and which value each argument is."""
 
@@ -99,7 +110,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.values: dict[int, Tensor] = {}
         self.numbers: dict[int, int] = {}
-        self.calls: list[tuple[int, OpOverload, tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.calls: list[Recorded] = []
 
     def add(self, value: Tensor) -> Tensor:
         """Give a value its number."""
@@ -115,16 +126,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         made = func(*args, **(kwargs or {}))
         assert isinstance(made, Tensor), f"{func} gives several values: use ops that give one"
         number = len(self.values)
-        places = tuple(self.place(item) for item in (tuple(args), dict(kwargs or {})))
-        self.calls.append((number, func, *places, made))
+        self.calls.append(Recorded(number, func, *map_aggregate((tuple(args), dict(kwargs or {})), self.place), made))
         return self.add(made)
 
     def place(self, value: Any) -> Any:
-        """An argument, tensors as places."""
-        if isinstance(value, Tensor):
-            assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
-            return Place(self.numbers[id(value)])
-        return _mapped(value, self.place)
+        """A tensor as its place; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
+        return Place(self.numbers[id(value)])
 
 
 def _traced(
@@ -135,33 +145,25 @@ def _traced(
     recorder = _Recorder()
 
     def operand(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return recorder.add(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
-        return _mapped(value, operand)
+        if not isinstance(value, Tensor):
+            return value
+        return recorder.add(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
 
-    given = [operand(value) for value in named.values()]
+    given = map_aggregate(list(named.values()), operand)
     with torch.no_grad(), recorder:
-        made = function(*(_mapped(value, _widened) if not isinstance(value, Tensor) else _widened(value) for value in given))
-        flat = list(made) if isinstance(made, (tuple, list)) else [made]
+        made = flat_outputs(function(*map_aggregate(given, _widened)))
         found: list[int | None] = []
-        for value, expected in itertools.zip_longest(flat[: len(outputs)], outputs):
+        for value, expected in itertools.zip_longest(made[: len(outputs)], outputs):
             if not isinstance(expected, Tensor):
                 found.append(None)
                 continue
             if value is None or value.shape != expected.shape:
                 shape = None if value is None else list(value.shape)
-                raise RuleError(f"{function.__name__} gives {shape} for {list(expected.shape)}\n  Return what the op does.")
+                what = f"{function.__name__} gives {shape} for {list(expected.shape)}"
+                raise RuleError(f"{what}\n  Return what the op does.")
             found.append(recorder.numbers[id(value.to(expected.dtype))])
     return recorder, found
 
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
-
-
-def _places(value: Any) -> Iterator[Place]:
-    if isinstance(value, Place):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _places(item)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload
 from sbpc.api.planning import prepare
@@ -23,12 +23,12 @@ from sbpc.cli.options import add_step, file_name, target_of
 from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.target import import_file
 from sbpc.errors import RuleError, SbpcError
+from sbpc.graph.operands import named_arguments
 from sbpc.plans.measure import lacks_rule
-from sbpc.rules.match import named_arguments
 from sbpc.rules.proof.probe import Probe, name_of, probe_call
 from sbpc.rules.proof.prove import short
 from sbpc.rules.proof.rule_files import add_entries
-from sbpc.rules.proof.small_calls import Call, Drawn, small_calls
+from sbpc.rules.proof.small_calls import Drawn, SmallCall, small_calls
 from sbpc.rules.proof.user_rules import resolve
 from sbpc.rules.registry import applied
 
@@ -147,20 +147,20 @@ def fits_call(found: Probe, named: Mapping[str, Any], outputs: Any) -> bool:
 
 
 # --- the arguments of a call as text ----------------------------------------------------------------------------------
-def parse_arguments(text: str) -> Call:
+def parse_arguments(text: str) -> SmallCall:
     """The call that a text describes, its tensors of random numbers: types and sizes as in 'float64[4, 5]'.
 
     Raises SbpcError for what is no argument.
     """
-    args, kwargs = [], {}
-    draw = Drawn({}, {}, 2)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
     for part in parts(text):
         name, equals, value = part.partition("=")
         if equals and name.strip().isidentifier():
-            kwargs[name.strip()] = draw(parse_argument(value.strip()))
+            kwargs[name.strip()] = parse_argument(value.strip())
         else:
-            args.append(draw(parse_argument(part)))
-    return Call(tuple(args), kwargs)
+            args.append(parse_argument(part))
+    return SmallCall(*map_aggregate((tuple(args), kwargs), Drawn({}, {}, 2)))
 
 
 def parse_argument(text: str) -> Any:

@@ -211,7 +211,8 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any
 
 
 def batch_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Any, running_var: Any, mean: Tensor, inverse: Tensor, *_: Any
+    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Any, running_var: Any, mean: Tensor, inverse: Tensor,
+    *_: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """The sums over all ranks are the gradients of weight and bias, and tell the means that the gradient of x takes."""
     dims = [0, *range(2, x.dim())]

@@ -13,7 +13,7 @@ from sbpc.rules.registry import rule
 aten = torch.ops.aten
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """Global indices on the rank that holds a part: counted from its start, clamped into it, whether they lie outside."""
 
     shifted: Any
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     outside: Any
 
 
-def addressed(factor: str, index: str, kernel: Callable[[Shard, Found], Any]) -> Kernel:
+def addressed(factor: str, index: str, kernel: Callable[[Shard, Lookup], Any]) -> Kernel:
     """The kernel of an op whose argument `index` addresses `factor`: `kernel` where that is split and not empty here."""
 
     def local(shard: Shard) -> Any:
@@ -31,31 +31,32 @@ def addressed(factor: str, index: str, kernel: Callable[[Shard, Found], Any]) ->
             return shard.zeros()
         shifted = shard.call(aten.sub.Tensor, shard.given[index], shard.offsets[factor])
         nearest = shard.call(aten.clamp.default, shifted, 0, shard.local[factor] - 1)
-        return kernel(shard, Found(shifted, nearest, shard.call(aten.ne.Tensor, nearest, shifted)))
+        return kernel(shard, Lookup(shifted, nearest, shard.call(aten.ne.Tensor, nearest, shifted)))
 
     return local
 
 
-def without(shard: Shard, found: Found, index: Any, skipped: int, mark: int) -> Any:
+def without(shard: Shard, lookup: Lookup, index: Any, skipped: int, mark: int) -> Any:
     """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0: none)."""
-    gone = found.outside
+    gone = lookup.outside
     if skipped >= 0:
         gone = shard.call(aten.logical_or.default, gone, shard.call(aten.eq.Scalar, index, skipped))
-    return shard.call(aten.masked_fill.Scalar, found.shifted, gone, mark)
+    return shard.call(aten.masked_fill.Scalar, lookup.shifted, gone, mark)
 
 
-def embedding(shard: Shard, found: Found) -> Any:
-    rows = shard.plain(indices=found.nearest)
-    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, found.outside, -1), 0)
+def embedding(shard: Shard, lookup: Lookup) -> Any:
+    rows = shard.plain(indices=lookup.nearest)
+    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, lookup.outside, -1), 0)
 
 
-def embedding_backward(shard: Shard, found: Found) -> Any:
+def embedding_backward(shard: Shard, lookup: Lookup) -> Any:
     """Rows of other ranks, and the padding row, get index -1, which the op is told to be the padding."""
-    rows = without(shard, found, shard.given["indices"], shard.given["padding_idx"], -1)
+    rows = without(shard, lookup, shard.given["indices"], shard.given["padding_idx"], -1)
     return shard.plain(indices=rows, padding_idx=-1)
 
 
-rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=addressed("v", "indices", embedding), flops=FREE)
+local = addressed("v", "indices", embedding)
+rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
 rule(
     aten.embedding_dense_backward.default,
     "*b d, *b, [v] -> v d ; +b ; idx v @ 1 ; lin(0) ; when(not scale_grad_by_freq)",

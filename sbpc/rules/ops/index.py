@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Write
-from sbpc.rules.ops.embedding import Found, addressed
+from sbpc.rules.ops.dims import aligned, fix, joined, numbered
+from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
 
 
-def _sides(shape: Sequence[int], other: Sequence[int], at: int) -> tuple[list[str], list[str], list[str]]:
+def _sides(shape: Sequence[int], other: Sequence[int], at: int) -> tuple[str, str, list[str]]:
     """Dims of a tensor and of its index: equal ones are shared, dim `at` is v and i, unequal ones (third) are fixed."""
     left = ["v" if d == at else f"d{d}" if size == other[d] else f"x{d}" for d, size in enumerate(shape)]
     right = ["i" if d == at else f"d{d}" if size == shape[d] else f"y{d}" for d, size in enumerate(other)]
-    return left, right, [name for name in (*left, *right) if name[0] in "xy"]
-
-
-def _fix(*names: str) -> str:
-    return f" ; fix {' '.join(names)}" if names else ""
+    return " ".join(left), " ".join(right), [name for name in (*left, *right) if name[0] in "xy"]
 
 
 def gather(given: Arguments, outputs: Any) -> str | None:
@@ -30,11 +28,11 @@ def gather(given: Arguments, outputs: Any) -> str | None:
     if x.dim() == 0 or index.dim() != x.dim():
         return None
     left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return f"{' '.join(left)}, _, {' '.join(right)} -> {' '.join(right)} ; +v ; idx v @ 2 ; lin(0){_fix(*fixed)}"
+    return f"{left}, _, {right} -> {right} ; +v ; idx v @ 2 ; lin(0){fix(*fixed)}"
 
 
-def gather_local(shard: Shard, found: Found) -> Any:
-    return shard.call(aten.masked_fill.Scalar, shard.plain(index=found.nearest), found.outside, 0)
+def gather_local(shard: Shard, lookup: Lookup) -> Any:
+    return shard.call(aten.masked_fill.Scalar, shard.plain(index=lookup.nearest), lookup.outside, 0)
 
 
 def scatter(given: Arguments, outputs: Any) -> str | None:
@@ -43,12 +41,10 @@ def scatter(given: Arguments, outputs: Any) -> str | None:
     if x.dim() == 0 or (source is not None and source.shape != index.shape):
         return None
     left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
+    fixed = ["v", "i", *fixed]
     if source is None:
-        return f"{' '.join(left)}, _, {' '.join(right)} -> {' '.join(left)}{_fix('v', 'i', *fixed)}" + (
-            " ; lin(0)" if given["value"] == 0 else ""
-        )
-    sign = f"{' '.join(left)}, _, {' '.join(right)}, {' '.join(right)} -> {' '.join(left)}"
-    return f"{sign} ; lin(0,3){_fix('v', 'i', *fixed)}"
+        return f"{left}, _, {right} -> {left}{fix(*fixed)}" + " ; lin(0)" * (given["value"] == 0)
+    return f"{left}, _, {right}, {right} -> {left} ; lin(0,3){fix(*fixed)}"
 
 
 def scatter_add(given: Arguments, outputs: Any) -> str | None:
@@ -56,106 +52,95 @@ def scatter_add(given: Arguments, outputs: Any) -> str | None:
     if x.dim() == 0 or source.shape != index.shape:
         return None
     left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return (
-        f"{' '.join(left)}, _, {' '.join(right)}, {' '.join(right)} -> {' '.join(left)}"
-        f" ; +i ; add(0) ; idx v @ 2 ; lin(0,3){_fix(*fixed)}"
-    )  # fmt: skip
+    return f"{left}, _, {right}, {right} -> {left} ; +i ; add(0) ; idx v @ 2 ; lin(0,3){fix(*fixed)}"
 
 
-def scatter_add_local(shard: Shard, found: Found) -> Any:
-    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], found.outside, 0)
-    return shard.plain(index=found.nearest, src=source)
+def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
+    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], lookup.outside, 0)
+    return shard.plain(index=lookup.nearest, src=source)
 
 
-def _indexed(given: Arguments) -> tuple[list[str], list[str], list[str], list[str]] | None:
-    """Dims of self, operands of the indices, dims of the result, names of the index dims; None for boolean indices.
+class Indexed(NamedTuple):
+    """Dims of a tensor, operands of its indices, dims of what they select, and those of them that the indices have."""
+
+    dims: list[str]
+    operands: list[str]
+    selected: list[str]
+    names: list[str]
+
+
+def _indexed(given: Arguments) -> Indexed | None:
+    """What a call of index or index_put reads or writes; None for boolean indices.
 
     Neighbouring indices put their (broadcast) dims in the place of those they index, others in front.
     """
-    x, given_indices = given["self"], list(given["indices"])
-    tensors = [index for index in given_indices if index is not None]
-    if not tensors or any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
+    indices = list(given["indices"])
+    places = [at for at, index in enumerate(indices) if index is not None]
+    if not places or any(indices[at].dtype in (torch.bool, torch.uint8) for at in places):
         return None
-    shape = torch.broadcast_shapes(*(index.shape for index in tensors))
-    names = [f"i{at}" for at in range(len(shape))]
-    operands = []
-    for index in given_indices:
-        skipped = len(shape) - (index.dim() if index is not None else 0)
-        dims = (
-            [names[at + skipped] if size == shape[at + skipped] else "1" for at, size in enumerate(index.shape)]
-            if index is not None
-            else ["_"]
-        )
-        operands.append(" ".join(dims) or "()")
-    places = [at for at, index in enumerate(given_indices) if index is not None]
-    left = [f"v{at}" if at in places else f"d{at}" for at in range(x.dim())]
-    kept = [name for name in left if name[0] == "d"]
+    shape = torch.broadcast_shapes(*(indices[at].shape for at in places))
+    names = numbered(len(shape), range(len(shape)), "i")
+    operands = [aligned(index, shape).replace("d", "i") for index in indices]
+    dims = numbered(given["self"].dim(), places, "v")
+    rest = [name for name in dims if name[0] == "d"]
     before = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    return left, operands, [*kept[:before], *names, *kept[before:]], names
+    return Indexed(dims, operands, [*rest[:before], *names, *rest[before:]], names)
 
 
 def index(given: Arguments, outputs: Any) -> str | None:
-    found = _indexed(given)
-    if found is None:
+    indexed = _indexed(given)
+    if indexed is None:
         return None
-    left, operands, right, _ = found
-    fixed = _fix(*(name for name in left if name[0] == "v"))
-    return f"{' '.join(left)}, {', '.join(operands)} -> {' '.join(right) or '()'} ; lin(0){fixed}"
+    fixed = fix(*(name for name in indexed.dims if name[0] == "v"))
+    return f"{' '.join(indexed.dims)}, {', '.join(indexed.operands)} -> {joined(indexed.selected)} ; lin(0){fixed}"
 
 
 def index_put(given: Arguments, outputs: Any) -> str | None:
     """With accumulate, a shard of the indices adds its own values; without, the last one written counts."""
-    found = _indexed(given)
-    if found is None:
+    indexed = _indexed(given)
+    if indexed is None:
         return None
-    left, operands, right, names = found
-    values = given["values"]
-    mine = " ".join(right[len(right) - values.dim() :]) or "()"
-    free = f" ; +{' '.join(names)} ; add(0)" if given["accumulate"] and names else _fix(*names)
-    fixed = _fix(*(v for v in left if v[0] == "v"))
-    return (
-        f"{' '.join(left)}, {', '.join(operands)}, {mine} -> {' '.join(left)} ; lin(0,{1 + len(operands)}){free}{fixed}"
-    )
+    values = joined(indexed.selected[len(indexed.selected) - given["values"].dim() :])
+    free = f" ; +{' '.join(indexed.names)} ; add(0)" if given["accumulate"] and indexed.names else fix(*indexed.names)
+    fixed, dims = fix(*(name for name in indexed.dims if name[0] == "v")), " ".join(indexed.dims)
+    linear = f"lin(0,{1 + len(indexed.operands)})"
+    return f"{dims}, {', '.join(indexed.operands)}, {values} -> {dims} ; {linear}{free}{fixed}"
+
+
+def _in_a_row(given: Arguments) -> tuple[str, str] | None:
+    """Dims of a tensor, and of another that is one of its dims long along an index of one dim; None for other indices."""
+    x = given["self"]
+    return None if given["index"].dim() != 1 or x.dim() == 0 else _sides(x.shape, x.shape, given["dim"] % x.dim())[:2]
 
 
 def index_add(given: Arguments, outputs: Any) -> str | None:
-    x = given["self"]
-    if given["index"].dim() != 1 or x.dim() == 0:
-        return None
-    left, right, _ = _sides(x.shape, x.shape, given["dim"] % x.dim())
-    return f"{' '.join(left)}, _, i, {' '.join(right)} -> {' '.join(left)} ; +i ; add(0) ; fix v ; lin(0,3)"
+    dims = _in_a_row(given)
+    return dims and f"{dims[0]}, _, i, {dims[1]} -> {dims[0]} ; +i ; add(0) ; fix v ; lin(0,3)"
 
 
 def index_select(given: Arguments, outputs: Any) -> str | None:
-    x = given["self"]
-    if given["index"].dim() != 1 or x.dim() == 0:
-        return None
-    left, right, _ = _sides(x.shape, x.shape, given["dim"] % x.dim())
-    return f"{' '.join(left)}, _, i -> {' '.join(right)} ; fix v ; lin(0)"
+    dims = _in_a_row(given)
+    return dims and f"{dims[0]}, _, i -> {dims[1]} ; fix v ; lin(0)"
 
 
 def scan(*clauses: str) -> Write:
     """The rule of an op along `dim` whose outputs may have another size there: that dim is fixed."""
 
     def write(given: Arguments, outputs: Any) -> str:
-        x = given["self"]
-        at = given["dim"] % x.dim() if x.dim() else -1
-        flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        left = [f"x{d}" if d == at else f"d{d}" for d in range(x.dim())]
-        right = [f"y{d}" if d == at else f"d{d}" for d in range(x.dim())]
-        kept = [name for name in right if name[0] == "d" or flat[0].dim() == x.dim()]
-        fixed = [name for name in dict.fromkeys((*left, *kept)) if name[0] in "xy"]
-        sign = f"{' '.join(left) or '()'} -> {', '.join([' '.join(kept) or '()'] * len(flat))}"
-        return " ; ".join([sign, *clauses]) + _fix(*fixed)
+        ndim, flat = given["self"].dim(), flat_outputs(outputs)
+        cut = [given["dim"] % ndim] if ndim else []
+        left, right = numbered(ndim, cut, "x"), numbered(ndim, cut, "y")
+        right = [name for name in right if name[0] == "d" or flat[0].dim() == ndim]
+        fixed = [name for name in (*left, *right) if name[0] in "xy"]
+        sign = f"{joined(left)} -> {', '.join([joined(right)] * len(flat))}"
+        return " ; ".join([sign, *clauses]) + fix(*fixed)
 
     return write
 
 
 def glu_backward(given: Arguments, outputs: Any) -> str:
-    ndim = outputs.dim()
-    at = given["dim"] % ndim
-    left = " ".join(f"x{d}" if d == at else f"d{d}" for d in range(ndim))
-    right = " ".join(f"y{d}" if d == at else f"d{d}" for d in range(ndim))
+    at = given["dim"] % outputs.dim()
+    left, right = (" ".join(numbered(outputs.dim(), [at], mark)) for mark in "xy")
     return f"{left}, {right} -> {right} ; lin(0) ; fix x{at} y{at}"
 
 

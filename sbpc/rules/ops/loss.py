@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sbpc.rules.match import Arguments, Shard
-from sbpc.rules.ops.embedding import Found, addressed, without
-from sbpc.rules.ops.pointwise import aligned
+from sbpc.rules.ops.dims import aligned, joined
+from sbpc.rules.ops.embedding import Lookup, addressed, without
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ NONE, MEAN, SUM = 0, 1, 2
 def _nll_dims(given: Arguments) -> tuple[str, str, list[str]]:
     """The dims of self and of target, and the names of the latter."""
     rest = [f"n{at}" for at in range(given["target"].dim())]
-    return " ".join([*rest[:1], "c", *rest[1:]]), " ".join(rest) or "()", rest
+    return " ".join([*rest[:1], "c", *rest[1:]]), joined(rest), rest
 
 
 def nll(given: Arguments, outputs: Any) -> str:
@@ -40,9 +40,9 @@ def nll_backward(given: Arguments, outputs: Any) -> str:
     return f"{grad}, {x}, {target}, c, total_weight=() -> {x} ; idx c @ 2 ; lin(0) ; lin(1 -> )"
 
 
-def nll_local(shard: Shard, found: Found) -> Any:
+def nll_local(shard: Shard, lookup: Lookup) -> Any:
     """Where the classes are split, targets of other ranks are ignored; each target is picked on one rank."""
-    target = without(shard, found, shard.given["target"], shard.given["ignore_index"], -100)
+    target = without(shard, lookup, shard.given["target"], shard.given["ignore_index"], -100)
     return shard.plain(target=target, ignore_index=-100)
 
 

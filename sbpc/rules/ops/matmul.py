@@ -126,7 +126,8 @@ def numbers(call: Call, like: Any, count: int) -> Any:
 def dense(call: Call, rows: Any, count: int, number: Any, start: Any) -> Any:
     """Rows one after the other in memory, from number `start` on and then around."""
     if start is not None:
-        return call(aten.index_select.default, rows, 0, call(aten.remainder.Scalar, call(aten.add.Tensor, number, start), count))
+        around = call(aten.remainder.Scalar, call(aten.add.Tensor, number, start), count)
+        return call(aten.index_select.default, rows, 0, around)
     one = {"memory_format": torch.contiguous_format}  # a lone row counts as contiguous whatever its stride
     return call(aten.clone.default, rows, **one) if count == 1 else call(aten.contiguous.default, rows)
 

@@ -56,7 +56,10 @@ rule(aten._weight_norm_interface.default, by_slice("V, G -> V, G ; via R = weigh
 rule(aten._weight_norm_interface_backward.default, by_slice(WEIGHT_NORM_BACKWARD), nonempty="k r")
 rule(aten.native_batch_norm.default, batch_norm, nonempty="c")
 rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="n c h")
-rule(aten.native_group_norm.default, "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; via c s = group_norm")
+rule(
+    aten.native_group_norm.default,
+    "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; via c s = group_norm",
+)
 rule(
     aten.native_group_norm_backward.default,
     "n (g c) *s, n (g c) *s, n g, n g, (g c), [n], [(g c)], _, [g] -> n (g c) *s, (g c), (g c)"

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sbpc._compat import OpOverload
+from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, Arguments, Entry
-from sbpc.rules.registry import GENERATORS, entry, rule
+from sbpc.rules.ops.dims import aligned
+from sbpc.rules.registry import GENERATORS, rule
 
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
@@ -68,7 +70,7 @@ def pointwise_text(op: OpOverload, given: Arguments, outputs: Any) -> str | None
     >>> pointwise_text(aten.add.Tensor, {"self": torch.ones(2, 3), "other": torch.ones(3)}, torch.ones(2, 3))
     'd0 d1, d1, _ -> d0 d1 ; lin(0, 1)'
     """
-    flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    flat = flat_outputs(outputs)
     if not all(isinstance(output, Tensor) for output in flat):
         return None
     shape = flat[0].shape
@@ -91,22 +93,13 @@ def _linear(op: OpOverload, given: Arguments) -> list[tuple[str, ...]]:
     return [group for group in groups if all(isinstance(given.get(name), Tensor) for name in group)]
 
 
-def aligned(value: Any, shape: torch.Size) -> str:
-    """The dims of an operand of a broadcast to `shape`: d0 d1.. from the right, "1" where it is broadcast."""
-    if not isinstance(value, Tensor):
-        return "_"
-    skipped = len(shape) - value.dim()
-    dims = [f"d{at + skipped}" if size == shape[at + skipped] else "1" for at, size in enumerate(value.shape)]
-    return " ".join(dims) or "()"
-
-
 @functools.cache
 def pointwise(op: OpOverload) -> Entry | None:
     """The generated row of a functional pointwise op, None for any other op."""
     tagged = torch.Tag.pointwise in op.tags and not op._schema.is_mutable and op not in UNLIKE
     if not tagged and op not in UNTAGGED:
         return None
-    return entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
+    return Entry(op, functools.partial(pointwise_text, op), flops=FREE if op in VIEWS else None, view=op in VIEWS)
 
 
 def dropout(given: Arguments, outputs: Any) -> str | None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import Arguments, Shard, Write
+from sbpc.rules.ops.dims import joined
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -17,26 +19,16 @@ def reduction(*clauses: str, empty: bool = True) -> Write:
     """The rule of a reduction over `dim` (absent: all; empty: all, or none if not `empty`): kept k0.., reduced r0.."""
 
     def write(given: Arguments, outputs: Any) -> str:
-        if given.get("dim") == [] and not empty:
-            names = [f"k{at}" for at in range(given["self"].dim())]
-            reduced: list[str] = []
-        else:
-            names, reduced = _dims(given["self"].dim(), given.get("dim"))
-        outs = [name if name[0] == "k" else "1" for name in names if name[0] == "k" or given.get("keepdim")]
-        flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        sign = f"{' '.join(names) or '()'} -> " + ", ".join([" ".join(outs) or "()"] * len(flat))
-        filled = [clause.replace("R", " ".join(reduced)) for clause in clauses if "R" not in clause or reduced]
-        return " ; ".join([sign, *filled])
+        ndim, dims = given["self"].dim(), given.get("dim")
+        asked = [dims] if isinstance(dims, int) else dims or (range(ndim) if empty or dims is None else [])
+        chosen = {dim % ndim for dim in asked} if ndim else set()
+        names = [f"r{at}" if at in chosen else f"k{at}" for at in range(ndim)]
+        reduced = " ".join(name for name in names if name[0] == "r")
+        outs = joined(name if name[0] == "k" else "1" for name in names if name[0] == "k" or given.get("keepdim"))
+        sign = f"{joined(names)} -> {', '.join([outs] * len(flat_outputs(outputs)))}"
+        return " ; ".join([sign, *(each.replace("R", reduced) for each in clauses if "R" not in each or reduced)])
 
     return write
-
-
-def _dims(ndim: int, given: Any) -> tuple[list[str], list[str]]:
-    """The names of all dims, and of those that are reduced."""
-    asked = [given] if isinstance(given, int) else list(given or range(ndim))
-    chosen = {dim % ndim for dim in asked} if ndim else set()
-    names = [f"r{at}" if at in chosen else f"k{at}" for at in range(ndim)]
-    return names, [name for name in names if name[0] == "r"]
 
 
 def mean(shard: Shard) -> Any:
@@ -46,41 +38,32 @@ def mean(shard: Shard) -> Any:
     if all(shard.local[name] == sizes[name] for name in reduced):
         return shard.plain()
     typed = {} if given["dtype"] is None else {"dtype": given["dtype"]}
-    if "dim" not in given or not given["dim"]:
-        keep = [given["keepdim"]] if given.get("keepdim") else []
-        total = shard.call(aten.sum.dim_IntList, given["self"], list(range(len(sizes))), *keep, **typed)
-    else:
-        total = shard.call(aten.sum.dim_IntList, given["self"], given["dim"], given["keepdim"], **typed)
+    dims, keep = given.get("dim"), [given["keepdim"]] if given.get("keepdim") or given.get("dim") else []
+    total = shard.call(aten.sum.dim_IntList, given["self"], dims or list(range(len(sizes))), *keep, **typed)
     return shard.call(aten.div.Scalar, total, math.prod(sizes[name] for name in reduced))
 
 
-SUM, FIXED = reduction("+R", "lin(0)"), reduction("fix R")
-
-rule(aten.all.default, reduction("via R = all_of"))
-rule(aten.all.dim, reduction("via R = all_of"))
+for function, ops in {
+    "all_of": (aten.all.default, aten.all.dim),
+    "any_of": (aten.any.default, aten.any.dim),
+    "deviation": (aten.std.correction, aten.std_mean.correction),
+    "logsumexp": (aten.logsumexp.default,),
+    "variance": (aten.var.correction, aten.var_mean.correction),
+    "vector_norm": (aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim),
+}.items():
+    for op in ops:
+        rule(op, reduction(f"via R = {function}"))
+for op in (
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int,
+):  # fmt: skip
+    rule(op, reduction("fix R"))
+for op in (aten.amax.default, aten.max.default):
+    rule(op, reduction("max R"), nonempty="r")
+for op in (aten.amin.default, aten.min.default):
+    rule(op, reduction("min R"), nonempty="r")
+for op in (aten.mean.default, aten.mean.dim):
+    rule(op, reduction("+R", "lin(0)"), local=mean)
+for op in (aten.sum.default, aten.sum.dim_IntList):
+    rule(op, reduction("+R", "lin(0)"))
 rule(aten.all.dims, reduction("via R = all_of", empty=False))
-rule(aten.amax.default, reduction("max R"), nonempty="r")
-rule(aten.amin.default, reduction("min R"), nonempty="r")
-rule(aten.any.default, reduction("via R = any_of"))
-rule(aten.any.dim, reduction("via R = any_of"))
 rule(aten.any.dims, reduction("via R = any_of", empty=False))
-rule(aten.argmax.default, FIXED)
-rule(aten.argmin.default, FIXED)
-rule(aten.linalg_vector_norm.default, reduction("via R = vector_norm"))
-rule(aten.logsumexp.default, reduction("via R = logsumexp"))
-rule(aten.max.default, reduction("max R"), nonempty="r")
-rule(aten.max.dim, FIXED)
-rule(aten.mean.default, SUM, local=mean)
-rule(aten.mean.dim, SUM, local=mean)
-rule(aten.min.default, reduction("min R"), nonempty="r")
-rule(aten.min.dim, FIXED)
-for op in (aten.norm.Scalar, aten.norm.ScalarOpt_dim):
-    rule(op, reduction("via R = vector_norm"))
-rule(aten.prod.default, FIXED)
-rule(aten.prod.dim_int, FIXED)
-rule(aten.std.correction, reduction("via R = deviation"))
-rule(aten.std_mean.correction, reduction("via R = deviation"))
-rule(aten.sum.default, SUM)
-rule(aten.sum.dim_IntList, SUM)
-rule(aten.var.correction, reduction("via R = variance"))
-rule(aten.var_mean.correction, reduction("via R = variance"))

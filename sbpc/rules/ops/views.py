@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +14,13 @@ import torch
 from sbpc._compat import OpOverload
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Text, Write
+from sbpc.rules.ops.dims import fix, joined, numbered
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
 FIRST_STRIDE = 10_000
-CUT_BY_SIZE = (
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unfold.default,
-)  # a size of the whole dim is no local one
+# A size of the whole dim is no local one.
+CUT_BY_SIZE = (aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default)
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
@@ -32,15 +31,11 @@ def reshape(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]]:
     '(f0 f1) f2, [f0 f1 f2] -> f0 f1 f2 ; lin(0)'
     """
     before, after = tuple(given["self"].shape), tuple(outputs.shape)
-    sizes: dict[str, int] = {}
-    fixed: list[str] = []
-    left, right = [""] * len(before), [""] * len(after)
-    for ins, outs in _blocks(before, after):
-        _refine(before, after, ins, outs, left, right, sizes, fixed)
-    left = [dim or "1" for dim in left]
-    right = [dim or "1" for dim in right]
-    clauses = ["lin(0)", *([f"fix {' '.join(fixed)}"] if fixed else [])]
-    return f"{' '.join(left) or '()'}, [{' '.join(right)}] -> {' '.join(right) or '()'} ; {' ; '.join(clauses)}", sizes
+    factors = Factors((before, after), (["1"] * len(before), ["1"] * len(after)))
+    for block in _blocks(before, after):
+        factors.add(block)
+    left, right = factors.texts
+    return f"{joined(left)}, [{' '.join(right)}] -> {joined(right)} ; lin(0){fix(*factors.fixed)}", factors.sizes
 
 
 def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -57,42 +52,46 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return found
 
 
-def _refine(
-    before: Sequence[int], after: Sequence[int], ins: list[int], outs: list[int],
-    left: list[str], right: list[str], sizes: dict[str, int], fixed: list[str],
-) -> None:  # fmt: skip
-    """Name the factors of one block; where the borders of both sides interleave, only a common leading one is free."""
+@dataclass
+class Factors:
+    """The factors of a reshape, named block by block. texts: what each dim of both shapes is made of."""
 
-    def new(size: int) -> str:
-        sizes[f"f{len(sizes)}"] = size
-        return f"f{len(sizes) - 1}"
+    shapes: tuple[Sequence[int], Sequence[int]]
+    texts: tuple[list[str], list[str]]
+    sizes: dict[str, int] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
 
-    def borders(shape: Sequence[int], dims: list[int]) -> list[int]:
-        return [math.prod(shape[dim] for dim in dims[at:]) for at in range(len(dims) + 1)]
-
-    if 0 in before:
-        for shape, dims, side in ((before, ins, left), (after, outs, right)):
-            for dim in dims:
-                side[dim] = new(shape[dim])
-                fixed.append(side[dim])
-        return
-    cuts = sorted({*borders(before, ins), *borders(after, outs)}, reverse=True)
-    if all(a % b == 0 for a, b in itertools.pairwise(cuts)):
-        names = {(a, b): new(a // b) for a, b in itertools.pairwise(cuts)}
-        for shape, dims, side in ((before, ins, left), (after, outs, right)):
-            edges = borders(shape, dims)
-            for dim, major, minor in zip(dims, edges, edges[1:]):
+    def add(self, block: tuple[list[int], list[int]]) -> None:
+        """Name the factors of one block; where the borders of both sides interleave, only a common leading one is free."""
+        edges = [_borders(shape, dims) for shape, dims in zip(self.shapes, block)]
+        cuts = sorted({*edges[0], *edges[1]}, reverse=True)
+        if 0 in cuts:
+            return self.interleave(block, 1)
+        if any(a % b for a, b in itertools.pairwise(cuts)):
+            return self.interleave(block, math.gcd(*(shape[dims[0]] for shape, dims in zip(self.shapes, block))))
+        names = {(a, b): self.new(a // b) for a, b in itertools.pairwise(cuts)}
+        for dims, ends, texts in zip(block, edges, self.texts):
+            for dim, major, minor in zip(dims, ends, ends[1:]):
                 inside = [name for (a, b), name in names.items() if a <= major and b >= minor]
-                side[dim] = inside[0] if len(inside) == 1 else f"({' '.join(inside)})"
-        return
-    common = math.gcd(before[ins[0]], after[outs[0]])
-    lead = new(common) if common > 1 else ""
-    for shape, dims, side in ((before, ins, left), (after, outs, right)):
-        for dim in dims:
-            leads = dim == dims[0] and lead != ""
-            rest = new(shape[dim] // common if leads else shape[dim])
-            side[dim] = f"({lead} {rest})" if leads else rest
-            fixed.append(rest)
+                texts[dim] = inside[0] if len(inside) == 1 else f"({' '.join(inside)})"
+
+    def interleave(self, block: tuple[list[int], list[int]], common: int) -> None:
+        """Name a leading factor that both sides have in common, and fix the rest of each dim."""
+        lead = self.new(common) if common > 1 else ""
+        for shape, dims, texts in zip(self.shapes, block, self.texts):
+            for dim in dims:
+                leads = dim == dims[0] and lead != ""
+                self.fixed.append(self.new(shape[dim] // common if leads else shape[dim]))
+                texts[dim] = f"({lead} {self.fixed[-1]})" if leads else self.fixed[-1]
+
+    def new(self, size: int) -> str:
+        """The name of a further factor."""
+        self.sizes[f"f{len(self.sizes)}"] = size
+        return f"f{len(self.sizes) - 1}"
+
+
+def _borders(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim] for dim in dims[at:]) for at in range(len(dims) + 1)]
 
 
 def reshaped(shard: Shard) -> Any:
@@ -111,31 +110,23 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
     'd0 d1 d2 -> d2 d0 d1 ; lin(0)'
     """
     x = given["self"]
-    marks = {FIRST_STRIDE + at: f"d{at}" for at in range(x.dim())}  # no multiple and no sum of these is one of them
-    if op in CUT_BY_SIZE:
-        marks.pop(FIRST_STRIDE + given.get("dim", given.get("dimension")) % x.dim(), None)
+    cut = given.get("dim", given.get("dimension")) % x.dim() if op in CUT_BY_SIZE else None
     probe = torch.empty_strided(x.shape, [FIRST_STRIDE + at for at in range(x.dim())], device="meta")
-    fixed = []
 
-    def dim(number: int, at: int, size: int, stride: int) -> str:
-        name = marks.get(stride, "")
-        if name and size == x.shape[stride - FIRST_STRIDE]:
-            return name
-        if size == 1 or stride == 0:
-            return "1" if size == 1 else f"e{at}"
-        fixed.append(f"y{number}_{at}")
-        return fixed[-1]
+    def dim(output: int, at: int, size: int, stride: int) -> str:
+        source = stride - FIRST_STRIDE  # no multiple and no sum of the strides is one of them
+        if source in range(x.dim()) and source != cut and size == x.shape[source]:
+            return f"d{source}"
+        return "1" if size == 1 else f"e{at}" if stride == 0 else f"y{output}_{at}"
 
     made = flat_outputs(op(**{**given, "self": probe}))
     sides = [[dim(n, at, *place) for at, place in enumerate(zip(y.shape, y.stride()))] for n, y in enumerate(made)]
-    before = []
-    for at, size in enumerate(x.shape):
-        cut = not all(f"d{at}" in side for side in sides)
-        before.append("1" if cut and size == 1 else f"x{at}" if cut else f"d{at}")
-        fixed += [before[-1]] if cut and size != 1 else []
-    texts = [" ".join(side) or "()" for side in (before, *sides)]
+    lost = [at for at in range(x.dim()) if not all(f"d{at}" in side for side in sides)]
+    mine = numbered(x.dim(), lost, "x")
+    before = ["1" if name[0] == "x" and size == 1 else name for name, size in zip(mine, x.shape)]
+    fixed = [name for side in (*sides, before) for name in side if name[0] in "xy"]
     sizes = f", [{' '.join(sides[0])}]" if "size" in given and op not in CUT_BY_SIZE else ""
-    return f"{texts[0]}{sizes} -> {', '.join(texts[1:])} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
+    return f"{joined(before)}{sizes} -> {', '.join(map(joined, sides))} ; lin(0){fix(*fixed)}"
 
 
 def squeeze_dims(shard: Shard) -> Any:
@@ -146,12 +137,11 @@ def squeeze_dims(shard: Shard) -> Any:
 
 # --- some dims are cut, all others are free ---------------------------------------------------------------------------
 def _side(ndim: int, cut: Sequence[int], mark: str) -> str:
-    return " ".join(f"{mark}{at}" if at in cut else f"d{at}" for at in range(ndim)) or "()"
+    return joined(numbered(ndim, cut, mark))
 
 
 def _fixes(cut: Sequence[int], *marks: str) -> str:
-    names = [f"{mark}{at}" for mark in marks for at in cut]
-    return f" ; fix {' '.join(names)}" if names else ""
+    return fix(*(f"{mark}{at}" for mark in marks for at in cut))
 
 
 def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
@@ -175,9 +165,9 @@ def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
 def unselect(given: Arguments, outputs: Any) -> str:
     """select_backward."""
     ndim, at = outputs.dim(), given["dim"] % outputs.dim()
-    kept = [f"d{dim}" for dim in range(ndim) if dim != at]
+    rest = joined(f"d{dim}" for dim in range(ndim) if dim != at)
     whole = _side(ndim, [at], "x")
-    return f"{' '.join(kept) or '()'}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
+    return f"{rest}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
 
 
 def cat(given: Arguments, outputs: Any) -> str | None:
@@ -193,7 +183,7 @@ def cat(given: Arguments, outputs: Any) -> str | None:
 def stack(given: Arguments, outputs: Any) -> str:
     ndim = outputs.dim()
     at = given["dim"] % ndim
-    part = " ".join(f"d{dim}" for dim in range(ndim) if dim != at) or "()"
+    part = joined(f"d{dim}" for dim in range(ndim) if dim != at)
     return f"{', '.join([part] * len(given['tensors']))} -> {_side(ndim, [at], 'y')} ; lin(all){_fixes([at], 'y')}"
 
 
@@ -209,24 +199,19 @@ def repeat(given: Arguments, outputs: Any) -> str:
     ndim, x = outputs.dim(), given["self"]
     new = ndim - x.dim()
     cut = [at for at in range(ndim) if given["repeats"][at] != 1 or at < new]
-    mine = " ".join(f"x{at}" if at in cut else f"d{at}" for at in range(new, ndim)) or "()"
-    fixed = [f"x{at}" for at in cut if at >= new] + [f"y{at}" for at in cut]
-    return f"{mine} -> {_side(ndim, cut, 'y')} ; lin(0)" + (f" ; fix {' '.join(fixed)}" if fixed else "")
+    mine = numbered(ndim, cut, "x")[new:]
+    fixed = [name for name in mine if name[0] == "x"] + [f"y{at}" for at in cut]
+    return f"{joined(mine)} -> {_side(ndim, cut, 'y')} ; lin(0){fix(*fixed)}"
 
 
 def embed(given: Arguments, outputs: Any) -> str:
     """slice_scatter and select_scatter: src written into self, jointly linear."""
     ndim = outputs.dim()
     at = given["dim"] % ndim
-    part = (
-        " ".join(
-            f"y{dim}" if dim == at else f"d{dim}" for dim in range(ndim) if dim != at or given["src"].dim() == ndim
-        )
-        or "()"
-    )
-    fixed = "x y" if given["src"].dim() == ndim else "x"
+    sliced = given["src"].dim() == ndim
+    source = joined(name for name in numbered(ndim, [at], "y") if sliced or name[0] == "d")
     whole = _side(ndim, [at], "x")
-    return f"{whole}, {part} -> {whole} ; lin(0,1){_fixes([at], *fixed.split())}"
+    return f"{whole}, {source} -> {whole} ; lin(0,1){_fixes([at], *('xy' if sliced else 'x'))}"
 
 
 def triangle(given: Arguments, outputs: Any) -> str:

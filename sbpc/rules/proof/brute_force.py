@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from sbpc.rules.proof.worker import Lost, attempt
 RANKS = 2
 MOST = 20_000
 CRASHES = 3  # after which an op is taken to crash on shapes that do not fit
-FREE = ((B, Split), (B, type(P)), (Split, type(P)))  # boxings that send nothing: slice, keep, pad
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,27 @@ class Size:
 
 @dataclass(frozen=True)
 class How:
-    """On how many ranks, and what the sum of the ranks' outputs may be: reductions, each tried in turn."""
+    """How a search runs: the number of ranks, and the kinds of partial results that an output may be, tried in turn."""
 
     ranks: int = RANKS
     reductions: tuple[Partial, ...] = (P,)
 
 
-Pattern = tuple[tuple[int | None, ...], "Size | None"]
+class Pattern(NamedTuple):
+    """Which dim of each operand is split, None for none, and which integer is cut with it."""
+
+    dims: tuple[int | None, ...]
+    size: Size | None
+
+
 TWO = How()
 
 
 @dataclass(frozen=True)
-class Found:
-    """The valid signatures of a call, each with the integer that is cut for it. tried: patterns of splits that were tried.
+class SearchResult:
+    """The valid signatures of a call, each with the integer that is cut for it.
 
-    left: those that were not, since there are too many or since the op crashes or hangs. lost: why it did, for each.
+    tried, left: how many patterns were tried, and how many were left out. lost: why each worker that crashed or hung ended.
     """
 
     signatures: dict[Signature, Size | None]
@@ -59,17 +64,12 @@ class Found:
     lost: tuple[str, ...]
 
 
-def valid(one: Case, sizes: Sequence[Size] = ()) -> list[Signature]:
-    """All signatures of a call that hold on two ranks."""
-    return list(search(one, sizes).signatures)
+def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> SearchResult:
+    """All signatures of a call that hold. An output gets the first state of B, P and S that holds for all values.
 
-
-def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> Found:
-    """All signatures of a call that hold.
-
-    Of the states that an output could be said to have, the first of B, P, S that holds whatever the values is taken. An op that crashes or
-    hangs on a few patterns of splits does not check shapes: then only those are tried that split all dims of one size,
-    as where there are too many. Raises RuleError for an op that crashes or hangs on those as well.
+    An op that crashes or hangs on more than CRASHES patterns does not check shapes. Then, or where there are more than
+    MOST patterns, only those are tried that split all dims of one size. Raises RuleError if the op crashes or hangs on
+    those as well.
     """
     every = list(patterns(one, sizes))
     fitting = [pattern for pattern in every if alike(one, pattern)]
@@ -85,44 +85,46 @@ def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: Ho
                     break
             else:
                 for signature in result:
-                    found.setdefault(signature, pattern[1])
+                    found.setdefault(signature, pattern.size)
         else:
-            return Found(found, len(chosen), len(every) - len(chosen), tuple(lost))
+            return SearchResult(found, len(chosen), len(every) - len(chosen), tuple(lost))
     raise RuleError(f"{one.op} crashes or hangs on {CRASHES + 1} calls on shards\n  Give it smaller examples.")
 
 
 def confirm(
     one: Case, found: Mapping[Signature, Size | None], ranks: Sequence[int], seconds: float = 20.0, how: How = TWO
 ) -> dict[Signature, dict[int, bool]]:
-    """Whether signatures hold on these numbers of ranks as well; those that would leave one an empty shard are not tried."""
-    items = [
-        (signature, replace(how, ranks=number))
-        for signature in found
-        for number in ranks
-        if not any(isinstance(s, Split) and 0 in chunk_sizes(v.shape[s.dim], number) for s, v in zip(signature.inputs, one.operands))
-    ]
-    told: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
-    for (signature, there), result in attempt(
-        lambda item: holds(one, item[0].inputs, found[item[0]], item[0].outputs, item[1]), items, seconds
-    ):
-        told[signature][there.ranks] = result is True
-    return told
+    """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not tried."""
+
+    def leaves_one_empty(signature: Signature, number: int) -> bool:
+        split = [(s, value) for s, value in zip(signature.inputs, one.operands) if isinstance(s, Split)]
+        return any(0 in chunk_sizes(value.shape[state.dim], number) for state, value in split)
+
+    def holds_on(item: tuple[Signature, int]) -> bool:
+        signature, number = item
+        return holds(one, signature.inputs, found[signature], signature.outputs, replace(how, ranks=number))
+
+    items = [(s, number) for s in found for number in ranks if not leaves_one_empty(s, number)]
+    held: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
+    for (signature, number), result in attempt(holds_on, items, seconds):
+        held[signature][number] = result is True
+    return held
 
 
 def alike(one: Case, pattern: Pattern) -> bool:
     """Whether what is split is one dim of every operand that has a dim of that size."""
-    split = [value.shape[dim] for value, dim in zip(one.operands, pattern[0]) if dim is not None]
+    split = [value.shape[dim] for value, dim in zip(one.operands, pattern.dims) if dim is not None]
     holders = [value for value in one.operands if split and split[0] in value.shape]
     return len(set(split)) < 2 and len(split) == len(holders)
 
 
 def patterns(one: Case, sizes: Sequence[Size]) -> Iterator[Pattern]:
-    """Which dim of each operand is split, if any, and which integer is cut with it."""
+    """Every way to split dims of the operands, each with every integer that may be cut with them."""
     each = [[None, *(dim for dim, size in enumerate(value.shape) if size > 1)] for value in one.operands]
     for dims in itertools.product(*each):
         for size in (None, *sizes):
             if size is None or any(dim is not None for dim in dims):
-                yield dims, size
+                yield Pattern(dims, size)
 
 
 def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
@@ -133,11 +135,8 @@ def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
         return []
     calls = [one, *filter(runs, others(one))]
     exact = all(not value.is_floating_point() for value in one.operands)
-    numbers = [
-        at
-        for at, (dim, value) in enumerate(zip(dims, one.operands))
-        if dim is None and value.dtype != torch.bool and (value.is_floating_point() or exact)
-    ]
+    added = [(exact and value.dtype != torch.bool) or value.is_floating_point() for value in one.operands]
+    numbers = [at for at, dim in enumerate(dims) if dim is None and added[at]]
     found = []
     for count in range(len(numbers) + 1):
         for chosen in itertools.combinations(numbers, count):
@@ -160,8 +159,8 @@ def others(one: Case) -> Iterator[Case]:
                 changed.append(value.flatten().roll(1 + lone).view(value.shape))
         args, kwargs = swapped(one, changed)
         yield replace(one, args=tuple(args), kwargs=kwargs)
-    smooth = [value for value in one.operands if value.is_floating_point()]
-    for special in ((0.0, 1.0, -1.0, 2.0, 3.0), *([(0.0, torch.inf, -torch.inf, torch.nan)] if len(smooth) == 1 else [])):
+    lone = sum(value.is_floating_point() for value in one.operands) == 1
+    for special in ((0.0, 1.0, -1.0, 2.0, 3.0), *([(0.0, torch.inf, -torch.inf, torch.nan)] if lone else [])):
         args, kwargs = swapped(one, [draw(value, special, at) for at, value in enumerate(one.operands)])
         yield replace(one, args=tuple(args), kwargs=kwargs)
 
@@ -196,7 +195,8 @@ def outcome(
         if made is None:
             return None
         if number == 0:
-            left = [[B, *how.reductions, *map(Split, range(v.dim()))] if isinstance(v, Tensor) else [B] for _, v in made]
+            dims = [v.dim() if isinstance(v, Tensor) else None for _, v in made]
+            left = [[B] if n is None else [B, *how.reductions, *map(Split, range(n))] for n in dims]
         for at, (parts, v) in enumerate(made):
             if isinstance(v, Tensor):
                 left[at] = [state for state in left[at] if in_state(parts, state, v, call_, shapes_only)]
@@ -207,10 +207,10 @@ def outcome(
 
 def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], how: How) -> bool:
     """Whether the outputs are in the states `outs` if the inputs are in `ins`."""
-    found = outputs_of(one, ins, size, how)
-    return found is not None and all(
+    made = outputs_of(one, ins, size, how)
+    return made is not None and all(
         not isinstance(expected, Tensor) or in_state(parts, state, expected, one)
-        for (parts, expected), state in zip(found, outs)
+        for (parts, expected), state in zip(made, outs)
     )
 
 
@@ -285,12 +285,6 @@ def close(one: Case) -> float:
 
 
 # --- what follows from what -------------------------------------------------------------------------------------------
-def lacking(found: Sequence[Signature], offered: Sequence[Signature]) -> list[Signature]:
-    """Those of `found` that cost more without a signature of their own: neither offered nor an offered one with free boxings."""
-    missing = [s for s in found if not any(follows(s, other) for other in offered)]
-    return [s for s in missing if not any(other is not s and follows(s, other) for other in missing)]
-
-
 def follows(signature: Signature, other: Signature) -> bool:
     """Whether `other` does what `signature` does, its inputs and outputs boxed without sending anything."""
     ins = all(given == wanted or is_free(given, wanted) for given, wanted in zip(signature.inputs, other.inputs))
@@ -298,14 +292,5 @@ def follows(signature: Signature, other: Signature) -> bool:
 
 
 def is_free(before: State, after: State) -> bool:
-    """Whether boxing sends nothing."""
-    return any(isinstance(after, kind) and (before == state if state == B else isinstance(before, Split)) for state, kind in FREE)
-
-
-def sizes_of(fills: Sequence[Any], named: Mapping[str, Any]) -> list[Size]:
-    """The integers that a rule rewrites, one by one."""
-    found = []
-    for fill in fills:
-        value = named[fill.name]
-        found += [Size(fill.name, None)] if fill.single else [Size(fill.name, at) for at in range(len(value))]
-    return found
+    """Whether boxing sends nothing: a slice, a keep or a pad."""
+    return isinstance(after, (Split, Partial)) if before == B else isinstance(before, Split) and isinstance(after, Partial)

@@ -12,27 +12,37 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sbpc.errors import RuleError
+from sbpc.graph.operands import named_arguments
 from sbpc.mesh.states import B, P, Partial, Split, State
 from sbpc.rules.binding import Bound, Signature, is_list, signatures
-from sbpc.rules.match import named_arguments
 from sbpc.rules.proof.brute_force import Size, follows
 from sbpc.rules.proof.prove import Case
 from sbpc.rules.registry import applied
 
-Place = tuple[str, Any, Any]  # ("in" or "out", operand, dim), or ("size", argument, place in its list)
 CLAUSE = {"sum": "+", "max": "max ", "min": "min "}
+
+
+class CutDim(NamedTuple):
+    """What a signature cuts: a dim of an operand ("in") or of an output ("out"), by numbers, or an integer ("size").
+
+    Of an integer `of` is the name of the argument, and `dim` its place in a list, None for one that stands alone.
+    """
+
+    kind: str
+    of: Any
+    dim: Any
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a call. outputs: tensors of their shapes. valid: signatures, each with the integer cut for it.
+    """What is known of a call. outputs: tensors of the shapes of its outputs. valid: signatures, each with the integer cut for it.
 
-    broken: signatures that fail on some number of ranks: True where those divide the dims that it splits.
+    broken: signatures that fail on some number of ranks, each with whether such a number divides all dims that it splits.
     """
 
     one: Case
@@ -67,7 +77,8 @@ def infer(known: Evidence, share: bool = True, follow: bool = True, unread: bool
             if more is not None and more.sound:
                 draft = more
                 break
-    for signature in sorted((s for s in best if not splits(s) and P in s.inputs), key=lambda s: [state != P for state in s.inputs]):
+    linear = [s for s in best if not splits(s) and P in s.inputs]
+    for signature in sorted(linear, key=lambda s: [state != P for state in s.inputs]):
         more = replace(draft, linear=(*draft.linear, signature))
         draft = more if more.sound and (unread or P in signature.outputs) else draft
     bound = draft.bound
@@ -143,15 +154,14 @@ class Draft:
         return Writing(self).text()
 
 
-def places_of(signature: Signature, size: Size | None) -> list[Place]:
+def places_of(signature: Signature, size: Size | None) -> list[CutDim]:
     """What a signature cuts."""
-    found: list[Place] = []
-    for kind, states in (("in", signature.inputs), ("out", signature.outputs)):
-        found += [(kind, at, state.dim) for at, state in enumerate(states) if isinstance(state, Split)]
-    return found if size is None else [*found, ("size", size.name, size.at)]
+    sides = (("in", signature.inputs), ("out", signature.outputs))
+    dims = [CutDim(k, at, s.dim) for k, states in sides for at, s in enumerate(states) if isinstance(s, Split)]
+    return dims if size is None else [*dims, CutDim("size", size.name, size.at)]
 
 
-def extent(one: Case, outputs: Sequence[Any], place: Place) -> int:
+def extent(one: Case, outputs: Sequence[Any], place: CutDim) -> int:
     """The size of a dim, or the value of an integer."""
     kind, at, dim = place
     if kind == "size":
@@ -167,7 +177,7 @@ class Writing:
     def __init__(self, draft: Draft) -> None:
         self.draft, self.one, self.outputs = draft, draft.known.one, draft.known.outputs
         self.named = named_arguments(self.one.op, self.one.args, self.one.kwargs)
-        self.owner: dict[Place, Signature] = {}
+        self.owner: dict[CutDim, Signature] = {}
         for letter in draft.letters:
             self.owner.update(dict.fromkeys(places_of(letter, draft.known.valid[letter]), letter))
         self.units = {
@@ -189,7 +199,8 @@ class Writing:
         """The whole string."""
         shown = itertools.count()
         inputs = [self.dims("in", next(shown), item) if isinstance(item, Tensor) else "" for _, item in self.slots]
-        results = [self.dims("out", at, value) if isinstance(value, Tensor) else "_" for at, value in enumerate(self.outputs)]
+        outputs = enumerate(self.outputs)
+        results = [self.dims("out", at, value) if isinstance(value, Tensor) else "_" for at, value in outputs]
         inputs = [text or self.argument(*slot) for text, slot in zip(inputs, self.slots)]
         while len(inputs) > 1 and inputs[-1] == "_":
             inputs.pop()
@@ -198,18 +209,18 @@ class Writing:
     def dims(self, kind: str, at: int, value: Tensor) -> str:
         """One tensor."""
         used: list[str] = []
-        found = [self.dim((kind, at, dim), int(size), used) for dim, size in enumerate(value.shape)]
+        found = [self.dim(CutDim(kind, at, dim), int(size), used) for dim, size in enumerate(value.shape)]
         return " ".join(found) or "()"
 
-    def dim(self, place: Place, size: int, used: list[str]) -> str:
+    def dim(self, place: CutDim, size: int, used: list[str]) -> str:
         """One dim: its letter, a group that its letter leads, a fixed letter or 1."""
         letter = self.owner.get(place)
         if letter is None:
-            return "1" if size == 1 else self.fixed_name(size, used, place[0])
+            return "1" if size == 1 else self.fixed_name(size, used, place.kind)
         if letter not in self.names:
             self.names[letter] = next(self.free)
         rest = size // self.units[letter]
-        return self.names[letter] if rest == 1 else f"({self.names[letter]} {self.fixed_name(rest, used, place[0])})"
+        return self.names[letter] if rest == 1 else f"({self.names[letter]} {self.fixed_name(rest, used, place.kind)})"
 
     def fixed_name(self, size: int, used: list[str], kind: str) -> str:
         """A letter that is not split, of this size, and not one that the operand has already."""
@@ -225,7 +236,7 @@ class Writing:
         """An argument that is no tensor: sizes, or '_' and a condition."""
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         numbers = [None] if not isinstance(value, (list, tuple)) else list(range(len(items)))
-        cut = [("size", name, number) in self.owner for number in numbers]
+        cut = [CutDim("size", name, number) in self.owner for number in numbers]
         whole = all(type(item) is int and item > 0 for item in items) and bool(items)
         followed = self.draft.follow and whole and all(item > 1 and item in self.fixed.values() for item in items)
         if not any(cut) and not followed:
@@ -235,7 +246,7 @@ class Writing:
         found = []
         for number, item in zip(numbers, items):
             before = len(self.fixed)
-            found.append(self.dim(("size", name, number), item, used))
+            found.append(self.dim(CutDim("size", name, number), item, used))
             if len(self.fixed) > before:  # a size that no tensor has
                 self.conditions.append(f"{found[-1]} == {item}")
         return f"[{' '.join(found)}]"
@@ -244,6 +255,7 @@ class Writing:
     def clauses(self) -> Iterator[str]:
         """Everything after the arrow's operands, in the order of the grammar."""
         order = sorted(self.names.items(), key=lambda item: (len(item[1]), item[1]))
+        tensors = [at for at, value in enumerate(self.outputs) if isinstance(value, Tensor)]
         reduced: dict[str, list[str]] = {}
         same: dict[tuple[int, ...], list[str]] = {}
         added: dict[int, None] = {}
@@ -251,9 +263,9 @@ class Writing:
             kinds = [state.op for state in letter.outputs if isinstance(state, Partial)]
             if kinds:
                 reduced.setdefault(kinds[0], []).append(name)
-            kept = tuple(at for at, state in enumerate(letter.outputs) if state == B and isinstance(self.outputs[at], Tensor))
-            if kept:
-                same.setdefault(kept, []).append(name)
+            whole = tuple(at for at in tensors if letter.outputs[at] == B)
+            if whole:
+                same.setdefault(whole, []).append(name)
             added.update(dict.fromkeys(self.numbered(letter.inputs)))
         yield from (f"{CLAUSE[kind]}{' '.join(names)}" for kind, names in reduced.items())
         if self.fixed:
@@ -261,7 +273,6 @@ class Writing:
         yield from (f"same({' '.join(names)} -> {listed(outs)})" for outs, names in same.items())
         if added:
             yield f"add({listed(sorted(added))})"
-        tensors = [at for at, value in enumerate(self.outputs) if isinstance(value, Tensor)]
         for signature in self.draft.linear:
             outs = [at for at in tensors if signature.outputs[at] == P]
             arrow = "" if outs == tensors else f" -> {listed(outs)}"
@@ -294,10 +305,8 @@ def condition(one: Case, name: str, value: Any) -> str:
     value = list(value) if isinstance(value, tuple) else value
     if is_plain(value) or (isinstance(value, list) and all(map(is_plain, value))):
         return f"{name} == {value!r}"
-    raise RuleError(
-        f"{one}: no rule string can say that the argument {name!r} is {value!r}\n  Leave it at its default, or write a rule "
-        "as a function of the arguments: sbpc.rule."
-    )
+    todo = "Leave it at its default, or write a rule as a function of the arguments: sbpc.rule."
+    raise RuleError(f"{one}: no rule string can say that the argument {name!r} is {value!r}\n  {todo}")
 
 
 def is_plain(value: Any) -> bool:

@@ -11,29 +11,30 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves, named_arguments, with_arguments
 from sbpc.mesh.states import P, Partial
 from sbpc.rules.binding import Signature, divides, flat_outputs
-from sbpc.rules.match import named_arguments
-from sbpc.rules.proof import user_rules as own
-from sbpc.rules.proof.brute_force import Found, How, Size, confirm, search
+from sbpc.rules.proof import user_rules
+from sbpc.rules.proof.brute_force import How, SearchResult, Size, confirm, search
 from sbpc.rules.proof.infer import Evidence, Inferred, extent, infer, left_over, places_of
-from sbpc.rules.proof.prove import Case, short, swapped, tensors
+from sbpc.rules.proof.prove import Case, short, swapped
 from sbpc.rules.proof.rule_files import UNREVIEWED, add_entries
-from sbpc.rules.proof.small_calls import Call
+from sbpc.rules.proof.small_calls import SmallCall
 from sbpc.rules.proof.user_rules import (
-    TOLERANCE,
     case_arguments,
     detached,
     require_function,
     require_pure,
     resolve,
+    tolerance_of,
     wide,
 )
 from sbpc.rules.proof.worker import Lost, attempt
@@ -42,11 +43,10 @@ from sbpc.rules.registry import row
 SECONDS = 5.0  # that one call may take
 PROOF = 120.0  # that a proof may take
 HOW = How(2, (P, Partial("max"), Partial("min")))
-CUT, LED = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22), 12  # other sizes: of split factors, uneven on 3 ranks or 4; of those that lead a group
-
-
+CUT = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22)  # other sizes of split factors, uneven on 3 ranks or 4
+LED = 12  # another size of factors that lead a group
 WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
-"""What `infer` takes as share and follow, and whether the rule is to be seen on other sizes: in turn, until a proof holds."""
+"""Settings that are tried in turn until a proof holds: `share` and `follow` of `infer`, and whether to try other sizes too."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Probe:
         """
         known = row(self.op)
         if known is not None and not known.source.startswith("reviewed"):
-            raise RuleError(f"{self.op} has a rule already, and a file can add none\n  Put another in its place with sbpc.rule.")
+            what = f"{self.op} has a rule already, and a file can add none"
+            raise RuleError(f"{what}\n  Put another in its place with sbpc.rule.")
         return add_entries(path, [str(self)]) == 1
 
 
@@ -101,13 +102,13 @@ def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
     Raises RuleError for an op that there is not, that fails, crashes or hangs on the arguments, that writes into them or
     gives other values when it is run again.
     """
-    found = resolve(op)
-    given, named = case_arguments(found, [*args, dict(kwargs)])
-    return probe_call(found, [Call(tuple(given), named)])
+    overload = resolve(op)
+    given, named = case_arguments(overload, [*args, dict(kwargs)])
+    return probe_call(overload, [SmallCall(tuple(given), named)])
 
 
-def probe_call(op: OpOverload, calls: Sequence[Call], seconds: float = SECONDS) -> Probe:
-    """See `probe`. calls: of which the first that the op takes is probed. seconds: that one call of the op may take."""
+def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECONDS) -> Probe:
+    """Probe the first of these calls that the op takes; see `probe`. seconds: the limit of one call of the op."""
     require_pure(op)
     load_custom_ops()
     call, cases = first_that_runs(op, calls, seconds)
@@ -116,8 +117,8 @@ def probe_call(op: OpOverload, calls: Sequence[Call], seconds: float = SECONDS) 
         done = inferred(one, outputs, found, seconds)
         if not done.refused:  # else with values that tell more: whole numbers have no fractions
             break
-    told = [*call.remarks, *done.remarks, *not_tried(found)]
-    return Probe(op, done.rule, tuple(map(called, done.cases)), len(found.signatures), found.tried, done.left_out, tuple(told))
+    seen, remarks = tuple(map(called, done.cases)), (*call.remarks, *done.remarks, *not_tried(found))
+    return Probe(op, done.rule, seen, len(found.signatures), found.tried, done.left_out, remarks)
 
 
 def name_of(op: OpOverload) -> str:
@@ -129,7 +130,7 @@ def name_of(op: OpOverload) -> str:
     return str(op._schema.name) + (f".{op._overloadname}" if op._overloadname != "default" else "")
 
 
-def not_tried(found: Found) -> Iterator[str]:
+def not_tried(found: SearchResult) -> Iterator[str]:
     """What brute force has left out."""
     if found.lost:
         ways = dict.fromkeys(found.lost)
@@ -140,25 +141,34 @@ def not_tried(found: Found) -> Iterator[str]:
 
 # --- the call that is run ---------------------------------------------------------------------------------------------
 def first_that_runs(
-    op: OpOverload, calls: Sequence[Call], seconds: float
-) -> tuple[Call, list[tuple[Case, tuple[Any, ...]]]]:
+    op: OpOverload, calls: Sequence[SmallCall], seconds: float
+) -> tuple[SmallCall, list[tuple[Case, tuple[Any, ...]]]]:
     """The first call that the op takes, on values of several kinds, with the outputs on the meta device."""
     for call in calls:
         ways: tuple[Callable[[Any], Any], ...] = (whole_numbers(), wide, detached)
-        cases = [Case(op, tuple(map(way, call.args)), {n: way(v) for n, v in call.kwargs.items()}) for way in ways]
-        looks = list(attempt(look, cases, seconds))
-        for told in (told for _, told in looks if isinstance(told, RuleError)):
-            raise told
-        fine = [(one, told) for one, told in looks if isinstance(told, tuple)]
-        if fine:
-            finite = [(one, told) for one, told in fine if told[1]] or fine
-            return call, [(replace(one, tolerance=told[2]), on_meta(told[0])) for one, told in finite]
-    *_, (one, why) = looks
+        cases = [Case(op, *map_aggregate((call.args, dict(call.kwargs)), way)) for way in ways]
+        results = list(attempt(look, cases, seconds))
+        for error in (seen for _, seen in results if isinstance(seen, RuleError)):
+            raise error
+        ran = [(one, seen) for one, seen in results if isinstance(seen, Look)]
+        if ran:
+            finite = [(one, seen) for one, seen in ran if seen.finite] or ran
+            return call, [(replace(one, tolerance=seen.tolerance), on_meta(seen.outputs)) for one, seen in finite]
+    *_, (one, why) = results
     lost = f"{one}: the op does not survive it: {why.why}" if isinstance(why, Lost) else why
     raise RuleError(f"{lost}\n  Give arguments that the op takes on one device.")
 
 
-def on_meta(about: Sequence[Any]) -> tuple[Any, ...]:
+class Look(NamedTuple):
+    """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how close they
+    can be."""
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    finite: bool
+    tolerance: float
+
+
+def on_meta(about: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Any, ...]:
     """Outputs of these shapes and types, None for those that are no tensors."""
     return tuple(None if each is None else torch.empty(each[0], dtype=each[1], device="meta") for each in about)
 
@@ -169,22 +179,19 @@ def called(one: Case) -> str:
 
 
 def look(one: Case) -> Any:
-    """In a worker: shapes and types of the outputs, whether they are finite, and how close they can be.
-
-    For an op that fails what it says; for one that is no function of its arguments a RuleError.
-    """
+    """In a worker: the Look of a call, what the op says where it fails, a RuleError if it is no function of its arguments."""
     try:
         outputs = flat_outputs(one.run())
     except Exception as error:  # whatever the op raises
         return f"{one} fails: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
     try:
-        close = max((TOLERANCE[v.dtype] for v in (*one.operands, *tensors(outputs)) if v.dtype in TOLERANCE), default=0.0)
+        close = tolerance_of([*one.operands, *leaves(outputs, Tensor)])
         require_function(replace(one, tolerance=close))
     except RuleError as error:
         return error
     about = [(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None for value in outputs]
-    finite = all(bool(torch.isfinite(value).all()) for value in tensors(outputs))
-    return about, finite, close
+    finite = all(bool(torch.isfinite(value).all()) for value in leaves(outputs, Tensor))
+    return Look(about, finite, close)
 
 
 def whole_numbers() -> Callable[[Any], Any]:
@@ -192,12 +199,11 @@ def whole_numbers() -> Callable[[Any], Any]:
     generator = torch.Generator().manual_seed(3)
 
     def drawn(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if not value.is_floating_point():
-                return value.detach().clone()
-            numbers = torch.randperm(value.numel(), generator=generator).view(value.shape) % 99 - min(value.numel(), 99) // 3
-            return (numbers + (numbers >= 0)).double().to(value.device)
-        return type(value)(map(drawn, value)) if isinstance(value, (list, tuple)) else value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return detached(value)
+        shuffled = torch.randperm(value.numel(), generator=generator).view(value.shape)
+        numbers = shuffled % 99 - min(value.numel(), 99) // 3
+        return (numbers + (numbers >= 0)).double().to(value.device)
 
     return drawn
 
@@ -214,7 +220,7 @@ def sizes_in(one: Case) -> Iterator[Size]:
 # --- the rule ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """cases: the calls that the rule was proved on. refused: whether its proof accepts none that was inferred."""
+    """What became of inference. cases: the calls that the rule was proved on. refused: whether the proof accepted no rule."""
 
     rule: str | None
     cases: tuple[Case, ...]
@@ -223,7 +229,7 @@ class Outcome:
     refused: bool = False
 
 
-def inferred(one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) -> Outcome:
+def inferred(one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> Outcome:
     """The rule that derives most and that its proof accepts, first on other sizes too."""
     facts = Facts(one, outputs, found, seconds)
     failed, texts = tuple[str, ...](), dict[str, None]()
@@ -241,7 +247,8 @@ def inferred(one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) 
             kept = "" if second is None else " of " * bool(second.kept) + ", ".join(second.kept)
             alone = (f"not tried: other sizes{kept}, which the op refuses",) if second is None or kept else ()
             return Outcome(made.text, cases, facts.reasons(made), alone)
-        failed = failed or (f"refused by its proof: {made.text}", f"    {why.why if isinstance(why, Lost) else str(why).splitlines()[0]}")
+        reason = why.why if isinstance(why, Lost) else str(why).splitlines()[0]
+        failed = failed or (f"refused by its proof: {made.text}", f"    {reason}")
     return Outcome(None, (one,), facts.reasons(made), failed, True)
 
 
@@ -249,7 +256,7 @@ def refuted(claim: tuple[str, Sequence[Case]]) -> str | None:
     """In a worker: why a rule is refused when it is registered with these calls as examples, None if it is not."""
     text, cases = claim
     try:
-        own.rule(cases[0].op, text, examples=[(*one.args, dict(one.kwargs)) for one in cases], replace=True)
+        user_rules.rule(cases[0].op, text, examples=[(*one.args, dict(one.kwargs)) for one in cases], replace=True)
     except RuleError as error:
         return str(error)
     return None
@@ -267,14 +274,14 @@ class Second:
 class Facts:
     """What is known of the signatures of a call, more with every number of ranks and every size."""
 
-    def __init__(self, one: Case, outputs: tuple[Any, ...], found: Found, seconds: float) -> None:
+    def __init__(self, one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> None:
         self.one, self.outputs, self.found, self.seconds = one, outputs, found, seconds
         self.broken: dict[Signature, bool] = {}
         self.where: dict[Signature, str] = {}
         self.learn(one, outputs, (3, 4))
 
     def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Sequence[int]) -> bool:
-        """Try all that is thought to be valid on a call; whether something new does not hold."""
+        """Try all signatures that seem valid on a call. Returns whether one fails that had not failed before."""
         before = dict(self.broken)
         for signature, told in confirm(one, self.found.signatures, ranks, self.seconds, HOW).items():
             cut = [extent(one, outputs, place) for place in places_of(signature, self.found.signatures[signature])]
@@ -297,13 +304,13 @@ class Facts:
         """A call of other sizes and values that the op takes and that the rule fits."""
         sizes = [new_sizes(made, fixed) for fixed in (True, False)]
         tries = [(new, resized(self.one, made, new, real)) for new in sizes for real in (True, False)]
-        for (new, one), told in attempt(lambda item: look(item[1]), tries, self.seconds):
-            if not isinstance(told, tuple) or not told[1]:
+        for (new, one), seen in attempt(lambda item: look(item[1]), tries, self.seconds):
+            if not isinstance(seen, Look) or not seen.finite:
                 continue
             shapes = [None if v.dims is None else tuple(dim.size(new) for dim in v.dims) for v in made.bound.outputs]
-            if shapes == [about and about[0] for about in told[0]]:
+            if shapes == [about and about[0] for about in seen.outputs]:
                 kept = [f for f, size in made.bound.sizes.items() if size == new[f] > 1 and f in made.bound.rule.fixed]
-                return Second(replace(one, tolerance=told[2]), on_meta(told[0]), tuple(kept))
+                return Second(replace(one, tolerance=seen.tolerance), on_meta(seen.outputs), tuple(kept))
         return None
 
     def reasons(self, made: Inferred) -> tuple[tuple[Signature, str], ...]:
@@ -315,14 +322,13 @@ class Facts:
 
 def new_sizes(made: Inferred, fixed: bool) -> dict[str, int]:
     """Other sizes of the factors. fixed: also of those that are not split, which keep their order."""
-    split = [s.factor for s in made.offered if s.factor is not None]
-    leads, cut = divides(made.bound), itertools.cycle(size for size in CUT if size not in made.bound.sizes.values())
-    held = sorted((f for f, size in made.bound.sizes.items() if f not in split and size > 1), key=made.bound.sizes.__getitem__)
-    changed = {f: made.bound.sizes[f] + 1 + at for at, f in enumerate(held)} if fixed else {}
-    return {
-        f: changed.get(f, size) if f not in split else LED if f in leads else next(cut)
-        for f, size in made.bound.sizes.items()
-    }
+    sizes, leads = made.bound.sizes, divides(made.bound)
+    split = [signature.factor for signature in made.offered]
+    cut = itertools.cycle(size for size in CUT if size not in sizes.values())
+    unsplit = sorted((f for f, size in sizes.items() if f not in split and size > 1), key=sizes.__getitem__)
+    changed = {f: sizes[f] + 1 + at for at, f in enumerate(unsplit)} if fixed else {}
+    fresh = {f: LED if f in leads else next(cut) for f in sizes if f in split}
+    return sizes | changed | fresh
 
 
 def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> Case:
@@ -338,10 +344,5 @@ def resized(one: Case, made: Inferred, sizes: Mapping[str, int], real: bool) -> 
             at = torch.randint(0, max(value.numel(), 1), shape, generator=generator).to(value.device)
             parts.append(value.flatten()[at] if value.numel() else value)
     args, kwargs = swapped(one, parts)
-    for fill in made.bound.fills:
-        found = [dim.size(sizes) for dim in fill.dims]
-        if fill.name in kwargs:
-            kwargs[fill.name] = found[0] if fill.single else found
-        elif fill.at < len(args):
-            args[fill.at] = found[0] if fill.single else found
+    args, kwargs = with_arguments(one.op, args, kwargs, made.bound.integers(args, kwargs, sizes))
     return replace(one, args=tuple(args), kwargs=kwargs)

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc.errors import LayoutError, RuleError
+from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B, P, Split, State, chunk_sizes
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import Match, Phases, named_arguments
+from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
 
 AXES = ("x", "y")
@@ -56,7 +58,7 @@ class Case:
     @cached_property
     def operands(self) -> list[Tensor]:
         """The tensors of the call in schema order."""
-        return [found for value in named_arguments(self.op, self.args, self.kwargs).values() for found in tensors(value)]
+        return leaves(named_arguments(self.op, self.args, self.kwargs), Tensor)
 
     def match(self) -> Match:
         """The rule bound to this call. Raises RuleError if there is none."""
@@ -92,42 +94,40 @@ class Count:
     pairs: int = 0
 
     def __add__(self, other: Count) -> Count:
-        return Count(*(getattr(self, name) + getattr(other, name) for name in ("signatures", "runs", "mutants", "pairs")))
+        return Count(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values())))
 
 
 def prove(
-    one: Case,
-    ranks: Sequence[int] = RANKS,
-    pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)),
-    mutants: bool = True,
+    one: Case, ranks: Sequence[int] = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
 ) -> Count:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair.
 
     Raises RuleError with the signature, the inputs and both results for one that does not hold.
     """
-    m, count = one.match(), Count()
-    for signature in m.signatures:
-        proved = 0
-        for number in ranks:
-            try:
-                results = run(one, m, (signature,), (number,))
-                agree(one, results, [(state,) for state in signature.outputs], (number,))
-            except Inapplicable:
-                continue
-            except Refuted as error:
-                raise refusal(one, m, signature_on(signature, number), error) from error
-            proved += 1
-            if mutants and proved == 1:
-                count.mutants += reject(one, m, signature, number, results)
-        if not proved:
-            raise RuleError(
-                f"{one}: {signature} is never applicable\n  {m.rule}\n"
-                f"  Give sizes that one of {', '.join(map(str, ranks))} divides."
-            )
-        count.signatures += 1
-        count.runs += proved
+    m = one.match()
+    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Count())
     for first, second in itertools.product(m.signatures, repeat=2) if pairs else ():
         count.pairs += prove_pair(one, m, first, second, pairs)
+    return count
+
+
+def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[int], mutants: bool) -> Count:
+    """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
+    count = Count(1)
+    for number in ranks:
+        try:
+            results = run(one, m, (signature,), (number,))
+            agree(one, results, [(state,) for state in signature.outputs], (number,))
+        except Inapplicable:
+            continue
+        except Refuted as error:
+            raise refusal(one, m, signature_on(signature, number), error) from error
+        count.runs += 1
+        if mutants and count.runs == 1:
+            count.mutants = reject(one, m, signature, number, results)
+    if not count.runs:
+        todo = f"Give sizes that one of {', '.join(map(str, ranks))} divides."
+        raise RuleError(f"{one}: {signature} is never applicable\n  {m.rule}\n  {todo}")
     return count
 
 
@@ -150,7 +150,8 @@ def run(
     held = [layout.shards(value, ranks, generator) for layout, value in zip(ins, one.operands)]
     if m.phases is not None and m.phases.apart(chosen):
         return run_apart(m, m.phases, chosen, ranks, order, held)
-    return run_call(m, chosen, ranks, order, [swapped(one, [parts[rank] for parts in held]) for rank in range(math.prod(ranks))])
+    given = [swapped(one, [parts[rank] for parts in held]) for rank in range(math.prod(ranks))]
+    return run_call(m, chosen, ranks, order, given)
 
 
 def run_call(
@@ -187,12 +188,9 @@ def run_apart(
 
 
 def agree(
-    one: Case,
-    results: Sequence[Sequence[Any]],
-    claims: Sequence[tuple[State, ...]],
-    ranks: Sequence[int],
+    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int],
     order: Sequence[int] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
         if isinstance(expected, Tensor):
@@ -275,10 +273,8 @@ def reject(one: Case, m: Match, signature: Signature, ranks: int, results: Seque
         except Refuted:
             count += 1
             continue
-        raise RuleError(
-            f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}\n"
-            "  Give inputs that tell right from wrong: values that differ, none of them zero."
-        )
+        what = f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}"
+        raise RuleError(f"{what}\n  Give inputs that tell right from wrong: values that differ, none of them zero.")
     return count
 
 
@@ -314,7 +310,8 @@ def refusal(one: Case, m: Match, what: str, why: Refuted) -> RuleError:
     lines += [f"  operand {at}: {values(operand)}" for at, operand in enumerate(one.operands)]
     if why.expected is not None:
         lines += [f"  one device: {values(why.expected)}", f"  the ranks:  {values(why.found)}"]
-    return RuleError("\n".join([*lines, "  Fix the rule: leave the factor fixed (fix f) where no split of it is right."]))
+    lines.append("  Fix the rule: leave the factor fixed (fix f) where no split of it is right.")
+    return RuleError("\n".join(lines))
 
 
 def values(value: Any) -> str:
@@ -323,34 +320,18 @@ def values(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def case(op: Any, *args: Any, **kwargs: Any) -> Case:
-    """A case of an exact op."""
-    return Case(op, args, kwargs)
-
-
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op at once."""
     return STAND_INS.get(op, op)(*args, **kwargs)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """The tensors in an argument, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [found for item in value for found in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def swapped(one: Case, parts: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a case with these tensors, in schema order, in the place of its own."""
     mine = iter(parts)
     names = [argument.name for argument in one.op._schema.arguments if argument.name in one.kwargs]
-    return [_swap(value, mine) for value in one.args], {name: _swap(one.kwargs[name], mine) for name in names}
-
-
-def _swap(value: Any, parts: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(parts)
-    return [_swap(item, parts) for item in value] if isinstance(value, (list, tuple)) else value
+    given = one.args, {name: one.kwargs[name] for name in names}
+    args, kwargs = map_aggregate(given, lambda item: next(mine) if isinstance(item, Tensor) else item)
+    return list(args), dict(kwargs)
 
 
 def _text(value: Any) -> str:

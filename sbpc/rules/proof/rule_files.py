@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from sbpc._compat import OpOverload
 from sbpc.errors import RuleError, check_kinds
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
-from sbpc.rules.match import WRITTEN, Arguments
-from sbpc.rules.proof.user_rules import Registered, factors_of, fits, require_pure, resolve
-from sbpc.rules.registry import applied, entry, row
+from sbpc.rules.match import WRITTEN, Arguments, Entry
+from sbpc.rules.proof.user_rules import Registered, fits, require_pure, resolve
+from sbpc.rules.registry import applied, row
 
 UNREVIEWED = "?"
 HEADER = f"""# Rules for sbpc.load_rules and --rules: in a line an op and its rule string.
@@ -23,7 +23,7 @@ HEADER = f"""# Rules for sbpc.load_rules and --rules: in a line an op and its ru
 
 
 @dataclass(frozen=True)
-class Line:
+class RuleLine:
     """One rule of a file. reviewed: a person has removed the mark of what a probe has inferred."""
 
     number: int
@@ -42,29 +42,34 @@ def load_rules(path: str | Path) -> list[Registered]:
     """
     check_kinds(RuleError, path=(path, "a path"))
     file = Path(path)
-    texts: dict[OpOverload, list[str]] = {}
-    first: dict[OpOverload, int] = {}
+    lines: dict[OpOverload, list[RuleLine]] = {}
     for line in lines_of(file, read(file)):
         with at_line(file, line.number):
-            op = resolve(line.name)
-            require_pure(op)
-            fits(parse(line.text), op, False)
-            known = row(op)
-            if known is not None and not known.source.startswith("reviewed"):
-                raise RuleError(f"{op} has a rule already\n  Remove the line.")
-            if not line.reviewed:
-                raise RuleError(
-                    f"the rule of {line.name} was inferred by a probe, and nobody has reviewed it\n  {line.text}\n"
-                    f"  Remove the {UNREVIEWED!r} if it is right, or put a '#' before it to go without."
-                )
-        texts.setdefault(op, []).append(line.text)
-        first.setdefault(op, line.number)
+            lines.setdefault(op_of(line), []).append(line)
     done = []
-    for op, alternatives in texts.items():
+    for op, alternatives in lines.items():
         done.append(Registered(op, registry.TABLE.get(op)))
-        made = entry(op, Alternatives(tuple(alternatives), op), flops=WRITTEN, nonempty=every_factor(alternatives))
-        registry.put(op, replace(made, source=f"reviewed, {file.name}:{first[op]}"))
+        texts = tuple(line.text for line in alternatives)
+        factors = tuple(dict.fromkeys(factor for text in texts for factor in parse(text).factors))
+        source = f"reviewed, {file.name}:{alternatives[0].number}"
+        registry.put(op, Entry(op, Alternatives(texts, op), WRITTEN, nonempty=factors, source=source))
     return done
+
+
+def op_of(line: RuleLine) -> OpOverload:
+    """The op of a line. Raises RuleError unless it may have the rule, and a person has reviewed that."""
+    op = resolve(line.name)
+    require_pure(op)
+    fits(parse(line.text), op, False)
+    known = row(op)
+    if known is not None and not known.source.startswith("reviewed"):
+        raise RuleError(f"{op} has a rule already\n  Remove the line.")
+    if not line.reviewed:
+        raise RuleError(
+            f"the rule of {line.name} was inferred by a probe, and nobody has reviewed it\n  {line.text}\n"
+            f"  Remove the {UNREVIEWED!r} if it is right, or put a '#' before it to go without."
+        )
+    return op
 
 
 def add_entries(path: str | Path, entries: Iterable[str]) -> int:
@@ -84,7 +89,8 @@ def add_entries(path: str | Path, entries: Iterable[str]) -> int:
         try:
             file.write_text(text)
         except OSError as error:
-            raise RuleError(f"cannot write the rules to {file}: {error.strerror}\n  Name a file that may be written to.") from error
+            what = f"cannot write the rules to {file}: {error.strerror}"
+            raise RuleError(f"{what}\n  Name a file that may be written to.") from error
     return added
 
 
@@ -93,12 +99,11 @@ def read(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(
-            f"cannot read the rules of {file}: {error}\n  Each line holds an op and its rule string; # starts a comment."
-        ) from error
+        todo = "Each line holds an op and its rule string; # starts a comment."
+        raise RuleError(f"cannot read the rules of {file}: {error}\n  {todo}") from error
 
 
-def lines_of(file: Path, text: str) -> Iterator[Line]:
+def lines_of(file: Path, text: str) -> Iterator[RuleLine]:
     """The rules of a file in order. Raises RuleError with the line of one that is malformed."""
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -107,7 +112,7 @@ def lines_of(file: Path, text: str) -> Iterator[Line]:
         name, _, rule = content.removeprefix(UNREVIEWED).strip().partition(" ")
         with at_line(file, number):
             parse(rule.strip())
-        yield Line(number, name, rule.strip(), not content.startswith(UNREVIEWED))
+        yield RuleLine(number, name, rule.strip(), not content.startswith(UNREVIEWED))
 
 
 @contextmanager
@@ -117,11 +122,6 @@ def at_line(file: Path, number: int) -> Iterator[None]:
         yield
     except RuleError as error:
         raise RuleError(f"{file}, line {number}: {error}") from error
-
-
-def every_factor(texts: Sequence[str]) -> str:
-    """The factors of several rules."""
-    return " ".join(dict.fromkeys(factor for text in texts for factor in factors_of(parse(text))))
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
-from sbpc.rules.proof.prove import tensors
+from sbpc.graph.operands import leaves
 
 LARGE, MOST = 12, 1 << 18  # a dim that is scaled down; elements that brute force takes
 SMALL = (6, 8, 10, 14, 15, 16, 18, 20, 21, 22)  # what large dims become, in their order
 
 
 @dataclass(frozen=True)
-class Call:
+class SmallCall:
     """The arguments of a call. remarks: what a reader of the entry must know of them."""
 
     args: tuple[Any, ...]
@@ -25,16 +26,16 @@ class Call:
     remarks: tuple[str, ...] = ()
 
 
-def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
+def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SmallCall]:
     """Calls to be tried in turn in the place of one on fake tensors, each with other sizes.
 
     Large sizes become small ones that differ; or all are divided by one number, for ops that ask for ratios; integers of
     one of these sizes go with it, or stay. Integer tensors hold numbers below the least size, so that they may be indices.
     """
-    given = [value for argument in (*args, *kwargs.values()) for value in tensors(argument)]
+    given = leaves((args, kwargs), Tensor)
     dims = sorted({int(size) for value in given for size in value.shape})
-    integers = {item for argument in (*args, *kwargs.values()) for item in integers_in(argument)}
-    found: dict[tuple[Any, ...], Call] = {}
+    integers = {item for item in leaves((args, kwargs), int) if type(item) is int}
+    found: dict[tuple[Any, ...], SmallCall] = {}
     for scale in scales(dims):
         for ints in (scale, {}):
             if max((math.prod(scale.get(int(n), int(n)) for n in value.shape) for value in given), default=0) > MOST:
@@ -44,8 +45,7 @@ def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
             told += [f"the argument {before} as {ints[before]}" for before in sorted(integers & ints.keys())]
             key = tuple(scale.items()), tuple(sorted(integers & ints.keys()))
             remarks = (f"scaled down: {', '.join(told)}",) if told else ()
-            call = Call(tuple(map(new, args)), {name: new(value) for name, value in kwargs.items()}, remarks)
-            found.setdefault(key, call)
+            found.setdefault(key, SmallCall(*map_aggregate((tuple(args), dict(kwargs)), new), remarks))
     return list(found.values())
 
 
@@ -82,14 +82,6 @@ class Drawn:
             shape = [self.sizes.get(int(size), int(size)) for size in value.shape]
             if value.is_floating_point() or value.is_complex():
                 return torch.randn(shape, generator=generator, dtype=torch.float64).to(value.dtype)
-            return torch.randint(0, 2 if value.dtype == torch.bool else self.below, shape, generator=generator).to(value.dtype)
-        if isinstance(value, (list, tuple)):
-            return [self(item) for item in value]
+            below = 2 if value.dtype == torch.bool else self.below
+            return torch.randint(0, below, shape, generator=generator).to(value.dtype)
         return self.ints.get(value, value) if type(value) is int else value
-
-
-def integers_in(value: Any) -> list[int]:
-    """The integers of an argument."""
-    if isinstance(value, (list, tuple)):
-        return [found for item in value for found in integers_in(item)]
-    return [value] if type(value) is int else []

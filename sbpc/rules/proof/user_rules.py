@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, op_names, overload_of
 from sbpc.errors import RuleError
+from sbpc.graph.operands import leaves
 from sbpc.mesh.states import chunk_sizes
 from sbpc.rules import registry
-from sbpc.rules.binding import is_list
-from sbpc.rules.grammar import Rule, parse, refuse
+from sbpc.rules.binding import base, is_list
+from sbpc.rules.grammar import Operand, Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
-from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove, tensors
+from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove
 from sbpc.rules.proof.worker import Lost, attempt
-from sbpc.rules.registry import entry, row
+from sbpc.rules.registry import row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 UNPROVED, PROVED = "unproved", "proved"
@@ -46,15 +48,9 @@ class Registered:
 
 
 def rule(
-    op: Any,
-    text: str | Write,
-    *,
-    examples: Sequence[Sequence[Any]] = (),
-    flops: str | Count | None = None,
-    nonempty: str = "",
-    local: Kernel | None = None,
-    replace: bool = False,
-) -> Registered:
+    op: Any, text: str | Write, *, examples: Sequence[Sequence[Any]] = (), flops: str | Count | None = None,
+    nonempty: str = "", local: Kernel | None = None, replace: bool = False,
+) -> Registered:  # fmt: skip
     """Say what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands.
 
     text: a rule string (the grammar is in sbpc/rules/grammar.py), or a function of the arguments by name and of the
@@ -69,20 +65,19 @@ def rule(
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
     results.
     """
-    found = resolve(op)
-    require_pure(found)
+    overload = resolve(op)
+    require_pure(overload)
     if isinstance(text, str):
-        fits(parse(text), found, local is not None)
-    known, before = row(found), registry.TABLE.get(found)
-    if known is not None and not replace and known.text != text:
-        written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
-        raise RuleError(f"{found} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
-    held = nonempty if examples or not isinstance(text, str) else " ".join(factors_of(parse(text)))
-    made = entry(found, text, flops=flops, local=local, nonempty=held)
-    done = Registered(found, before)
-    registry.put(found, with_source(made, PROVED if examples else UNPROVED))
+        fits(parse(text), overload, local is not None)
+    if not replace:
+        require_free(overload, text)
+    untried = isinstance(text, str) and not examples  # on empty shards either
+    factors = tuple(parse(text).factors if untried else nonempty.split())
+    made = Entry(overload, text, flops, local, factors, source=PROVED if examples else UNPROVED)
+    done = Registered(overload, registry.TABLE.get(overload))
+    registry.put(overload, made)
     try:
-        prove_on([case_of(found, example) for example in examples], made)
+        prove_on([case_of(overload, example) for example in examples], made)
     except BaseException:
         done.remove()
         raise
@@ -111,9 +106,17 @@ def resolve(op: Any) -> OpOverload:
     return getattr(packet, overload or "default")
 
 
+def require_free(op: OpOverload, text: str | Write) -> None:
+    """Raises RuleError for an op that has another rule already."""
+    known = row(op)
+    if known is not None and known.text != text:
+        written = known.text if isinstance(known.text, str) else "written by a function of its arguments"
+        raise RuleError(f"{op} has a rule already\n  {written}\n  Pass replace=True to put another in its place.")
+
+
 def require_pure(op: OpOverload) -> None:
     """Raises RuleError for an op that is no function of its arguments."""
-    written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    written = [each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write]
     if written or op._schema.is_mutable:
         what = f"{op} writes into its argument {written[0]!r}" if written else f"{op} writes into its arguments"
         raise RuleError(f"{what}, so it has no signature\n  Register an op that returns a new tensor instead.")
@@ -123,27 +126,16 @@ def require_pure(op: OpOverload) -> None:
 
 def fits(rule: Rule, op: OpOverload, local: bool) -> None:
     """Raises RuleError, pointing at the operand, if the string cannot be about calls of `op`."""
-    arguments = list(op._schema.arguments)
+    arguments, made = list(op._schema.arguments), op._schema.returns
     names = [argument.name for argument in arguments]
     lists = any(is_list(argument) for argument in arguments)
     for number, operand in enumerate(rule.inputs):
-        if operand.name is None and lists:
-            continue
-        if operand.name is None and number >= len(arguments):
-            refuse(rule.text, operand.at, f"{op} has {len(arguments)} arguments", f"They are {', '.join(names)}.")
-        if operand.name is not None and operand.name not in names:
-            refuse(rule.text, operand.at, f"{op} has no argument {operand.name!r}", f"They are {', '.join(names)}.")
-        argument = arguments[number if operand.name is None else names.index(operand.name)]
-        kind = str(argument.type)
-        if operand.kind == "tensor" and "Tensor" not in kind:
-            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is no tensor ({kind})", "Write '_' for it.")
-        if operand.kind != "tensor" and kind == "Tensor":
-            refuse(rule.text, operand.at, f"argument {argument.name!r} of {op} is a tensor", "Write its dims.")
+        if operand.name is not None or not lists:
+            operand_fits(rule, operand, number, op)
     taken = {operand.name or names[at] for at, operand in enumerate(rule.inputs) if operand.name or at < len(names)}
     lacking = [a.name for a in arguments if str(a.type) == "Tensor" and a.name not in taken and not lists]
     if lacking:
         refuse(rule.text, rule.text.index("->"), f"no operand for the tensor {lacking[0]!r} of {op}", "Write its dims.")
-    made = op._schema.returns
     if len(made) != len(rule.outputs) and not any("List" in str(value.type) for value in made):
         at = rule.outputs[min(len(made), len(rule.outputs) - 1)].at
         refuse(rule.text, at, f"{op} has {len(made)} outputs, the rule {len(rule.outputs)}", "Write one for each.")
@@ -151,13 +143,23 @@ def fits(rule: Rule, op: OpOverload, local: bool) -> None:
         what = f"idx {rule.idx[0][0]} needs a local kernel, for the op alone knows no offsets"
         refuse(rule.text, len(rule.text), what, "Give local=, or leave the factor fixed.")
     for name in names_in(rule.when or ""):
-        if name not in (*names, *factors_of(rule)):
+        if name not in (*names, *rule.factors):
             refuse(rule.text, rule.text.index("when"), f"when(...): {name!r} is no argument and no factor", "Name one.")
 
 
-def factors_of(rule: Rule) -> list[str]:
-    """All factors of a rule in the order of its text."""
-    return list(dict.fromkeys(factor for operand in (*rule.inputs, *rule.outputs) for factor in operand.factors))
+def operand_fits(rule: Rule, operand: Operand, number: int, op: OpOverload) -> None:
+    """Raises RuleError if operand `number` of the string cannot be about an argument of `op`."""
+    arguments = {argument.name: argument for argument in op._schema.arguments}
+    if operand.name is None and number >= len(arguments):
+        refuse(rule.text, operand.at, f"{op} has {len(arguments)} arguments", f"They are {', '.join(arguments)}.")
+    name = operand.name or list(arguments)[number]
+    if name not in arguments:
+        refuse(rule.text, operand.at, f"{op} has no argument {name!r}", f"They are {', '.join(arguments)}.")
+    kind = str(arguments[name].type)
+    if operand.kind == "tensor" and "Tensor" not in kind:
+        refuse(rule.text, operand.at, f"argument {name!r} of {op} is no tensor ({kind})", "Write '_' for it.")
+    if operand.kind != "tensor" and kind == "Tensor":
+        refuse(rule.text, operand.at, f"argument {name!r} of {op} is a tensor", "Write its dims.")
 
 
 # --- proving ----------------------------------------------------------------------------------------------------------
@@ -168,8 +170,7 @@ def case_arguments(op: OpOverload, example: Sequence[Any]) -> tuple[list[Any], M
     *args, last = [*example] or [{}]
     kwargs: Mapping[str, Any] = last if isinstance(last, Mapping) else {}
     args = args if isinstance(last, Mapping) else [*args, last]
-    given = [value for argument in (*args, *kwargs.values()) for value in tensors(argument)]
-    if any(value.is_meta for value in given):
+    if any(value.is_meta for value in leaves((args, kwargs), Tensor)):
         raise RuleError(f"an example for {op} is on the meta device\n  Give tensors that hold values.")
     return args, kwargs
 
@@ -178,29 +179,29 @@ def case_of(op: OpOverload, example: Sequence[Any]) -> Case:
     """The call that an example stands for, in float64 where the op takes it."""
     args, kwargs = case_arguments(op, example)
     for convert in (wide, detached):
-        one = Case(op, tuple(convert(arg) for arg in args), {name: convert(value) for name, value in kwargs.items()})
+        one = Case(op, *map_aggregate((tuple(args), dict(kwargs)), convert))
         try:
-            outputs = tensors([one.run()])
+            outputs = leaves(one.run(), Tensor)
         except Exception as error:
             failed = error
             continue
-        types = [value.dtype for value in (*one.operands, *outputs) if value.dtype in TOLERANCE]
-        return Case(op, one.args, one.kwargs, tolerance=max((TOLERANCE[dtype] for dtype in types), default=0.0))
+        return Case(op, one.args, one.kwargs, tolerance=tolerance_of([*one.operands, *outputs]))
     raise RuleError(f"an example for {op} fails: {failed}\n  Give arguments that the op takes.") from failed
 
 
+def tolerance_of(values: Iterable[Tensor]) -> float:
+    """How far apart equal values may be in the types of these tensors."""
+    return max((TOLERANCE.get(value.dtype, 0.0) for value in values), default=0.0)
+
+
 def detached(value: Any) -> Any:
-    """A copy of an argument, without autograd."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return type(value)(map(detached, value)) if isinstance(value, (list, tuple)) else value
+    """A copy of a tensor, without autograd; anything else as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def wide(value: Any) -> Any:
-    """A copy of an argument, its floating-point tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
-    return type(value)(map(wide, value)) if isinstance(value, (list, tuple)) else value
+    """A copy of a tensor, in float64 if it is a floating-point one; anything else as it is."""
+    return detached(value.double() if isinstance(value, Tensor) and value.is_floating_point() else value)
 
 
 def prove_on(cases: Sequence[Case], made: Entry) -> None:
@@ -210,18 +211,16 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
     weak = dict.fromkeys(factor for one in cases for factor in breaking(one))
     if weak:
         made = replace(made, nonempty=(*made.nonempty, *weak))
-        registry.put(made.op, with_source(made, PROVED))
+        registry.put(made.op, made)
     sizes: dict[str, int] = {}
     for one in cases:
         m = one.match()
         prove(one, ranks=ranks_for(m))
         for factor, size in m.sizes.items():
-            base = factor.split(".")[0]
-            sizes[base] = max(size, sizes.get(base, 0))
+            sizes[base(factor)] = max(size, sizes.get(base(factor), 0))
     if cases and isinstance(made.text, str):
         parsed = parse(made.text)
-        held = {*parsed.fixed, *(factor for factor, *_ in parsed.halo)}
-        single = [f for f in factors_of(parsed) if f not in held and sizes.get(f, 0) < 2 and not parsed.rng]
+        single = [f for f in parsed.factors if f not in parsed.unsplit and sizes.get(f, 0) < 2 and not parsed.rng]
         if single:
             what = f"{made.op}: no example splits the factor {single[0]!r}, which has one element in all of them"
             raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
@@ -243,9 +242,11 @@ def require_function(one: Case) -> None:
     before = [operand.clone() for operand in one.operands]
     again = replace(one).run()
     if not all(torch.equal(a, b) for a, b in zip(before, one.operands)):
-        raise RuleError(f"{one} changes its operands, though its schema does not say so\n  Return a new tensor instead.")
-    if not all(equal(a, b, one.tolerance) for a, b in zip(tensors([again]), tensors([one.run()]))):
-        raise RuleError(f"{one} gives other values when it is run again\n  Only a function of its arguments has a rule.")
+        what = f"{one} changes its operands, though its schema does not say so"
+        raise RuleError(f"{what}\n  Return a new tensor instead.")
+    if not all(equal(a, b, one.tolerance) for a, b in zip(leaves(again, Tensor), leaves(one.run(), Tensor))):
+        what = f"{one} gives other values when it is run again"
+        raise RuleError(f"{what}\n  Only a function of its arguments has a rule.")
 
 
 def breaking(one: Case) -> Iterable[str]:
@@ -256,7 +257,7 @@ def breaking(one: Case) -> Iterable[str]:
         results: Iterable[tuple[Any, Any]] = [(s, survives(one, m, s)) for s in splits]
     else:
         results = attempt(lambda s: survives(one, m, s), splits, SECONDS)
-    return [str(s.factor).split(".")[0] for s, fine in results if fine is False or isinstance(fine, Lost)]
+    return [base(str(s.factor)) for s, fine in results if fine is False or isinstance(fine, Lost)]
 
 
 def survives(one: Case, m: Match, signature: Any) -> bool:
@@ -268,8 +269,3 @@ def survives(one: Case, m: Match, signature: Any) -> bool:
     except Refuted:
         return False
     return True
-
-
-def with_source(made: Entry, source: str) -> Entry:
-    """The row, with where it comes from."""
-    return replace(made, source=source)
