@@ -59,7 +59,7 @@ class FakeModel:
         return leaves, structure
 
     @contextlib.contextmanager
-    def substituted(self, parameters: Named, buffers: Named) -> Iterator[Callable[[], Named]]:
+    def substituted(self, parameters: Mapping[str, Tensor], buffers: Named) -> Iterator[Callable[[], Named]]:
         """Puts `parameters` and `buffers` into the module while this lasts. Afterwards every attribute is as it was.
 
         Yields a function that returns which buffers the forward has replaced (`self.count = self.count + 1`) and by what.

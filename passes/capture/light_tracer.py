@@ -331,12 +331,18 @@ def functional_form(func: Any) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns the nested value with every tensor changed."""
-    return map_aggregate(value, lambda item: change(item) if isinstance(item, Tensor) else item)
+    """Returns the nested value with every tensor changed, without a frame of torch between caller and `change`: see `user_stack`."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns all tensors inside a nested value."""
     tensors: list[Tensor] = []
-    map_tensors(value, tensors.append)
+    map_aggregate(value, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
     return tensors

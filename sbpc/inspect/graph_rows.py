@@ -145,7 +145,7 @@ def changes(node: Node) -> tuple[tuple[int, str], ...]:
 
 def fold(rows: Sequence[ValueRow], limit: int) -> tuple[list[ValueRow | Fold], dict[str, int]]:
     """Returns the rows to show, at most about `limit`, and how many rows of which kind are left out."""
-    folded = fold_blocks(rows) if len(rows) > limit else list(rows)
+    folded: list[ValueRow | Fold] = fold_blocks(rows) if len(rows) > limit else list(rows)
     repeated = sum(row.rows for row in folded if isinstance(row, Fold))
     shown = folded
     if len(folded) > limit:
