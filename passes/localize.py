@@ -1,4 +1,4 @@
-"""localize: the program of one rank: the boxed graph at local sizes, with collectives in place of boxing nodes."""
+"""Localizes: makes the program of one rank, the boxed graph at local sizes with collectives in place of boxing nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from sbpc.mesh.states import chunk_sizes
 from sbpc.rules.choices import local_sizes
 
 aten = torch.ops.aten
+ABOUT = ("phase", "stack_trace", "module")
 
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
-    """The program of all ranks that have the local shapes of the rank at `coordinates`.
+    """Returns the program of all ranks that have the local shapes of the rank at `coordinates`.
 
     Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over named
     groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position, int64 [1].
@@ -35,7 +36,7 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
 
 
 class Localizer:
-    """The local graph being written."""
+    """Writes the local graph."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
         self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
@@ -46,7 +47,7 @@ class Localizer:
         self.about: dict[str, Any] = {}
 
     def run(self) -> GraphModule:
-        """Rewrite node by node."""
+        """Rewrites node by node."""
         nodes = list(self.gm.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
@@ -55,7 +56,7 @@ class Localizer:
             self.positions.append(self.graph.placeholder(f"position_{axis}"))
             self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
         for node in nodes:
-            self.about = {key: node.meta[key] for key in ("phase", "stack_trace", "module") if key in node.meta}
+            self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
             if "step" in node.meta:
                 self.local[node] = self.boxing(node)
             elif node.op == "call_function":
@@ -68,17 +69,16 @@ class Localizer:
         return result
 
     def copy(self, node: Node) -> Node:
-        """The node as it is, its inputs replaced by the local ones."""
+        """Copies a node as it is, with local inputs."""
         copy = copied(self.graph, node, lambda n: self.local[n])
         put(copy, "meta", {})
         return self.described(copy, node)
 
     def described(self, local: Node, node: Node) -> Node:
-        """The local node with the meta of the node that it stands for."""
+        """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        kept = ("phase", "stack_trace", "module", "sbp", "choice")
-        put(local, "meta", {key: node.meta[key] for key in kept if key in node.meta})
+        put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta})
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -88,13 +88,13 @@ class Localizer:
         return local
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """Emit one call."""
+        """Writes one call."""
         node = called(self.graph, op, args, kwargs)
         put(node, "meta", dict(self.about))
         return node
 
     def call_op(self, node: Node) -> Any:
-        """One op at local sizes, by its rule."""
+        """Writes one op at local sizes, by its rule."""
         match = node.meta.get("match")
         if node.target is operator.getitem:
             producer, index = value_of(node)
@@ -105,16 +105,13 @@ class Localizer:
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.local[n])
-        offsets = {
-            factor: self.offset(match.sizes[factor], axes)
-            for factor, axes in choice.cuts().items()
-            if factor in match.shifts
-        }
+        shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
+        offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
         made = match.localize(self.call, args, kwargs, local, offsets)
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 
     def replicated(self, node: Node) -> Node:
-        """An op without a rule: it may read strides, so operands are contiguous here where they were when captured."""
+        """Writes an op without a rule. It may read strides, so operands are contiguous here where they were when captured."""
         dense = iter([
             self.call(aten.contiguous.default, self.local[operand])
             if operand.meta["val"].is_contiguous()
@@ -127,7 +124,7 @@ class Localizer:
         return self.described(copy, node)
 
     def offset(self, size: int, axes: tuple[int, ...]) -> Node:
-        """A 0-dim int64: where this rank's part of a dim of `size`, cut by `axes`, begins."""
+        """Returns a 0-dim int64: where this rank's part of a dim of `size`, cut by `axes`, begins."""
         key = (size, axes, self.about.get("phase", "forward"))
         if key not in self.offsets:
             total: Node | None = None
@@ -140,7 +137,7 @@ class Localizer:
         return self.offsets[key]
 
     def boxing(self, node: Node) -> Any:
-        """One boxing step as collectives and local ops."""
+        """Writes one boxing step as collectives and local ops."""
         value, x = node.meta["val"], self.local[operands(node)[0]]
         shape = tuple(value.shape)
         if value.is_complex():  # which not every collective takes

@@ -1,4 +1,4 @@
-"""The pipeline: the passes in order, with a check and a clock after each; capture comes before, in `sbpc.api.planning`."""
+"""Runs the passes in order, with a check and a clock after each. Capture comes before, in `sbpc.api.planning`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,15 @@ from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.memory.search import within
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
-from sbpc.plans import plan_file as codec
-from sbpc.plans import rank_programs as programs
+from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan, Rewriter
 from sbpc.plans.symbolic_sizes import declare
 
 log = logging.getLogger("sbpc")
-steps = logging.getLogger("sbpc.progress")
-ROOM, TIE, FEW = 3e-2, 1e-9, 100_000
-REWRITER = Rewriter(box, localize, verify, codec.save, programs.save, plan_text)
+progress = logging.getLogger("sbpc.progress")
+GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
+REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),
@@ -51,7 +51,7 @@ FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphMod
 class Stages:
     """Clocks and dumps the stages of one run of the pipeline.
 
-    dump: a folder for the text of the graph after each pass, or None. times: CPU seconds by pass.
+    dump: a folder for the text of the graph after each pass, or None. times: CPU seconds by pass. shown: texts so far.
     """
 
     dump: Path | None = None
@@ -60,15 +60,15 @@ class Stages:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Count the CPU seconds of a block under a name."""
+        """Counts the CPU seconds of a block under a name."""
         start = time.process_time()
-        steps.debug("%s", name)
+        progress.debug("%s", name)
         yield
         self.times[name] = self.times.get(name, 0.0) + time.process_time() - start
         log.info("%s: %.2f s", name, self.times[name])
 
     def show(self, name: str, gm: GraphModule) -> None:
-        """Write the text of the graph after a pass, if asked to."""
+        """Writes the text of the graph after a pass, if asked to."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{self.shown}_{name}.txt").write_text(graph_text(gm))
@@ -76,7 +76,7 @@ class Stages:
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:
-    """From the captured to the annotated graph."""
+    """Returns the annotated graph of a captured one."""
     verify_captured(captured)
     stages.show("capture", captured)
     gm = captured
@@ -90,31 +90,22 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
 
 
 def finish(
-    gm: GraphModule,
-    mesh: Mesh,
-    wishes: Mapping[str, Wish],
-    outputs: Mapping[int, Wish],
-    options: dict[str, Any],
-    stages: Stages,
-    experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None,
-) -> Plan:
-    """From the annotated graph to the plan; the boxed and local graphs are made on first use, or here when dumping.
+    gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], options: dict[str, Any],
+    stages: Stages, experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None,
+) -> Plan:  # fmt: skip
+    """Returns the plan of an annotated graph. The boxed and local graphs are made on first use, or here when dumping.
 
-    experts: the wishes of schemes that the plan is not to be slower than. They are tried where the proof of the plan
-    leaves room for a better one: a gap of more than ROOM, where there are at most FEW labels of any.
-
-    Raises MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
+    experts: the wishes of schemes that the plan is not to be slower than. They are tried unless the plan is proved best: in
+    spaces of more than FEW labels, to a gap of GAP. Raises MemoryLimitError if the plan does not fit into
+    `options["memory"]` and none that does is found.
     """
     solved_on = objective_mesh(mesh, options.get("objective", "seconds"))
     with stages.timed("assign"):
         space = Space(gm, solved_on, wishes, outputs)
         assignment, bound = space.solve()
-        if experts is not None and space.gap > (ROOM if sum(len(v.costs) for v in space.variables) > FEW else TIE):
-            most = space.seconds(assignment) * (1 - TIE)
-            better = [found for found in followed(gm, solved_on, outputs, experts()) if space.seconds(found) < most]
-            if better:
-                assignment, again = space.solve(starts=[assignment, *better])
-                bound = max(bound, again)
+        large = sum(len(v.costs) for v in space.variables) > FEW
+        if experts is not None and space.gap > (GAP if large else TIE):
+            assignment, bound = no_slower(space, assignment, bound, followed(gm, solved_on, outputs, experts()))
     plan = make_plan(gm, mesh, assignment, bound, options, stages)
     plan.prover = space
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
@@ -124,14 +115,13 @@ def finish(
                 declare(stored, options["dynamic"])
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
     if stages.dump is not None:
-        stages.show("assign", plan.graph)
-        stages.show("box", plan.boxed)
-        stages.show("localize", plan.local)
+        for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
+            stages.show(name, stage)
     return plan
 
 
 def limited(plan: Plan, space: LimitedSpace, stages: Stages) -> Plan:
-    """The plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
+    """Returns the plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
     copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
 
     def made(assignment: Assignment) -> Plan:
@@ -140,10 +130,22 @@ def limited(plan: Plan, space: LimitedSpace, stages: Stages) -> Plan:
     return within(plan, space, space.gm, copies, made)
 
 
+def no_slower(
+    space: Space, assignment: Assignment, bound: float, others: Iterable[Assignment]
+) -> tuple[Assignment, float]:
+    """Returns an assignment that is not slower than any of `others`, and the better bound."""
+    most = space.seconds(assignment) * (1 - TIE)
+    better = [other for other in others if space.seconds(other) < most]
+    if not better:
+        return assignment, bound
+    assignment, again = space.solve(starts=[assignment, *better])
+    return assignment, max(bound, again)
+
+
 def followed(
     gm: GraphModule, mesh: Mesh, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]
 ) -> Iterator[Assignment]:
-    """The best assignment of each scheme that can be met."""
+    """Yields the best assignment of each scheme that can be met."""
     for wishes in experts:
         with suppress(PinError, LayoutError):
             yield Space(gm, mesh, wishes, outputs).solve()[0]
@@ -152,7 +154,7 @@ def followed(
 def make_plan(
     gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: dict[str, Any], stages: Stages
 ) -> Plan:
-    """The plan of an assignment, checked; `meta["sbp"]` of its graph mirrors the chosen layouts."""
+    """Returns the plan of an assignment, checked. `meta["sbp"]` of its graph mirrors the chosen layouts."""
     with stages.timed("verify"):
         verify_assigned(gm, assignment, mesh)
     plan = Plan(mesh, gm, assignment, REWRITER, bound, options, stages.times)
@@ -164,14 +166,11 @@ def make_plan(
 
 
 def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
-    """The mesh whose seconds the solver minimises: for "bytes" one where nothing but bytes costs."""
+    """Returns the mesh whose seconds the solver minimises: for "bytes" one where nothing but bytes costs."""
     if objective == "seconds":
         return mesh
-    from dataclasses import replace
-    from math import inf
-
-    free = replace(mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=())
     links = replace(
-        free, intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0, ranks_per_node=1 << 30
-    )
+        mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=(), ranks_per_node=1 << 30,
+        intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0,
+    )  # fmt: skip
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))

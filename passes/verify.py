@@ -1,4 +1,4 @@
-"""verify: check after every pass that states type-check on every edge, shapes agree and gradients land at home."""
+"""Checks after every pass that states agree on every edge, shapes agree, and gradients land at home."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 from torch.fx import GraphModule
 
 from sbpc.boxing.steps import steps
-from sbpc.graph.operands import operands
+from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import layout_at
@@ -16,7 +16,7 @@ from sbpc.plans.program_check import require, verify_local
 
 
 def verify(plan: Plan) -> int:
-    """Check all stages of a plan; the number of edges checked. Raises VerifyError with the offending node."""
+    """Checks all stages of a plan, and returns the number of edges checked. Raises VerifyError with the offending node."""
     edges = verify_captured(plan.graph)
     edges += verify_annotated(plan.graph)
     verify_assigned(plan.graph, plan.assignment, plan.mesh)
@@ -29,15 +29,12 @@ def verify(plan: Plan) -> int:
 
 
 def verify_captured(gm: GraphModule) -> int:
-    """Every value has a shape, every port its placeholder or output, and fx itself finds the graph sound."""
+    """Checks that every value has a shape, every port a placeholder or output, and that fx itself finds the graph sound."""
     gm.graph.lint()
-    ports = gm.meta["ports"]
-    count = len(gm.graph.find_nodes(op="placeholder"))
-    output = gm.graph.output_node()
-    require(
-        count == len(ports.inputs), f"{count} placeholders, {len(ports.inputs)} ports", output
-    )
-    require(len(results(gm)) == len(ports.outputs), f"{len(results(gm))} outputs, {len(ports.outputs)} ports", output)
+    ports, output = gm.meta["ports"], gm.graph.output_node()
+    inputs, outputs = len(gm.graph.find_nodes(op="placeholder")), len(results(gm))
+    require(inputs == len(ports.inputs), f"{inputs} placeholders, {len(ports.inputs)} ports", output)
+    require(outputs == len(ports.outputs), f"{outputs} outputs, {len(ports.outputs)} ports", output)
     edges = 0
     for node in gm.graph.nodes:
         if node.op != "output":
@@ -47,35 +44,30 @@ def verify_captured(gm: GraphModule) -> int:
     for port, node in zip(ports.outputs, results(gm)):
         home = HOMES.get(port.kind)
         if home is not None and node is not None:
-            require(
-                node.meta["val"].shape == shapes[Port(home, port.name)],
-                f"the {port.kind} of {port.name} has another shape",
-                node,
-            )
+            same = node.meta["val"].shape == shapes[Port(home, port.name)]
+            require(same, f"the {port.kind} of {port.name} has another shape", node)
     return edges
 
 
 def verify_annotated(gm: GraphModule) -> int:
-    """Every node has candidates with one state for each operand and output, all-B among them."""
+    """Checks that every node has candidates with one state for each operand and output."""
     edges, seen = 0, set[tuple[int, tuple[int, int]]]()
     for node in gm.graph.nodes:
         if node.op == "output" or node.target is operator.getitem:
             continue
         require("candidates" in node.meta, "a node without candidates", node)
-        value = node.meta["val"]
-        counts = len(operands(node)), len(value) if isinstance(value, (tuple, list)) else 1
-        found = node.meta["signatures"]
-        if (id(found), counts) not in seen:  # equal nodes share theirs
-            for signature in found:
+        counts, signatures = (len(operands(node)), outputs_of(node)), node.meta["signatures"]
+        if (id(signatures), counts) not in seen:  # equal nodes share theirs
+            for signature in signatures:
                 states = len(signature.inputs), len(signature.outputs)
                 require(states == counts, f"signature {signature} has {states} states for {counts} tensors", node)
-            seen.add((id(found), counts))
-        edges += counts[0] * len(found)
+            seen.add((id(signatures), counts))
+        edges += counts[0] * len(signatures)
     return edges
 
 
 def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
-    """Every node has a legal choice among its candidates; gradients are left in their parameter's home."""
+    """Checks that every node has a legal choice among its candidates, and that gradients are left in their parameter's home."""
     seen = set[tuple[int, int]]()  # equal nodes share their choice
     for node in gm.graph.nodes:
         if "candidates" not in node.meta:
@@ -84,42 +76,32 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
         choice, candidates = assignment.choices[node.name], node.meta["candidates"]
         if (id(choice), id(candidates)) in seen:
             continue
-        require(
-            all(s in candidates.signatures for s in choice.signatures), f"{choice} is not among the candidates", node
-        )
+        known = all(s in candidates.signatures for s in choice.signatures)
+        require(known, f"{choice} is not among the candidates", node)
         require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
         seen.add((id(choice), id(candidates)))
-    homes = {
-        port.name: assignment.choices[node.name].output(0, mesh.axes)
-        for port, node in placeholders(gm).items()
-    }
+    homes = {port.name: assignment.choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
     for port, node, layout in zip(gm.meta["ports"].outputs, results(gm), assignment.outputs):
         if node is None:
             continue
         require(layout is not None and not layout.partial, f"an output is left in {layout}", node)
         if port.kind == GRADIENT:
-            require(
-                layout == homes[port.name],
-                f"the gradient of {port.name} is left in {layout}, its home is {homes[port.name]}",
-                node,
-            )
+            home = homes[port.name]
+            require(layout == home, f"the gradient of {port.name} is left in {layout}, its home is {home}", node)
 
 
 def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
-    """On every edge the layout that is produced is the layout that is read, and each boxing is one legal step."""
+    """Checks that on every edge the layout that is produced is the one that is read, and that each boxing is one legal step."""
     edges = 0
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         for slot, operand in enumerate(operands(node)):
-            held = layout_at(operand)
-            step = node.meta.get("step")
+            produced, step = layout_at(operand), node.meta.get("step")
             read = step.before if step is not None else node.meta["choice"].input(slot, mesh.axes)
-            require(held == read, f"operand {slot} is {held}, and is read as {read}", node)
+            require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
                 legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
     return edges
-
-

@@ -1,4 +1,4 @@
-"""decompose: an op without a rule becomes the calls that torch says it is made of, if all of them have rules."""
+"""Decomposes: an op without a rule becomes the calls that torch says it is made of, if all of them have rules."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload, TorchDispatchMode, decompositions, tree_leaves
 from sbpc.graph.operands import nodes_in
-from sbpc.graph.rewrite import Writer, rewrite
+from sbpc.graph.rewrite import Writer, called, put, rewrite
+from sbpc.passes.canonicalize.normalize import result_of
 from sbpc.rules import match
 from sbpc.rules.binding import flat_outputs
 
 
 def decompose(gm: GraphModule) -> GraphModule:
-    """The graph with the ops taken apart that have no rule; `meta["decomposed"]` of the calls says of which op they are.
+    """Returns the graph with ops that have no rule taken apart; `meta["decomposed"]` of a call says of which op it is a part.
 
     Before: a canonical graph. After: an op without a rule is one that torch has no decomposition of, or one with a part
     that has no rule. The parts have the module and the line of the op.
     """
-    lacking = dict.fromkeys(node.target for node in gm.graph.nodes if lacks_rule(node))
-    table = decompositions() if lacking else {}
-    found = {op: Apart(table) for op in lacking if op in table and torch.Tag.nondeterministic_seeded not in op.tags}
-    return rewrite(gm, {**found, operator.getitem: part}) if found else gm
+    unmatched = dict.fromkeys(node.target for node in gm.graph.nodes if has_no_rule(node))
+    table = decompositions() if unmatched else {}
+    drawing = torch.Tag.nondeterministic_seeded
+    rewrites = {op: Apart(table) for op in unmatched if op in table and drawing not in op.tags}
+    return rewrite(gm, {**rewrites, operator.getitem: result_of}) if rewrites else gm
 
 
-def lacks_rule(node: Node) -> bool:
-    """Whether a call has no rule."""
+def has_no_rule(node: Node) -> bool:
+    """Returns whether a call has no rule."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return match(node.target, args, kwargs, node.meta["val"]) is None
-
-
-def part(_: Writer, x: Any, at: int) -> Any:
-    """A result of an op that was taken apart."""
-    return x[at] if isinstance(x, tuple) else None
 
 
 class NoRule(Exception):
@@ -54,8 +51,8 @@ class Apart:
         self.table = table
 
     def __call__(self, write: Writer, *args: Any, **kwargs: Any) -> Any:
-        """The nodes of the results, None if a part has no rule."""
-        if not lacks_rule(write.about):
+        """Returns the nodes of the results, None if a part has no rule."""
+        if not has_no_rule(write.about):
             return None
         with write.mode:  # nodes whose values are alike may share a fake tensor
             fresh = {node: like(node.meta["val"]) for node in nodes_in((args, kwargs))}
@@ -66,11 +63,11 @@ class Apart:
                 made = self.table[write.target](*given, **named)
         except Exception:  # whatever a decomposition runs into, the op itself is still there
             return None
-        several = isinstance(made, (tuple, list))
-        pairs = list(zip(made, write.about.meta["val"])) if several else [(made, write.about.meta["val"])]
-        if any(isinstance(value, Tensor) != isinstance(wanted, Tensor) for value, wanted in pairs):
+        before, several = write.about.meta["val"], isinstance(made, (tuple, list))
+        if several != isinstance(before, (tuple, list)):
             return None
-        if any(isinstance(value, Tensor) and not trace.gives(value, wanted) for value, wanted in pairs):
+        pairs = list(zip(flat_outputs(made), flat_outputs(before)))
+        if not all(trace.gives(value, wanted) for value, wanted in pairs):
             return None
         nodes = trace.written(write)
         results = tuple(nodes[id(value)] if isinstance(value, Tensor) else None for value, _ in pairs)
@@ -78,7 +75,7 @@ class Apart:
 
 
 def like(value: Tensor) -> Tensor:
-    """A tensor of the same metadata."""
+    """Returns a tensor of the same metadata."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
@@ -104,10 +101,10 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         if made is None or match(func, args, kwargs, made) is None:
             parts = getattr(func, "impl_aten", None) or self.table.get(func, func.decompose)
             with self:
-                found = parts(*args, **kwargs)
-            if found is NotImplemented:
+                result = parts(*args, **kwargs)
+            if result is NotImplemented:
                 raise NoRule(str(func))
-            return found
+            return result
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not all(id(value) in self.seen for value in read):
             raise NoRule(f"{func} of a tensor that no call made")
@@ -115,24 +112,23 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         self.seen.update(dict.fromkeys(map(id, flat_outputs(made))))
         return made
 
-    def gives(self, value: Tensor, wanted: Tensor) -> bool:
-        """Whether this value was made by a call, or is an operand, and is of the right shape and type."""
+    def gives(self, value: Any, wanted: Any) -> bool:
+        """Returns whether a value is an operand or made by a call, and of the right shape and type; or no tensor, as is wanted."""
+        if not isinstance(value, Tensor) or not isinstance(wanted, Tensor):
+            return isinstance(value, Tensor) == isinstance(wanted, Tensor)
         return id(value) in self.seen and value.shape == wanted.shape and value.dtype == wanted.dtype
 
     def written(self, write: Writer) -> dict[int, Node]:
-        """The calls as nodes at the place of the op; every node by the id of its value."""
+        """Writes the calls as nodes at the place of the op, and returns every node by the id of its value."""
         nodes = dict(self.known)
         about = {**write.about.meta, "decomposed": str(write.target)}
         for func, args, kwargs, made in self.calls:
             placed, named = map_aggregate((args, kwargs), lambda x: nodes[id(x)] if isinstance(x, Tensor) else x)
-            name = str(func._schema.name).split("::")[1]
-            node = write.graph.create_node("call_function", func, placed, named, name=name)
-            node.meta = {**about, "val": made}
-            if isinstance(made, (tuple, list)):
-                node.meta["val"] = tuple(made)
-                for at, value in enumerate(made):
-                    nodes[id(value)] = write.graph.create_node("call_function", operator.getitem, (node, at))
-                    nodes[id(value)].meta = {**about, "val": value}
-            else:
-                nodes[id(made)] = node
+            node = called(write.graph, func, placed, named, str(func._schema.name).split("::")[1])
+            several = isinstance(made, (tuple, list))
+            put(node, "meta", {**about, "val": tuple(made) if several else made})
+            nodes[id(made)] = node
+            for at, value in enumerate(made if several else ()):
+                nodes[id(value)] = called(write.graph, operator.getitem, (node, at), {})
+                put(nodes[id(value)], "meta", {**about, "val": value})
         return nodes

@@ -1,4 +1,4 @@
-"""Ops on lists of tensors, as optimizers are written with, taken apart: plain ops for each tensor of the lists.
+"""Takes apart the ops on lists of tensors that optimizers are written with: plain ops for each tensor of the lists.
 
 The formulas of the fused steps are those of torch's own kernels: SGD with momentum (Sutskever et al. 2013), Adam
 (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019).
@@ -17,11 +17,11 @@ from sbpc._compat import OpOverload, op_names, resolve
 from sbpc.graph.rewrite import Writer
 
 aten = torch.ops.aten
-Step = Callable[..., tuple[Any, ...]]
+Formula = Callable[..., tuple[Any, ...]]
 
 
 def each(write: Writer, *args: Any, **kwargs: Any) -> tuple[Node, ...] | None:
-    """`_foreach_NAME`: NAME of every tensor, with its own number where there is a list of them."""
+    """Writes `_foreach_NAME` as NAME of every tensor, with its own number where there is a list of them."""
     name = write.target._schema.name.split("::_foreach_")[1]
     given = {key: value for key, value in write.arguments(args, kwargs).items() if value is not None}
     named: dict[str, Any] = {key: given.pop(key) for key in ("alpha", "value") if key in given}
@@ -34,7 +34,7 @@ def each(write: Writer, *args: Any, **kwargs: Any) -> tuple[Node, ...] | None:
 
 
 def one(write: Writer, name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """The op of a name on entry `at` of what is a list."""
+    """Writes the op of a name on entry `at` of every list."""
     mine = [value[at] if isinstance(value, (list, tuple)) else value for value in args]
     named = {key: value[at] if isinstance(value, (list, tuple)) else value for key, value in kwargs.items()}
     values, more = map_arg((mine, named), lambda node: node.meta["val"])
@@ -42,22 +42,22 @@ def one(write: Writer, name: str, at: int, args: tuple[Any, ...], kwargs: dict[s
 
 
 class Tensors:
-    """Arithmetic of nodes and numbers, written."""
+    """Writes arithmetic of nodes and numbers."""
 
     def __init__(self, write: Writer) -> None:
         self.write = write
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The op of that name; of numbers alone Python computes it."""
+        """Writes the op of that name."""
         return one(self.write, name, 0, args, kwargs)
 
     def grown(self, x: Any, y: Any, factor: Any) -> Any:
-        """x + factor * y"""
+        """Writes x + factor * y."""
         return self("add", x, self("mul", y, factor))
 
 
-def steps(formula: Step, lists: Sequence[str]) -> Callable[..., Any]:
-    """The rewrite of a fused step: `formula` for every parameter, its results as lists in the order of the op's."""
+def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
+    """Returns the rewrite of a fused step: `formula` for every parameter, its results as lists in the order of the op's."""
 
     def write_all(write: Writer, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], ...]:
         given = write.arguments(args, kwargs)
@@ -85,25 +85,25 @@ def sgd(
     do: Tensors, *, self: Node, grads: Node, momentum_buffer_list: Node | None, weight_decay: float, momentum: float,
     lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The parameter, the gradient and the momentum after a step."""
+    """Returns the parameter, the gradient and the momentum after a step."""
     change = do("neg", grads) if maximize else grads
     change = do.grown(change, self, weight_decay) if weight_decay else change
-    held = momentum_buffer_list
+    buffer = momentum_buffer_list
     if momentum:
-        held = change if is_first_step else do.grown(do("mul", held, momentum), change, 1 - dampening)
-        change = do.grown(change, held, momentum) if nesterov else held
-    return do("sub", self, do("mul", change, lr)), grads, held
+        buffer = change if is_first_step else do.grown(do("mul", buffer, momentum), change, 1 - dampening)
+        change = do.grown(change, buffer, momentum) if nesterov else buffer
+    return do("sub", self, do("mul", change, lr)), grads, buffer
 
 
-def adam(decoupled: bool) -> Step:
-    """Adam, or AdamW, whose decay of weights is decoupled from the gradient."""
+def adam(decoupled: bool) -> Formula:
+    """Returns the formula of Adam, or of AdamW, whose decay of weights is decoupled from the gradient."""
 
     def formula(
         do: Tensors, *, self: Node, grads: Node, exp_avgs: Node, exp_avg_sqs: Node, max_exp_avg_sqs: Node | None,
         state_steps: Node, lr: Any, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool,
         maximize: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The parameter, the gradient and the averages after a step."""
+        """Returns the parameter, the gradient and the averages after a step."""
         change = do("neg", grads) if maximize else grads
         x = self
         if weight_decay and decoupled:
@@ -132,15 +132,15 @@ UNLIKE = ("mm", "norm", "powsum")  # of several results, or reductions with opti
 
 
 def foreach() -> list[OpOverload]:
-    """The functional ops on lists of tensors, by name."""
-    found = []
+    """Returns the functional ops on lists of tensors."""
+    ops = []
     for name in op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
         plain = packet.removeprefix("_foreach_")
         if name.startswith("aten::_foreach_") and plain not in UNLIKE and hasattr(aten, plain):
             op = getattr(getattr(aten, packet), overload or "default")
-            found += [] if op._schema.is_mutable else [op]
-    return found
+            ops += [] if op._schema.is_mutable else [op]
+    return ops
 
 
 LISTS: dict[Any, Callable[..., Any]] = {op: each for op in foreach()}

@@ -1,4 +1,4 @@
-"""lift: matrix products over flattened dims become products over the dims themselves, so that each can be split.
+"""Lifts: matrix products over flattened dims become products over the dims themselves, so that each can be split.
 
 A linear layer on [b, s, k] is captured as view, mm, view, and only the leading dim of a flattened one can be split.
 """
@@ -21,7 +21,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def lift(gm: GraphModule) -> GraphModule:
-    """The graph with its matrix products over flattened dims lifted.
+    """Returns the graph with its matrix products over flattened dims lifted.
 
     Before: a canonical graph. After: no product reads a view that flattens dims which the product could have alone:
     linear layers are aten.linear or einsums, the products of attention and the gradients of weights are einsums.
@@ -30,9 +30,11 @@ def lift(gm: GraphModule) -> GraphModule:
 
 
 @dataclass(frozen=True)
-class Operand:
-    """An operand of a product: `source` is what is read, `sizes` the sizes of its dims that make up each dim of the
-    product's operand (number d of the list), `places` where these dims are in `source`."""
+class Unflattened:
+    """An operand of a product as a permuted view of `source`.
+
+    sizes: for each dim of the operand, the sizes of the dims of `source` that make it up. places: where these are.
+    """
 
     source: Node
     sizes: tuple[tuple[int, ...], ...]
@@ -43,8 +45,8 @@ class Operand:
         return any(sum(size > 1 for size in group) > 1 for group in self.sizes)
 
 
-def operand(x: Any) -> Operand:
-    """x as a permutation of a view of its source, whichever of the two there is."""
+def unflattened(x: Any) -> Unflattened:
+    """Returns x as a permutation of a view of its source, whichever of the two there is."""
     rank = x.meta["val"].dim()
     order: Any = range(rank)
     if x.target is aten.permute.default:
@@ -54,13 +56,12 @@ def operand(x: Any) -> Operand:
         x = x.args[0]
     places = groups or [(dim,) for dim in range(rank)]
     shape = x.meta["val"].shape
-    return Operand(
-        x, tuple(tuple(shape[at] for at in places[dim]) for dim in order), tuple(places[dim] for dim in order)
-    )
+    ordered = tuple(places[dim] for dim in order)
+    return Unflattened(x, tuple(tuple(shape[at] for at in group) for group in ordered), ordered)
 
 
 def merged(x: Any) -> list[tuple[int, ...]] | None:
-    """For each dim of a view the dims of its source that it is the product of; None if it is another kind of view."""
+    """Returns for each dim of a view the dims of its source whose product it is; None if it is another kind of view."""
     before, after = list(x.args[0].meta["val"].shape), list(x.meta["val"].shape)
     if len(before) <= len(after) or 0 in before:
         return None
@@ -78,8 +79,8 @@ def merged(x: Any) -> list[tuple[int, ...]] | None:
 
 
 def product(write: Writer, x: Node, y: Node) -> Node | None:
-    """[m, k] @ [k, n] or [b, m, k] @ [b, k, n], each dim as the dims that were flattened into it."""
-    left, right = operand(x), operand(y)
+    """Writes [m, k] @ [k, n] or [b, m, k] @ [b, k, n] with each dim as the dims that were flattened into it."""
+    left, right = unflattened(x), unflattened(y)
     if not left.flattened and not right.flattened:
         return None
     batch = [finer(left.sizes[0], right.sizes[0])] if len(left.sizes) == 3 else []
@@ -101,16 +102,16 @@ def product(write: Writer, x: Node, y: Node) -> Node | None:
 
 
 def finer(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims of a batch dim: those of both operands, or of the one that has several."""
+    """Returns the dims of a batch dim: those of both operands, or of the one that has several."""
     if len(right) == 1 or left == right:
         return left
     return right if len(left) == 1 else (math.prod(left),)
 
 
 def read(
-    write: Writer, x: Node, given: Operand, sizes: Sequence[tuple[int, ...]], letters: Sequence[str]
+    write: Writer, x: Node, given: Unflattened, sizes: Sequence[tuple[int, ...]], letters: Sequence[str]
 ) -> tuple[Node, str]:
-    """The value to read, and the letters of its dims, for an operand whose dims are to be made up of these sizes."""
+    """Returns what to read, and the letters of its dims, for an operand whose dims are to be made up of these sizes."""
     if tuple(sizes) == given.sizes:
         named = {at: letter for group, text in zip(given.places, letters) for at, letter in zip(group, text)}
         return given.source, "".join(named[at] for at in sorted(named))
@@ -118,8 +119,8 @@ def read(
 
 
 def affine(write: Writer, bias: Node, x: Node, y: Node, **scales: Any) -> Node | None:
-    """bias + [m, k] @ [k, n], a linear layer over the dims that were flattened into m."""
-    left = operand(x)
+    """Writes bias + [m, k] @ [k, n] as a linear layer over the dims that were flattened into m."""
+    left = unflattened(x)
     if scales or bias.meta["val"].dim() != 1 or sum(size > 1 for size in left.sizes[0]) < 2:
         return None
     rows = [*left.sizes[0], math.prod(left.sizes[1])]
@@ -128,13 +129,13 @@ def affine(write: Writer, bias: Node, x: Node, y: Node, **scales: Any) -> Node |
 
 
 def sum_of_rows(write: Writer, x: Any, dims: Sequence[int], keepdim: bool = False, **options: Any) -> Node | None:
-    """The gradient of a bias: the sum over the dims that were flattened into one."""
-    flat = operand(x)
+    """Writes the gradient of a bias as the sum over the dims that were flattened into one."""
+    flat = unflattened(x)
     if x.target is not aten.view.default or not flat.flattened:
         return None
     places = [at for dim in dims for at in flat.places[dim]]
-    kept = [group for dim, group in enumerate(flat.sizes) if dim not in [d % len(flat.sizes) for d in dims]]
-    if any(len(group) > 1 for group in kept):
+    summed = [dim % len(flat.sizes) for dim in dims]
+    if any(len(group) > 1 for dim, group in enumerate(flat.sizes) if dim not in summed):
         return None
     total = write.call(aten.sum.dim_IntList, flat.source, places, **options)
     return shaped(write, total, write.value.shape)

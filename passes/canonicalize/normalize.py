@@ -1,4 +1,4 @@
-"""Rewrite a captured graph into a canonical one: no second names for a value, one op per idea, no means.
+"""Rewrites a captured graph into a canonical one: no second names for a value, one op per idea, no means.
 
 A mean of local means is wrong where ranks hold different counts, so a mean becomes a sum and a global divisor.
 """
@@ -21,7 +21,7 @@ MEAN, SUM = 1, 2  # torch's numbers for the reduction of a loss
 
 
 def normalize(gm: GraphModule) -> GraphModule:
-    """The canonical graph of `gm`, which stays as it was.
+    """Returns the canonical graph of `gm`, which stays as it was.
 
     Before: as captured. After: no op of `REWRITES` is left but where its row says so; no node without a use; meta and
     ports as before, `val` new for the new nodes.
@@ -30,18 +30,18 @@ def normalize(gm: GraphModule) -> GraphModule:
 
 
 def same(_: Writer, x: Node) -> Node:
-    """Another name for the same values."""
+    """Drops another name for the same values."""
     return x
 
 
 def overwritten(write: Writer, x: Node, values: Node, *_: Any) -> Node | None:
-    """A copy over all of a tensor is the copy, where it needs no conversion."""
+    """Replaces a copy over all of a tensor by its values, where they need no conversion."""
     same = all(getattr(x.meta["val"], key) == getattr(values.meta["val"], key) for key in ("shape", "dtype", "device"))
     return values if same else None
 
 
-def part(_: Writer, x: Any, at: int) -> Any:
-    """A result of an op that was rewritten into several."""
+def result_of(_: Writer, x: Any, at: int) -> Any:
+    """Returns one result of an op that was rewritten into several; None leaves the getitem."""
     return x[at] if isinstance(x, tuple) else None
 
 
@@ -57,14 +57,14 @@ def transpose_matrix(write: Writer, x: Node) -> Node:
 
 
 def unchanged_shape(write: Writer, x: Node, *_: Any, **__: Any) -> Node | None:
-    """An expand or a slice that takes all there is."""
+    """Drops an expand or a slice that takes all there is."""
     return x if x.meta["val"].shape == write.value.shape else None
 
 
 def mean(
     write: Writer, x: Node, dims: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Node:
-    """sum / global count; in float32 where a sum of 16-bit numbers could overflow or lose digits."""
+    """Writes sum / global count, in float32 where a sum of 16-bit numbers could overflow or lose digits."""
     value = x.meta["val"]
     dtype = dtype or value.dtype
     dims = list(dims or range(value.dim()))
@@ -76,7 +76,7 @@ def mean(
 
 
 def nll_loss(write: Writer, x: Any, target: Node, weight: Any, reduction: int, ignore: int) -> Any:
-    """The mean is the sum over the total weight of all targets that count. A float16 sum could overflow."""
+    """Writes the mean as the sum over the total weight of all targets that count, in float32 where a float16 sum could overflow."""
     if reduction != MEAN:
         return None
     half = x.meta["val"].dtype == torch.float16
@@ -100,7 +100,7 @@ def nll_loss_backward(
 
 
 def loss_of_points(write: Writer, *args: Any, **kwargs: Any) -> Node | None:
-    """mse_loss and its kin: the loss of every element, then the sum, then the global count."""
+    """Writes mse_loss and its kin as the loss of every element, then the sum, then the global count."""
     named = write.arguments(args, kwargs)
     reduction = named["reduction"]
     if reduction not in (MEAN, SUM):
@@ -151,5 +151,5 @@ REWRITES: dict[Any, Callable[..., Any]] = {
     aten.t.default: transpose_matrix,
     aten.transpose.int: transpose,
     aten.view.default: view,
-    operator.getitem: part,
+    operator.getitem: result_of,
 }

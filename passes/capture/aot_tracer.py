@@ -1,8 +1,9 @@
-"""AOTAutograd's joint graph, for what the light tracer refuses: it functionalizes every write, buffers included."""
+"""Traces with AOTAutograd what the light tracer refuses: it functionalizes every write, buffers included."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from sbpc.errors import CaptureError
 from sbpc.graph import ports
 from sbpc.graph.ports import SEED_PORT, Port
 from sbpc.graph.rewrite import copied, put
+from sbpc.passes.capture.fake_model import FakeModel, finish, placeholder
 from sbpc.passes.capture.light_tracer import Watch
-from sbpc.passes.capture.program import Program, finish, placeholder
 from sbpc.passes.capture.random_ops import is_random, restart
 from sbpc.passes.capture.source_lines import user_error
 
@@ -35,9 +36,9 @@ WRITE = "Write into a clone: arguments and parameters stay as they are."
 
 
 class Flat(nn.Module):
-    """The program as a module of its distinct parameters and buffers, so that a tied one is not made two."""
+    """The model as a module of its distinct parameters and buffers, so that a tied one is not made two."""
 
-    def __init__(self, source: Program) -> None:
+    def __init__(self, source: FakeModel) -> None:
         super().__init__()
         self.source = [source]  # in a list, or its module would become a submodule
         self.watch = Watch(source)
@@ -50,7 +51,7 @@ class Flat(nn.Module):
             self.register_buffer(f"buffer_{at}", value)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        """The leaves of the result, then the buffers that were replaced.
+        """Returns the leaves of the result, then the buffers that were replaced.
 
         All are clones: AOTAutograd leaves the gradient of an output that is a view of another to its own runtime.
         """
@@ -70,7 +71,7 @@ class Flat(nn.Module):
         return tuple(clones)
 
     def port(self, desc: Any) -> Port:
-        """The port of a placeholder or an output that AOTAutograd describes so."""
+        """Returns the port of a placeholder or an output that AOTAutograd describes so."""
         source = self.source[0]
         match desc:
             case ParamAOTInput(target):
@@ -94,8 +95,8 @@ class Flat(nn.Module):
         raise CaptureError(f"AOTAutograd made {desc.expr()}, for which there is no port\n  Report this with the model.")
 
 
-def joint(source: Program, train: bool) -> GraphModule:
-    """The graph of a program by AOTAutograd, with a mutation for every buffer that is written."""
+def joint(source: FakeModel, train: bool) -> GraphModule:
+    """Returns the graph of a model by AOTAutograd, with a mutation for every buffer that is written."""
     flat = Flat(source)
     source.mode.allow_non_fake_inputs = True  # Watch has refused those that are not known
     with contextlib.ExitStack() as stack:
@@ -105,54 +106,65 @@ def joint(source: Program, train: bool) -> GraphModule:
     return _ported(source, traced, flat, train)
 
 
-def _ported(source: Program, traced: GraphModule, flat: Flat, train: bool) -> GraphModule:
-    """The same graph with our ports, names and meta."""
+def _ported(source: FakeModel, traced: GraphModule, flat: Flat, train: bool) -> GraphModule:
+    """Returns the same graph with our ports, names and meta."""
     end = traced.graph.output_node()
-    pairs = [(desc, node) for desc, node in zip(end.meta["desc"], end.args[0]) if node is not None]  # type: ignore[arg-type]
-    for desc, node in pairs:
-        if isinstance(desc, InputMutationAOTOutput) and not isinstance(desc.mutated_input, BufferAOTInput):
-            name = flat.port(desc.mutated_input).name
-            name = name if name in source.parameters else source.labels[int(name)]
-            raise user_error(f"the forward writes into {name!r}", _place(node)[1], WRITE)
-    graph = Graph()
-    new: dict[Node, Node] = {}
+    results = [(desc, node) for desc, node in zip(end.meta["desc"], end.args[0]) if node is not None]  # type: ignore[arg-type]
+    _refuse_writes(source, flat, results)
+    graph, new = Graph(), dict[Node, Node]()
     constants: dict[str, Tensor] = {}
     inputs: list[Port] = []
     place = ("", "")  # of the op before: what adds up gradients has none of its own
     labels = {port: label for port, label, _ in source.placeholders()} | {SEED_PORT: SEED_PORT.name}
     for node in traced.graph.nodes:
-        if node.op == "placeholder" and flat.port(node.meta["desc"]) == SEED_PORT and not node.users:
-            continue
+        if node.op == "output":
+            break
         if node.op == "placeholder":
-            inputs.append(flat.port(node.meta["desc"]))
-            new[node] = placeholder(graph, labels.get(inputs[-1], f"tangent_{inputs[-1].name}"))
+            port = flat.port(node.meta["desc"])
+            if port == SEED_PORT and not node.users:
+                continue
+            inputs.append(port)
+            new[node] = placeholder(graph, labels.get(port, f"tangent_{port.name}"))
         elif node.op == "get_attr":
             name = f"constant_{len(constants)}"
             constants[name] = getattr(traced, str(node.target))
             new[node] = graph.create_node("get_attr", name, name=name)
-        elif node.op == "call_function":
+        else:
             new[node] = copied(graph, node, new.__getitem__)
-            if isinstance(node.target, OpOverload) and is_random(node.target, node.args, node.kwargs):
-                what = f"{node.target} is computed anew in the backward, and AOTAutograd does not tell what it drew before"
-                raise user_error(what, place[1], "Leave out the writes for which the light tracer gave up: see the log.")
-        if node.op != "output":
-            path, stack = place = _place(node) if node.op == "placeholder" or _place(node)[1] else place
-            backward = node.meta.get("partitioner_tag") == "is_backward"
-            put(new[node], "meta", {"module": path, "stack_trace": stack, "phase": "backward" if backward else "forward"})
-    values = {copy: node.meta["val"] for node, copy in new.items()}
+            _refuse_draws(node, place[1])
+        path, stack = place = _place(node) if node.op == "placeholder" or _place(node)[1] else place
+        phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
+        put(new[node], "meta", {"module": path, "stack_trace": stack, "phase": phase})
     tangents = [port.name for port in inputs if port.kind == ports.TANGENT]
     assert tangents == (flat.differentiable if train else []), "a tangent is missing"
-    found = {flat.port(desc): new[_inside(node)] for desc, node in pairs}
-    outputs = sorted(found.items(), key=lambda item: ORDER.index(item[0].kind))
-    return finish(source, graph, constants, inputs, outputs, flat.results, values, train)
+    values = {copy: node.meta["val"] for node, copy in new.items()}
+    outputs = {flat.port(desc): new[_inside(node)] for desc, node in results}
+    ordered = sorted(outputs.items(), key=lambda item: ORDER.index(item[0].kind))
+    return finish(source, graph, constants, inputs, ordered, flat.results, values, train)
+
+
+def _refuse_writes(source: FakeModel, flat: Flat, results: Sequence[tuple[Any, Node]]) -> None:
+    """Raises CaptureError if the forward writes into a parameter or an argument."""
+    for desc, node in results:
+        if isinstance(desc, InputMutationAOTOutput) and not isinstance(desc.mutated_input, BufferAOTInput):
+            name = flat.port(desc.mutated_input).name
+            name = name if name in source.parameters else source.labels[int(name)]
+            raise user_error(f"the forward writes into {name!r}", _place(node)[1], WRITE)
+
+
+def _refuse_draws(node: Node, stack: str) -> None:
+    """Raises CaptureError for an op that draws random numbers. stack: the lines of the op before."""
+    if isinstance(node.target, OpOverload) and is_random(node.target, node.args, node.kwargs):
+        what = f"{node.target} is computed anew in the backward, and AOTAutograd does not tell what it drew before"
+        raise user_error(what, stack, "Leave out the writes for which the light tracer gave up: see the log.")
 
 
 def _inside(node: Node) -> Node:
-    """What an output is a clone of."""
+    """Returns what an output is a clone of."""
     return node.args[0] if node.target is torch.ops.aten.clone.default else node  # type: ignore[return-value]
 
 
 def _place(node: Node) -> tuple[str, str]:
-    """The module path and the user's frames of a node, as Watch has noted them."""
-    found: tuple[str, str] = ("", "") if node.op == "placeholder" else node.meta.get("custom", {}).get("sbpc", ("", ""))
-    return found
+    """Returns the module path and the user's frames of a node, as Watch has noted them."""
+    place: tuple[str, str] = ("", "") if node.op == "placeholder" else node.meta.get("custom", {}).get("sbpc", ("", ""))
+    return place

@@ -1,4 +1,4 @@
-"""Capture a module as one joint forward and backward graph of ATen ops, at global shapes, on fake tensors.
+"""Captures a module as one joint forward and backward graph of ATen ops, at global shapes, on fake tensors.
 
 The light tracer comes first; what it refuses (writes into buffers, views or arguments) goes to AOTAutograd.
 """
@@ -19,8 +19,8 @@ from sbpc.errors import CaptureError, SbpcError
 from sbpc.graph import ports
 from sbpc.graph.ports import Port
 from sbpc.passes.capture.aot_tracer import joint
+from sbpc.passes.capture.fake_model import FakeModel, environment, fake_model, finish
 from sbpc.passes.capture.light_tracer import Light, NeedsAot
-from sbpc.passes.capture.program import Program, environment, finish, program
 from sbpc.passes.capture.random_ops import streams
 from sbpc.passes.capture.source_lines import traceback_stack, user_error
 
@@ -38,7 +38,7 @@ def capture(
     dtype: torch.dtype | None = None,
     method: str = "light",
 ) -> GraphModule:
-    """The graph of `loss(module(*args, **kwargs), *targets)` and, with `train`, of its gradients.
+    """Returns the graph of `loss(module(*args, **kwargs), *targets)` and, with `train`, of its gradients.
 
     Before: a module and its arguments, real, meta or fake. After: `gm.meta["ports"]` says what goes in and comes out;
     every node has `val`, `module`, `stack_trace` and `phase` in its meta. The module is left as it was.
@@ -47,20 +47,20 @@ def capture(
     """
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
+    request = module, args, kwargs or {}, loss, targets, dtype
     with environment(train):  # fresh fakes for each method: the first may have written into its own
         if method == "light":
             try:
                 with streams():
-                    return _light(program(module, args, kwargs or {}, loss, targets, dtype), train)
+                    return _light(fake_model(*request), train)
             except NeedsAot as reason:
                 log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
         with streams(), _blame("step"):
-            return joint(program(module, args, kwargs or {}, loss, targets, dtype), train)
+            return joint(fake_model(*request), train)
 
 
-def _light(source: Program, train: bool) -> GraphModule:
+def _light(source: FakeModel, train: bool) -> GraphModule:
+    """Returns the graph of a model by the light tracer."""
     light = Light(source)
     for port, label, value in source.placeholders():
         light.placeholder(port, label, value)
@@ -77,14 +77,14 @@ def _light(source: Program, train: bool) -> GraphModule:
             with _recording(source, light), _blame("backward"):
                 roots, leaves = [outputs[at] for at in tangents], [value for _, value in wanted]
                 gradients = torch.autograd.grad(roots, leaves, list(tangents.values()), allow_unused=True)
-    found = [(Port(ports.OUTPUT, str(at)), light.node_of(value)) for at, value in enumerate(outputs)]
-    found += [(Port(ports.MUTATION, name), light.node_of(value)) for name, value in written.items()]
-    found += [(port, light.node_of(value)) for (port, _), value in zip(wanted, gradients) if value is not None]
-    return finish(source, light.graph, light.constants, light.ports, found, results, dict(light.kept), train)
+    ends = [(Port(ports.OUTPUT, str(at)), light.node_of(value)) for at, value in enumerate(outputs)]
+    ends += [(Port(ports.MUTATION, name), light.node_of(value)) for name, value in written.items()]
+    ends += [(port, light.node_of(value)) for (port, _), value in zip(wanted, gradients) if value is not None]
+    return finish(source, light.graph, light.constants, light.ports, ends, results, dict(light.kept), train)
 
 
-def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """A tangent for every output that has a gradient, contiguous whatever the strides of the output."""
+def _tangents(source: FakeModel, light: Light, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Returns a tangent for every output that has a gradient, contiguous whatever the strides of the output."""
     with source.mode:
         tangents = {
             at: torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -97,7 +97,7 @@ def _tangents(source: Program, light: Light, outputs: Sequence[Tensor]) -> dict[
 
 
 # What torch says of fake tensors where the model does what no graph can hold -> what it does, and what to do instead.
-SAID = {
+CAUSES = {
     ".numpy() is not supported": ("asks for the values of a tensor with .numpy()", "Write it with torch alone."),
     "Mixing fake modes": ("makes copies with copy.deepcopy", "Copy in __init__, or copy a tensor with clone()."),
     "shape_env must not be None": ("makes a nested tensor", "Pad to one length, and mask the padding."),
@@ -110,7 +110,7 @@ SAID = {
 
 @contextlib.contextmanager
 def _blame(part: str) -> Iterator[None]:
-    """Turn an error of the model's own code into a CaptureError that shows its line; the error is its cause."""
+    """Turns an error of the model's own code into a CaptureError that shows its line; the error is its cause."""
     try:
         yield
     except (SbpcError, NeedsAot):
@@ -118,11 +118,11 @@ def _blame(part: str) -> Iterator[None]:
     except Exception as error:  # whatever the model raises
         text = str(error).strip() or "no message"
         raises = f"raises {type(error).__name__}: {text}", "Call the model on these arguments on one device first."
-        what, todo = next((known for said, known in SAID.items() if said in text), raises)
+        what, todo = next((known for said, known in CAUSES.items() if said in text), raises)
         raise user_error(f"the model's {part} {what}", traceback_stack(error), todo) from error
 
 
 @contextlib.contextmanager
-def _recording(source: Program, light: Light) -> Iterator[None]:
+def _recording(source: FakeModel, light: Light) -> Iterator[None]:
     with source.mode, light, enable_python_dispatcher():
         yield

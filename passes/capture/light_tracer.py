@@ -1,4 +1,4 @@
-"""A light tracer: every op that torch dispatches on fake tensors becomes a node of one graph.
+"""Traces lightly: every op that torch dispatches on fake tensors becomes a node of one graph.
 
 Tensors are matched to nodes by identity and all kept alive; a tensor that was never seen raises, so that nothing is
 silently left out. A write into fresh memory is made functional; for any other write `NeedsAot` is raised.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import (
     DataDependentOutputException,
@@ -28,8 +29,8 @@ from sbpc._compat import (
 )
 from sbpc.errors import CaptureError
 from sbpc.graph.ports import SEED_PORT, Port
-from sbpc.graph.rewrite import put
-from sbpc.passes.capture.program import Program, placeholder
+from sbpc.graph.rewrite import called, put
+from sbpc.passes.capture.fake_model import FakeModel, placeholder
 from sbpc.passes.capture.random_ops import drawn, is_random
 from sbpc.passes.capture.source_lines import user_error, user_stack
 
@@ -49,11 +50,11 @@ class NeedsAot(Exception):
 
 
 class Watch(TorchDispatchMode):
-    """Sees every op of a forward: refuses what no graph can hold, and knows which submodule is being called."""
+    """Watches every op of a forward: refuses what no graph can hold, and knows which submodule is being called."""
 
     supports_higher_order_operators = True  # so that `refuse` sees them
 
-    def __init__(self, source: Program) -> None:
+    def __init__(self, source: FakeModel) -> None:
         super().__init__()
         self.source, self.known = source, source.known
         self.modules = {id(part): name for name, part in source.module.named_modules()}
@@ -70,40 +71,38 @@ class Watch(TorchDispatchMode):
             raise user_error(f"{func} writes into its arguments", user_stack(), "Give it a form that returns new tensors.")
         if func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
             return self._write_lists(func, args, kwargs)
-        for value in _leaves((args, kwargs)):
+        for value in tensors_in((args, kwargs)):
             if type(value) in PLAIN and func not in LIFTS and self.known.get(id(value), (None, value))[1] is not None:
                 raise unregistered(value)
-            if isinstance(value, Tensor):
-                self.check_memory(value)
+            self.check_memory(value)
         torch.fx.traceback.get_current_meta()["custom"] = {"sbpc": (self.path[-1], user_stack())}
         out = run(func, args, kwargs, self.stack())
-        for value in _leaves(out):
-            if isinstance(value, Tensor):
-                self.check_memory(value)
+        for value in tensors_in(out):
+            self.check_memory(value)
         return out
 
     def _write_lists(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A fused step of an optimizer by its functional form: AOTAutograd cannot take one with an empty list."""
+        """Runs a fused step of an optimizer in its functional form: AOTAutograd cannot take one with an empty list."""
         results = self.again(functional_form(func), *args, **kwargs)
         for before, after in zip(args, results):
             for old, new in zip(before, after):
                 self.again(aten.copy_.default, old, new)
 
     def stack(self) -> str:
-        """The lines of the model that led here."""
+        """Returns the lines of the model that led here."""
         return user_stack()
 
     def again(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run another op in the place of one that was dispatched."""
+        """Runs another op in the place of one that was dispatched."""
         return self.__torch_dispatch__(op, (), args, kwargs)
 
     def seed(self) -> Tensor:
-        """The seed of the step, as an input of the program."""
+        """Returns the seed of the step, an input of the program."""
         assert self.given_seed is not None
         return self.given_seed
 
     def check_memory(self, value: Tensor) -> None:
-        """Remember the memory of `value`. Raises CaptureError if it is another one than before."""
+        """Remembers the memory of `value`. Raises CaptureError if it is another one than before."""
         storage = storage_of(value)
         if self.memory.setdefault(id(value), (storage, value))[0] != storage:
             what = "the forward assigns to the .data of a tensor, which no op shows"
@@ -111,7 +110,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def watching(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """While this lasts, `path` follows the submodules that are called; `values` must keep their memory."""
+        """Keeps `path` at the submodule that is being called while this lasts. `values` must keep their memory."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.path.append(self.modules.get(id(module), self.path[-1]))
@@ -135,7 +134,7 @@ class Watch(TorchDispatchMode):
 class Light(Watch):
     """Records every op into `graph`. `phase` is "forward" until the caller sets it to "backward"."""
 
-    def __init__(self, source: Program) -> None:
+    def __init__(self, source: FakeModel) -> None:
         super().__init__(source)
         self.graph = Graph()
         self.phase = "forward"
@@ -150,7 +149,7 @@ class Light(Watch):
         self.last: Node | None = None
 
     def placeholder(self, port: Port, name: str, value: Tensor) -> None:
-        """Make `value` known as an input of the graph; what shares its memory may not be written."""
+        """Makes `value` known as an input of the graph. What shares its memory may not be written."""
         with self.graph.inserting_after(self.front) if self.front else nullcontext():
             node = self.front = placeholder(self.graph, name)
         node.meta.update(module="", stack_trace="", phase=self.phase)
@@ -159,14 +158,14 @@ class Light(Watch):
         self.owners[storage_of(value)] += 1
 
     def seed(self) -> Tensor:
-        """The seed of the step; the first draw makes it an input."""
+        """Returns the seed of the step. The first draw makes it an input."""
         if self.given_seed is None:
             self.given_seed = self.source.seed()
             self.placeholder(SEED_PORT, SEED_PORT.name, self.given_seed)
         return self.given_seed
 
     def node_of(self, value: Tensor) -> Node:
-        """The node that made `value`. Raises NeedsAot if it was made behind the tracer's back."""
+        """Returns the node that made `value`. Raises NeedsAot if it was made behind the tracer's back."""
         node = self.nodes.get(id(value))
         if node is None:
             raise NeedsAot("a tensor was made without an op that can be seen")
@@ -182,8 +181,8 @@ class Light(Watch):
             return self._fresh_constant(func, args[0])
         if is_random(func, args, kwargs):
             return drawn(self.again, self.seed, func, args, kwargs)
-        if any(type(value) in PLAIN for value in _leaves((args, kwargs))):
-            args, kwargs = _map((args, kwargs), self._registered)
+        if any(type(value) in PLAIN for value in tensors_in((args, kwargs))):
+            args, kwargs = map_tensors((args, kwargs), self._registered)
         if any(args[at] is not None for at in STATISTICS.get(func, ())) and args[5]:
             raise NeedsAot(f"{func} writes running statistics")
         if func._schema.is_mutable:
@@ -201,13 +200,13 @@ class Light(Watch):
             self.kept.append((node, out))
             for at, item in enumerate(out):
                 if isinstance(item, Tensor):
-                    part = self.graph.create_node("call_function", operator.getitem, (node, at))
-                    put(part, "meta", dict(node.meta))
-                    self._keep(part, item)
+                    output = called(self.graph, operator.getitem, (node, at), {})
+                    put(output, "meta", dict(node.meta))
+                    self._keep(output, item)
 
     def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
-        args, kwargs = _map((args, kwargs), self.node_of)
-        node = self.graph.create_node("call_function", func, args, kwargs, name=func._schema.name.split("::")[1])
+        args, kwargs = map_tensors((args, kwargs), self.node_of)
+        node = called(self.graph, func, args, kwargs, func._schema.name.split("::")[1])
         path, stack = self.path[-1], user_stack()
         if self.phase == "backward":
             source = self._forward_of()
@@ -220,14 +219,14 @@ class Light(Watch):
         return node
 
     def stack(self) -> str:
-        """The lines of the model that led here, those of the forward op where autograd runs its backward."""
+        """Returns the lines of the model that led here, those of the forward op where autograd runs its backward."""
         source = self._forward_of() if self.phase == "backward" else None
         return user_stack() or (source.meta["stack_trace"] if source is not None else "")
 
     def _forward_of(self) -> Node | None:
         running: Any = autograd_node()
-        found = None if running is None else self.by_number.get(running._sequence_nr())
-        return found or self.last
+        maker = None if running is None else self.by_number.get(running._sequence_nr())
+        return maker or self.last
 
     def _keep(self, node: Node, value: Tensor) -> None:
         self.kept.append((node, value))
@@ -237,7 +236,7 @@ class Light(Watch):
         self.owners[storage] = self.owners.get(storage, 0) + 1
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an in-place op whose target nothing else can see, and record its functional form instead."""
+        """Runs an in-place op whose target nothing else can see, and records its functional form instead."""
         target = args[0] if args else None
         written = [at for at, arg in enumerate(func._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         functional = functional_form(func)
@@ -253,9 +252,7 @@ class Light(Watch):
         node = self._emit(functional, args, kwargs)
         if fresh.dtype != target.dtype:
             self.kept.append((node, fresh))
-            cast = self.graph.create_node(
-                "call_function", aten._to_copy.default, (node,), {"dtype": target.dtype}, name="_to_copy"
-            )
+            cast = called(self.graph, aten._to_copy.default, (node,), {"dtype": target.dtype}, "_to_copy")
             put(cast, "meta", dict(node.meta))
             node = cast
         run(func, args, kwargs, self.stack())
@@ -264,7 +261,7 @@ class Light(Watch):
         return target
 
     def _fresh_constant(self, func: Any, value: Tensor) -> Tensor:
-        """`torch.tensor(1.)` in the model: nobody else holds this tensor, so the graph may keep it."""
+        """Keeps the tensor of `torch.tensor(1.)` in the model as a constant: nobody else holds it."""
         out: Tensor = func(value)
         self._keep(self._constant(value), out)
         return out
@@ -277,7 +274,7 @@ class Light(Watch):
         return node
 
     def _registered(self, value: Tensor) -> Tensor:
-        """`value` itself, or the fake for a real tensor that is a buffer under another name or one of the loss."""
+        """Returns `value` itself, or the fake for a real tensor that is a buffer under another name or one of the loss."""
         if isinstance(value, FakeTensor):
             return value
         if id(value) not in self.fakes:
@@ -293,7 +290,7 @@ class Light(Watch):
 
 
 def run(func: Any, args: Any, kwargs: Any, stack: str) -> Any:
-    """Run an op on fake tensors. Raises CaptureError if it needs their values, or gives other than dense tensors."""
+    """Runs an op on fake tensors. Raises CaptureError if it needs their values, or gives other than dense tensors."""
     try:
         out = func(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -303,15 +300,15 @@ def run(func: Any, args: Any, kwargs: Any, stack: str) -> Any:
     except UnsupportedOperatorException as error:
         what = f"{func} does not say what it gives for tensors without values"
         raise user_error(what, stack, "Tell it with torch.library.register_fake, or use another op.") from error
-    for value in _leaves(out):
-        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+    for value in tensors_in(out):
+        if value.layout != torch.strided or value.is_nested:
             what = f"{func} gives a tensor of layout {value.layout}"
             raise user_error(what, stack, "Only dense tensors can be planned: an nn.Embedding with sparse=False, say.")
     return out
 
 
 def refuse(func: Any) -> None:
-    """Raise CaptureError for an operator that takes functions, and for one that makes nested tensors."""
+    """Raises CaptureError for an operator that takes functions, and for one that makes nested tensors."""
     if isinstance(func, HigherOrderOperator):
         what = f"{func} takes functions, and a captured graph holds plain ops"
         raise user_error(what, user_stack(), "Write it out: torch.where keeps both sides of a branch.")
@@ -320,35 +317,32 @@ def refuse(func: Any) -> None:
 
 
 def unregistered(value: Tensor) -> CaptureError:
-    """The error for a tensor that the model holds in an attribute: a graph could not follow later changes to it."""
+    """Returns the error for a tensor that the model holds in an attribute: a graph could not follow later changes to it."""
     what = f"the model uses a tensor {list(value.shape)} that is no parameter, no buffer and no argument"
     return user_error(what, user_stack(), "Register it with register_buffer, or pass it as an argument.")
 
 
 def functional_form(func: Any) -> Any:
-    """The op that returns what the in-place op `func` writes, or None."""
+    """Returns the op that returns what the in-place op `func` writes, or None."""
     space, name = func._schema.name.split("::")
     packet = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
-    found = getattr(packet, func._overloadname, None)
-    return None if found is None or found._schema.is_mutable else found
+    op = getattr(packet, func._overloadname, None)
+    return None if op is None or op._schema.is_mutable else op
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _map(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns the nested value with every tensor changed, without a frame of torch between caller and `change`: see `user_stack`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns all tensors inside a nested value."""
+    tensors: list[Tensor] = []
+    map_aggregate(value, lambda item: tensors.append(item) if isinstance(item, Tensor) else None)
+    return tensors

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers, written with `sbpc::bits`: every element's value depends on a seed and its global index.
+"""Writes ops that draw random numbers with `sbpc::bits`: every element's value depends on a seed and its global index.
 
 Each draw of a forward has a stream of its own, the number of the draw in program order. The number is kept as the seed
 of torch's CPU generator while capturing: what saves and restores the state of that generator in order to draw the same
@@ -34,15 +34,15 @@ class Draw:
     seed: Tensor
 
     def bits(self, size: Sequence[int]) -> Tensor:
-        """Integers of [0, 2**53), of a stream of their own."""
+        """Returns integers of [0, 2**53), of a stream of their own."""
         return self.call(BITS, self.seed, list(size), next_stream())
 
     def below(self, size: Sequence[int], chance: float) -> Tensor:
-        """True with a probability."""
+        """Returns True with a probability."""
         return self.call(aten.lt.Scalar, self.bits(size), math.ceil(chance * 2**DIGITS))
 
     def uniform(self, size: Sequence[int], dtype: torch.dtype, inside: bool = False) -> Tensor:
-        """Numbers of [0, 1), as fine as the dtype has them near 1; `inside`: of (0, 1), a digit coarser."""
+        """Returns numbers of [0, 1), as fine as the dtype has them near 1; `inside`: of (0, 1), a digit coarser."""
         if dtype not in MANTISSA:
             raise user_error(f"random numbers of {dtype} are drawn", user_stack(), "Draw float32 and convert.")
         digits = MANTISSA[dtype] - inside
@@ -52,7 +52,7 @@ class Draw:
         return self.call(aten.mul.Scalar, found, 2.0**-digits)
 
     def normal(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Numbers of mean 0 and variance 1 (Box and Muller 1958)."""
+        """Returns numbers of mean 0 and variance 1 (Box and Muller 1958)."""
         wide = torch.promote_types(dtype, torch.float32)
         length = self.call(aten.log.default, self.uniform(size, wide, inside=True))
         length = self.call(aten.sqrt.default, self.call(aten.mul.Scalar, length, -2.0))
@@ -60,7 +60,7 @@ class Draw:
         return self.cast(self.call(aten.mul.Tensor, length, self.call(aten.cos.default, angle)), dtype)
 
     def integers(self, low: int, high: int, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Integers of [low, high)."""
+        """Returns integers of [low, high)."""
         if not 0 < high - low <= STREAMS:
             what = f"random integers of [{low}, {high}) are drawn"
             raise user_error(what, user_stack(), "Give a range of 1 to 2**32 integers.")
@@ -68,17 +68,17 @@ class Draw:
         return self.cast(self.call(aten.add.Scalar, found, low), dtype)
 
     def scaled(self, x: Tensor, factor: Any, offset: Any) -> Tensor:
-        """x * factor + offset, each a number or a tensor."""
+        """Returns x * factor + offset, each a number or a tensor."""
         times = aten.mul.Tensor if isinstance(factor, Tensor) else aten.mul.Scalar
         plus = aten.add.Tensor if isinstance(offset, Tensor) else aten.add.Scalar
         return self.call(plus, self.call(times, x, factor), offset)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in another dtype."""
+        """Returns x in another dtype."""
         return x if x.dtype == dtype else self.call(aten._to_copy.default, x, dtype=dtype)
 
     def write(self, target: Tensor, values: Tensor) -> Tensor:
-        """Put the values into a tensor that the forward holds."""
+        """Puts the values into a tensor that the forward holds."""
         self.call(aten.copy_.default, target, values)
         return target
 
@@ -160,7 +160,7 @@ PLACED = ("device", "generator", "layout", "memory_format", "pin_memory")
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this call draws random numbers; with a probability of 0, or outside training, it draws none."""
+    """Returns whether this call draws random numbers; with a probability of 0, or outside training, it draws none."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = named_arguments(func, args, kwargs)
@@ -170,7 +170,7 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def drawn(call: Callable[..., Any], seed: Callable[[], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """What a random op gives, by `call`. Raises CaptureError, with the user's line, for one that cannot be written so."""
+    """Returns what a random op gives, by `call`. Raises CaptureError, with the user's line, if it cannot be written so."""
     given, write = named_arguments(func, args, kwargs), DRAWS.get(func)
     if write is None or given.get("generator") is not None:
         raise refusal(func, given)
@@ -183,7 +183,7 @@ def drawn(call: Callable[..., Any], seed: Callable[[], Tensor], func: Any, args:
 
 
 def refusal(func: Any, given: Mapping[str, Any], stack: str | None = None) -> Exception:
-    """The error for a random op that cannot be drawn element by element."""
+    """Returns the error for a random op that cannot be drawn element by element."""
     what, todo = f"{func} draws random numbers in a way that no rank can follow alone", "Pass the result as an argument."
     if given.get("generator") is not None:
         what, todo = f"{func} draws from a generator of its own", "Leave the generator out: the program has its own seed."
@@ -194,19 +194,19 @@ def refusal(func: Any, given: Mapping[str, Any], stack: str | None = None) -> Ex
 
 @contextmanager
 def streams() -> Iterator[None]:
-    """While this lasts torch's CPU generator counts streams; afterwards it is as it was."""
+    """Lets torch's CPU generator count streams while this lasts. Afterwards it is as it was."""
     with torch.random.fork_rng(devices=[]):
         restart()
         yield
 
 
 def restart() -> None:
-    """The next draw is the first of the program."""
+    """Makes the next draw the first of the program."""
     torch.default_generator.manual_seed(FIRST)
 
 
 def next_stream() -> int:
-    """The number of this draw. Raises CaptureError if the forward has seeded torch's generator."""
+    """Returns the number of this draw. Raises CaptureError if the forward has seeded torch's generator."""
     number = torch.default_generator.initial_seed() - FIRST
     if not 0 <= number < STREAMS:
         what = "the forward seeds torch's generator, and a program draws from a seed of its own"

@@ -1,7 +1,8 @@
-"""The rows of a graph's picture, and which of them may be left out."""
+"""Makes the rows of a graph's picture, and leaves out some of them where there are too many."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,20 +11,21 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload
-from sbpc.boxing.steps import WIRE, wire
-from sbpc.inspect.graph_text import call_text, layout_text, note, port_names, type_text
+from sbpc.boxing.steps import WIRE
+from sbpc.graph.ports import placeholders
+from sbpc.inspect.graph_text import bytes_sent, call_text, layout_text, note, port_names, type_text
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Row:
-    """One value.
+class ValueRow:
+    """The texts and figures about one value of a graph.
 
     at: its number in the graph. kind: "stored", "value", "view", "boxing" (a collective), "free" (a boxing that sends
-    nothing) or "output". section: "stored", "forward", "backward" or "output". states: by mesh axis, none where the
-    value has no layout. order: of the splits, where it is not mesh order. moved: of a boxing, (axis, state before)
-    where that changes. sent: bytes that a rank sends. sources: the numbers of the values that it reads.
+    nothing) or "output". section: "stored", "forward", "backward" or "output". states: one per mesh axis, none where the
+    value has no layout. order: that of the splits, where it is not mesh order. moved: for a boxing, (axis, state before)
+    of every axis that changes. sent: bytes that a rank sends. sources: the numbers of the values that it reads.
     """
 
     at: int
@@ -48,14 +50,12 @@ class Row:
         return self.op + self.rest
 
     def as_json(self) -> dict[str, Any]:
-        """What `sbpc show --json` says of the value."""
-        found = {
-            key: getattr(self, key)
-            for key in ("name", "kind", "section", "type", "states", "order", "call", "module", "sources")
-        }
+        """Returns what `sbpc show --json` prints about the value."""
+        keys = ("name", "kind", "section", "type", "states", "order", "call", "module", "sources")
+        values = {key: getattr(self, key) for key in keys}
         if self.kind in ("boxing", "free"):
-            found |= {"note": self.note, "bytes_sent": self.sent}
-        return found
+            values |= {"note": self.note, "bytes_sent": self.sent}
+        return values
 
 
 @dataclass(frozen=True)
@@ -66,58 +66,46 @@ class Fold:
     rows: int
 
 
-def moved(row: Row) -> Iterator[str]:
-    """The states before a boxing."""
-    return (state for _, state in row.moved)
-
-
-def graph_rows(gm: GraphModule, mesh: Mesh) -> tuple[Row, ...]:
-    """All values of a graph, in its order."""
+def graph_rows(gm: GraphModule, mesh: Mesh) -> tuple[ValueRow, ...]:
+    """Returns a row for every value of a graph, in its order."""
     names = port_names(gm)
-    ports = iter(gm.meta["ports"].inputs)
-    number = {node: at for at, node in enumerate(gm.graph.nodes)}
+    numbers = {node: at for at, node in enumerate(gm.graph.nodes)}
+    kinds = {node: port.kind for port, node in placeholders(gm).items()}
     rows = []
     for node in gm.graph.nodes:
         layout = first_layout(node)
         op, rest = split_call(call_text(node, names).removeprefix("aten.").removeprefix("_c10d_functional."))
-        if node.op == "placeholder":
-            port = next(ports, None)
-            op, rest = ("position" if port is None else port.kind), ""
-        rows.append(
-            Row(
-                at=number[node],
-                kind=kind(node),
-                section="stored"
-                if node.op == "placeholder"
-                else "output"
-                if node.op == "output"
-                else node.meta.get("phase", "forward"),
-                name=names.get(node, node.name),
-                type=first_type(node),
-                layout=layout_text(node),
-                states=tuple(map(str, layout.states)) if layout else (),
-                order=" ".join(str(layout).split()[len(layout.states) :]) if layout else "",
-                op=op,
-                rest=rest,
-                note=note(node, mesh),
-                module=node.meta.get("module", "") if node.op == "call_function" else "",
-                moved=changes(node),
-                sent=bytes_sent(node, mesh),
-                sources=tuple(number[source] for source in node.all_input_nodes),
-            )
+        section = {"placeholder": "stored", "output": "output"}.get(node.op, node.meta.get("phase", "forward"))
+        row = ValueRow(
+            at=numbers[node],
+            kind=kind_of(node),
+            section=section,
+            name=names.get(node, node.name),
+            type=first_type(node),
+            layout=layout_text(node),
+            states=tuple(map(str, layout.states)) if layout else (),
+            order=" ".join(str(layout).split()[len(layout.states) :]) if layout else "",
+            op=op if node.op != "placeholder" else kinds.get(node, "position"),
+            rest=rest if node.op != "placeholder" else "",
+            note=note(node, mesh),
+            module=node.meta.get("module", "") if node.op == "call_function" else "",
+            moved=changes(node),
+            sent=bytes_sent(node, mesh),
+            sources=tuple(numbers[source] for source in node.all_input_nodes),
         )
+        rows.append(row)
     return tuple(rows)
 
 
 def first_layout(node: Node) -> Layout | None:
-    """The layout of a value, of the first of several."""
+    """Returns the layout of a value, of the first of several."""
     sbp = node.meta.get("sbp")
-    found = sbp[0] if isinstance(sbp, tuple) and sbp else sbp
-    return found if isinstance(found, Layout) else None
+    layout = sbp[0] if isinstance(sbp, tuple) and sbp else sbp
+    return layout if isinstance(layout, Layout) else None
 
 
 def first_type(node: Node) -> str:
-    """Type and shape of a value; of several, the first and how many more."""
+    """Returns type and shape of a value; of several, the first and how many more."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)) and len(value) > 1:
         return type_text(node)[1:].split("],")[0].rstrip(")]") + f"] +{len(value) - 1}"
@@ -125,15 +113,15 @@ def first_type(node: Node) -> str:
 
 
 def split_call(text: str) -> tuple[str, str]:
-    """The name of the op and its arguments; an overload's name is left out."""
+    """Returns the name of the op, without its overload, and its arguments."""
     op, bracket, rest = text.partition("(")
     if not bracket and text.endswith("]"):
         return "part", f"({text})"  # one output of several
     return op.split(".")[0] if bracket else text, bracket + rest
 
 
-def kind(node: Node) -> str:
-    """See `Row`."""
+def kind_of(node: Node) -> str:
+    """Returns the kind of a row, see `ValueRow`."""
     if node.op in ("placeholder", "output"):
         return "stored" if node.op == "placeholder" else "output"
     if "step" in node.meta:
@@ -147,42 +135,27 @@ def kind(node: Node) -> str:
 
 
 def changes(node: Node) -> tuple[tuple[int, str], ...]:
-    """Of a boxing: the axes on which the state changes, with the state before."""
+    """Returns the axes on which a boxing changes the state, with the state before."""
     step = node.meta.get("step")
     if step is None:
         return ()
-    return tuple(
-        (axis, str(before))
-        for axis, (before, after) in enumerate(zip(step.before.states, step.after.states))
-        if before != after
-    )
+    states = enumerate(zip(step.before.states, step.after.states))
+    return tuple((axis, str(before)) for axis, (before, after) in states if before != after)
 
 
-def bytes_sent(node: Node, mesh: Mesh) -> float:
-    """Of a boxing: the bytes that the busiest rank sends."""
-    step = node.meta.get("step")
-    if step is None:
-        return 0.0
-    value = node.meta["val"]
-    return float(wire(step, tuple(value.shape), value.element_size(), mesh.sizes)[1])  # type: ignore[arg-type]
+def fold(rows: Sequence[ValueRow], limit: int) -> tuple[list[ValueRow | Fold], dict[str, int]]:
+    """Returns the rows to show, at most about `limit`, and how many rows of which kind are left out."""
+    folded: list[ValueRow | Fold] = fold_blocks(rows) if len(rows) > limit else list(rows)
+    repeated = sum(row.rows for row in folded if isinstance(row, Fold))
+    shown = folded
+    if len(folded) > limit:
+        shown = [row for row in folded if isinstance(row, Fold) or row.kind != "view"]
+    return shown, {"in repeated blocks": repeated, "views": len(folded) - len(shown)}
 
 
-def fold(rows: Sequence[Row], limit: int) -> tuple[list[Row | Fold], dict[str, int]]:
-    """The rows to show, at most about `limit`, and how many were left out by what they are."""
-    shown: list[Row | Fold] = list(rows)
-    if len(rows) > limit:
-        shown = fold_blocks(rows)
-    repeated = sum(row.rows for row in shown if isinstance(row, Fold))
-    views = 0
-    if len(shown) > limit:
-        kept = [row for row in shown if isinstance(row, Fold) or row.kind != "view"]
-        views, shown = len(shown) - len(kept), kept
-    return shown, {"in repeated blocks": repeated, "views": views}
-
-
-def fold_blocks(rows: Sequence[Row]) -> list[Row | Fold]:
-    """The rows with a line in place of each block that only repeats an earlier one."""
-    shown: list[Row | Fold] = []
+def fold_blocks(rows: Sequence[ValueRow]) -> list[ValueRow | Fold]:
+    """Returns the rows with a line in place of each block that only repeats an earlier one."""
+    shown: list[ValueRow | Fold] = []
     known: dict[Any, str] = {}
     for block, members in runs(rows):
         pattern = (
@@ -198,17 +171,12 @@ def fold_blocks(rows: Sequence[Row]) -> list[Row | Fold]:
     return shown
 
 
-def runs(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Neighbours of one section and one numbered block (`blocks.0`), "" outside of blocks."""
-    members: list[Row] = []
-    last: Any = None
-    for row in rows:
+def runs(rows: Sequence[ValueRow]) -> Iterator[tuple[str, list[ValueRow]]]:
+    """Yields neighbours of one section and one numbered block (`blocks.0`), "" outside of blocks."""
+
+    def key(row: ValueRow) -> tuple[str, str]:
         match = re.match(r".*?\b\d+(?=\.|$)", row.name if row.kind == "stored" else row.module)
-        key = row.section, match[0] if match else ""
-        if key != last and members:
-            yield last[1], members
-            members = []
-        members.append(row)
-        last = key
-    if members:
-        yield last[1], members
+        return row.section, match[0] if match else ""
+
+    for (_, block), members in itertools.groupby(rows, key):
+        yield block, list(members)

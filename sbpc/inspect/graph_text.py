@@ -1,4 +1,4 @@
-"""A graph as text, one value a line: name, type and shape, layout, how it is made. Annotated, boxed and local graphs."""
+"""Writes an annotated, boxed or local graph as text, one value a line: name, type and shape, layout, how it is made."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.steps import wire
 from sbpc.errors import dtype_text
 from sbpc.graph.operands import value_of
+from sbpc.graph.ports import BUFFER, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 
 
 def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:
-    """The graph as aligned columns; with a mesh, what each boxing sends."""
+    """Returns the graph as aligned columns; with a mesh, also what each boxing sends."""
     names = port_names(gm)
     rows = [
         (names.get(node, node.name), type_text(node), layout_text(node), call_text(node, names), note(node, mesh))
@@ -24,20 +25,18 @@ def graph_text(gm: GraphModule, mesh: Mesh | None = None) -> str:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths) if width]
-        lines.append(("  ".join(cells) + ("  # " + row[4] if row[4] else "")).rstrip())
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths) if width)
+        lines.append(f"{cells}  # {row[4]}" if row[4] else cells.rstrip())
     return "\n".join(lines) + "\n"
 
 
 def port_names(gm: GraphModule) -> dict[Node, str]:
-    """Parameters and buffers under their qualified names."""
-    ports = gm.meta["ports"].inputs
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    return {node: port.name for node, port in zip(placeholders, ports) if port.kind in ("parameter", "buffer")}
+    """Returns the qualified names of parameters and buffers."""
+    return {node: port.name for port, node in placeholders(gm).items() if port.kind in (PARAMETER, BUFFER)}
 
 
 def type_text(node: Node) -> str:
-    """`f32[6, 16]`, or several of them in parentheses."""
+    """Returns `f32[6, 16]`, or several of them in parentheses."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return tensor_text(value)
@@ -47,12 +46,12 @@ def type_text(node: Node) -> str:
 
 
 def tensor_text(value: torch.Tensor) -> str:
-    """The type and shape of a tensor."""
+    """Returns type and shape of a tensor."""
     return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
 def layout_text(node: Node) -> str:
-    """The layout without brackets on a mesh of one axis; several in parentheses."""
+    """Returns the layout of a value, of several in parentheses."""
     sbp = node.meta.get("sbp")
     if isinstance(sbp, tuple):
         return "(" + ", ".join(map(short, sbp)) + ")"
@@ -60,12 +59,12 @@ def layout_text(node: Node) -> str:
 
 
 def short(layout: Layout) -> str:
-    """`S(0)` on one axis, `[B, S(0)]` on several."""
+    """Returns `S(0)` for a mesh of one axis, `[B, S(0)]` for one of several."""
     return str(layout.states[0]) if len(layout.states) == 1 else str(layout)
 
 
 def call_text(node: Node, names: dict[Node, str]) -> str:
-    """How the value is made."""
+    """Returns how the value is made."""
     if node.op == "placeholder":
         return "input" if node not in names else "parameter"
     if node.op == "output":
@@ -78,16 +77,11 @@ def call_text(node: Node, names: dict[Node, str]) -> str:
         return f"{names.get(producer, producer.name)}[{index}]"
     arguments = [argument_text(item, names) for item in node.args]
     arguments += [f"{key}={argument_text(item, names)}" for key, item in node.kwargs.items()]
-    return f"{target_text(node.target)}({', '.join(arguments)})"
-
-
-def target_text(target: Any) -> str:
-    """`aten.mm`, with the overload where it is not the default one."""
-    return str(target).removesuffix(".default")
+    return f"{str(node.target).removesuffix('.default')}({', '.join(arguments)})"
 
 
 def argument_text(value: Any, names: dict[Node, str]) -> str:
-    """One argument of a call."""
+    """Returns one argument of a call."""
     if isinstance(value, Node):
         return names.get(value, value.name)
     if isinstance(value, (tuple, list)):
@@ -96,15 +90,18 @@ def argument_text(value: Any, names: dict[Node, str]) -> str:
 
 
 def note(node: Node, mesh: Mesh | None) -> str:
-    """Of a boxing: from which layout to which, over what, and the bytes that a rank sends."""
+    """Returns from which layout to which a boxing leads, over what, and the bytes that a rank sends."""
     step = node.meta.get("step")
     if step is None:
         return ""
-    before, after = ("".join(short(layout)) for layout in (step.before, step.after))
     axes = "+".join(step.before.axes[at] for at in step.axes)
-    text = f"{before} -> {after} over {axes}"
-    if mesh is None:
-        return text
-    value = node.meta["val"]
-    sent = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)[1]
-    return f"{text}, {float(sent):,.0f} bytes"
+    text = f"{short(step.before)} -> {short(step.after)} over {axes}"
+    return text if mesh is None else f"{text}, {bytes_sent(node, mesh):,.0f} bytes"
+
+
+def bytes_sent(node: Node, mesh: Mesh) -> float:
+    """Returns the bytes that the busiest rank sends for a boxing, 0 for any other node."""
+    step, value = node.meta.get("step"), node.meta.get("val")
+    if step is None or value is None:
+        return 0.0
+    return float(wire(step, tuple(value.shape), value.element_size(), mesh.sizes)[1])

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that loads nothing: its tables, the picture of its graph, the loss curves of a run."""
+"""Writes a plan as one HTML page that loads nothing: its tables, the picture of its graph, the loss curves of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEN = ("solid", "dashed", "dotted")
 
 
 def picture_html(plan: Plan, losses: Mapping[str, Sequence[float]] | None = None, limit: int = 300) -> str:
-    """One page about a plan. losses: by name of a run, the loss of every step. limit: see `graph_svg`."""
+    """Returns one page about a plan. losses: by name of a run, the loss of every step. limit: see `graph_svg`."""
     model = str(plan.options.get("model", "model"))
     graph = graph_svg(plan.boxed, plan.mesh, f"{model} on {plan.mesh}: boxed graph", limit)
     page = {
@@ -35,48 +35,35 @@ def picture_html(plan: Plan, losses: Mapping[str, Sequence[float]] | None = None
 
 
 def figures(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name, number and what it is compared with."""
+    """Returns name, number and what it is compared with."""
     cost = plan.cost
     share = cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
+    parts = f"{cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
+    whole = f"{100 * share:.1f} % of one device's {si(cost.flops_one_device).strip()}"
+    sent = ", ".join(f"{axis}: {size:,.0f}" for axis, size in cost.bytes_sent.items())
+    kinds = ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items() if kind != "total")
     return [
-        (
-            "seconds a step",
-            f"{cost.seconds:.3g}",
-            f"{cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating",
-        ),
+        ("seconds a step", f"{cost.seconds:.3g}", parts),
         ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {least(cost)}"),
-        (
-            "flops a rank",
-            si(cost.flops).strip(),
-            f"{100 * share:.1f} % of one device's {si(cost.flops_one_device).strip()}",
-        ),
-        (
-            "bytes sent a rank",
-            f"{sum(cost.bytes_sent.values()):,.0f}",
-            ", ".join(f"{axis}: {sent:,.0f}" for axis, sent in cost.bytes_sent.items()),
-        ),
-        (
-            "peak memory a rank",
-            f"{si(cost.memory['total'])}B",
-            ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items() if kind != "total"),
-        ),
+        ("flops a rank", si(cost.flops).strip(), whole),
+        ("bytes sent a rank", f"{sum(cost.bytes_sent.values()):,.0f}", sent),
+        ("peak memory a rank", f"{si(cost.memory['total'])}B", kinds),
     ]
 
 
-def table(found: Table) -> dict[str, Any]:
-    """The title, heads and rows of a table of the report."""
-    columns = [[clean(str(cell).replace("\\[", "[")) for cell in column.cells] for column in found.columns]
-    right = [column.justify == "right" for column in found.columns]
+def table(source: Table) -> dict[str, Any]:
+    """Returns the title, heads and rows of a table of the report."""
+    columns = [[clean(str(cell).replace("\\[", "[")) for cell in column.cells] for column in source.columns]
     return {
-        "title": str(found.title),
-        "heads": [str(column.header) for column in found.columns],
-        "right": right,
+        "title": str(source.title),
+        "heads": [str(column.header) for column in source.columns],
+        "right": [column.justify == "right" for column in source.columns],
         "rows": list(zip(*columns)),
     }
 
 
 def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The geometry of the loss curves; a step without a finite loss leaves a gap."""
+    """Returns the geometry of the loss curves. A step without a finite loss leaves a gap."""
     values = [loss for run in losses.values() for loss in run if math.isfinite(loss)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     span = (high - low) or 1.0
@@ -88,31 +75,27 @@ def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     def y(loss: float) -> float:
         return 14 + (HEIGHT - 14 - BOTTOM) * (high - loss) / span
 
-    runs = []
-    for number, (name, run) in enumerate(losses.items()):
-        path, pen = "", "M"
+    def path(run: Sequence[float]) -> str:
+        text, pen = "", "M"
         for step, loss in enumerate(run):
-            path, pen = (f"{path}{pen}{x(step):.1f} {y(loss):.1f}", "L") if math.isfinite(loss) else (path, "M")
-        runs.append(
-            {
-                "name": clean(name),
-                "path": path,
-                "pen": PEN[number % len(PEN)],
-                "number": number,
-                "at": LEFT + 60 + 180 * number,
-            }
-        )
+            text, pen = (f"{text}{pen}{x(step):.1f} {y(loss):.1f}", "L") if math.isfinite(loss) else (text, "M")
+        return text
+
     ticks = [low + span * part / 4 for part in range(5)]
     marks = sorted({1, *(round(steps * part / 5) for part in range(1, 6))} - {0})
     return {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT, "runs": runs,
+        "width": WIDTH, "height": HEIGHT, "left": LEFT,
+        "runs": [
+            {"name": clean(name), "path": path(run), "pen": PEN[number % len(PEN)], "number": number}
+            for number, (name, run) in enumerate(losses.items())
+        ],
         "ticks": [(y(tick), f"{tick:.3g}") for tick in ticks], "marks": [(x(mark - 1), str(mark)) for mark in marks],
         "difference": f"{largest_difference(list(losses.values())):.2e}",
     }  # fmt: skip
 
 
 def largest_difference(runs: Sequence[Sequence[float]]) -> float:
-    """The largest relative difference between the first run and any other, over all steps; NaN counts as infinite."""
+    """Returns the largest relative difference between the first run and any other, over all steps; NaN counts as infinite."""
     worst = 0.0
     for run in runs[1:]:
         if len(run) != len(runs[0]):

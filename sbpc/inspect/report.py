@@ -1,4 +1,4 @@
-"""A plan as text for people: layouts by parameter, collectives by axis, seconds, memory, how good it is."""
+"""Reports a plan to people: layouts by parameter, collectives by axis, seconds, memory, how good it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDEAL = (
 
 
 def plan_text(plan: Plan, width: int = 110) -> str:
-    """The report of a plan as plain text."""
+    """Returns the report of a plan as plain text."""
     out = StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     print_plan(plan, console)
@@ -30,7 +30,7 @@ def plan_text(plan: Plan, width: int = 110) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """The report of a plan on a terminal."""
+    """Prints the report of a plan on a terminal."""
     cost, mesh = plan.cost, plan.mesh
     console.print(f"[bold]{plan.options.get('model', 'model')}[/] on {mesh}: {mesh.ranks} ranks", highlight=False)
     console.print(parameter_table(plan))
@@ -58,14 +58,14 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def least(cost: Cost) -> str:
-    """What no plan does, by the bound."""
+    """Returns what no plan does, by the bound."""
     if cost.objective == "bytes":
         return f"sends less than {cost.lower_bound:,.0f} bytes a rank"
     return f"takes less than {cost.lower_bound:.3g} s"
 
 
 def parameter_table(plan: Plan) -> Table:
-    """Parameters with their shapes and homes; those that differ only in numbers of layers are one row."""
+    """Returns parameters with their shapes and homes. Those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     alike: Counter[str] = Counter()
     shapes = {port.name: value for port, value in plan.shapes.items()}
@@ -76,9 +76,8 @@ def parameter_table(plan: Plan) -> Table:
         alike[pattern] += 1
     table = Table(title="parameters", title_justify="left", box=None, pad_edge=False)
     for title in ("name", "shape", "home layout", "count"):
-        table.add_column(
-            title, justify="right" if title == "count" else "left", overflow="fold", no_wrap=title != "name"
-        )
+        justify: Any = "right" if title == "count" else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=title != "name")
     for (pattern, shape, home), names in rows.items():
         name = pattern if len(names) == alike[pattern] > 1 else some(names)
         table.add_row(escape(name), escape(shape), escape(home), str(len(names)))
@@ -86,12 +85,12 @@ def parameter_table(plan: Plan) -> Table:
 
 
 def numberless(name: str) -> str:
-    """A qualified name with * in place of its numbers."""
+    """Returns a qualified name with * in place of its numbers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def some(names: Sequence[str]) -> str:
-    """Names that differ only in their numbers as one.
+    """Returns names that differ only in their numbers as one.
 
     >>> some(["blocks.0.up.weight", "blocks.1.up.weight", "blocks.2.up.weight", "blocks.5.up.weight"])
     'blocks.{0-2,5}.up.weight'
@@ -103,7 +102,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers with their runs: `0-2,5`."""
+    """Returns numbers as text with their runs: `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -114,37 +113,36 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def escape(text: str) -> str:
-    """Text whose brackets rich takes as they are."""
+    """Returns the text for rich with brackets that it takes as they are."""
     return text.replace("[", "\\[")
 
 
 def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
-    """By axis and collective: how many there are, and the bytes that a rank sends."""
-    found: dict[tuple[str, str], tuple[int, float]] = {}
+    """Returns by axis and collective how many there are, and the bytes that a rank sends."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
     for transfer, times in plan.cost.transfers:
         step = transfer.step
         key = plan.mesh.key(step.axes), step.collective
         _, each = wire(step, transfer.shape, transfer.itemsize, plan.mesh.sizes)
-        count, sent = found.get(key, (0, 0.0))
-        found[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
-    return dict(sorted(found.items()))
+        count, sent = totals.get(key, (0, 0.0))
+        totals[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
+    return dict(sorted(totals.items()))
 
 
 def collective_table(plan: Plan) -> Table:
-    """Collectives by axis with how many there are and the bytes that a rank sends."""
+    """Returns the table of collectives by axis, with how many there are and the bytes that a rank sends."""
     table = Table(title="collectives", title_justify="left", box=None, pad_edge=False)
     for title in ("axis", "collective", "count", "bytes sent per rank"):
         table.add_column(title, justify="right" if title in ("count", "bytes sent per rank") else "left")
-    found = collectives(plan)
-    for key, (count, sent) in found.items():
+    for key, (count, sent) in collectives(plan).items():
         table.add_row(*key, str(count), f"{sent:,.0f}")
-    if not found:
+    if not table.rows:
         table.add_row("none", "", "", "0")
     return table
 
 
 def si(number: float) -> str:
-    """A number with a decimal prefix: 12.3 M."""
+    """Returns a number with a decimal prefix: 12.3 M."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
             return f"{number / factor:.3g} {prefix}"
@@ -152,20 +150,14 @@ def si(number: float) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The report as JSON values."""
+    """Returns the report as JSON values."""
     cost = plan.cost
+    figures = ("seconds", "compute_seconds", "comm_seconds", "lower_bound", "gap", "flops", "flops_one_device", "bytes_sent")
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.name,
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
-        "seconds": cost.seconds,
-        "compute_seconds": cost.compute_seconds,
-        "comm_seconds": cost.comm_seconds,
-        "lower_bound": cost.lower_bound,
-        "gap": cost.gap,
-        "flops": cost.flops,
-        "flops_one_device": cost.flops_one_device,
-        "bytes_sent": cost.bytes_sent,
+        **{name: getattr(cost, name) for name in figures},
         "collectives": [
             {"axis": axis, "collective": name, "count": count, "bytes_sent": sent}
             for (axis, name), (count, sent) in collectives(plan).items()

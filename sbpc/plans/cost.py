@@ -1,4 +1,4 @@
-"""What a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
+"""Holds what a plan costs: seconds, bytes on the wire, flops and memory, written once for numbers and for sympy symbols.
 
 Per rank, on the busiest one: a kernel takes max(flops / peak, bytes / memory bandwidth, launch), a collective takes
 rounds * latency + bytes / bandwidth, or what the collective takes at least (see `Mesh.link`). The step takes the sum of both.
@@ -26,8 +26,8 @@ class Kernel:
     """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
 
     tensors: per tensor read or written, its bytes per element, its global shape and the axes that cut each dim.
-    free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: what stands for the factors' sizes
-    in formulas, then for those of each tensor's dims; none: the numbers.
+    free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: the sizes of the factors, then those of
+    each tensor's dims, as they stand in formulas; empty where the numbers do.
     """
 
     op: str
@@ -41,10 +41,10 @@ class Kernel:
 def cut(
     size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None, dim: Any = None
 ) -> Any:
-    """The largest local size of a dim of `size` that `axes` cut one after the other.
+    """Returns the largest local size of a dim of `size` that `axes` cut one after the other.
 
-    With symbols for the axis sizes: n / p where that is even at the sizes given, ceiling(n / p) where it is not; `dim`
-    stands for n.
+    With symbols for the axis sizes it is a formula: n / p where that is even at the sizes given, ceiling(n / p) where it
+    is not; `dim` stands for n.
     """
     number, formula = size, sympy.Integer(size) if dim is None else dim
     for axis in axes:
@@ -62,7 +62,7 @@ def numel(
     symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
 ) -> Any:
-    """The elements of the largest shard of a tensor."""
+    """Returns the number of elements of the largest shard of a tensor."""
     total: Any = 1
     for size, axes, dim in zip(shape, cuts, dims or (None,) * len(shape)):
         total = total * cut(size, axes, sizes, symbols, dim)
@@ -70,7 +70,7 @@ def numel(
 
 
 def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Flops and bytes of memory traffic of one op on the busiest rank."""
+    """Returns flops and bytes of memory traffic of one op on the busiest rank."""
     factors, *tensors = kernel.dims or ((None,) * len(kernel.factors), *((),) * len(kernel.tensors))
     local = {name: cut(size, axes, sizes, symbols, dim) for (name, size, axes), dim in zip(kernel.factors, factors)}
     moved: Any = 0
@@ -83,7 +83,7 @@ def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | N
 class Transfer:
     """One collective of a plan: the boxing step, and the global shape and bytes per element of the tensor it moves.
 
-    dims: what stands for the sizes of the shape in formulas; none: the numbers.
+    dims: the sizes of the shape as they stand in formulas; empty where the numbers do.
     """
 
     step: Step
@@ -141,7 +141,7 @@ class Cost:
 
     @property
     def paid(self) -> float:
-        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends."""
+        """What the plan minimises: seconds, or the bytes that the busiest rank sends."""
         return self.seconds if self.objective == "seconds" else sum(self.bytes_sent.values())
 
     @functools.cached_property
@@ -153,30 +153,30 @@ class Cost:
     def numbers(self) -> dict[str, float]:
         """The value of every symbol on this plan's mesh and cluster."""
         mesh, cluster = self.mesh, self.mesh.cluster
-        found: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
-        found |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
+        numbers: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
+        numbers |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
         for transfer, _ in self.transfers:
             latency, bandwidth, least = mesh.link(transfer.step.axes, transfer.step.collective)
             key = self.link_name(transfer.step)
-            found |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
-            found |= {f"least_{key}": least} if least else {}
-        return found | self.dynamic
+            numbers |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
+            numbers |= {f"least_{key}": least} if least else {}
+        return numbers | self.dynamic
 
     def link_name(self, step: Step) -> str:
-        """What the symbols of a step's link are called: by axis, and by collective where the cluster tells them apart."""
+        """Returns how the symbols of a step's link end: by axis, and by collective where the cluster tells them apart."""
         key = self.mesh.key(step.axes).replace("+", "_")
         apart = any(rate.collective == step.collective for rate in self.mesh.cluster.collectives)
         return f"{key}_{step.collective}" if apart else key
 
     @property
     def bytes_on_wire(self) -> dict[str, float]:
-        """By axis, what the backend puts on the wire: `bytes_sent`, but where the cluster says that it sends others."""
-        found = dict.fromkeys(self.bytes_sent, 0.0)
+        """By axis, the bytes that the backend puts on the wire: `bytes_sent` times the traffic that the cluster says it makes."""
+        traffic = dict.fromkeys(self.bytes_sent, 0.0)
         for transfer, count in self.transfers:
             step = transfer.step
             _, sent = wire(step, transfer.shape, transfer.itemsize, self.mesh.sizes)
-            found[self.mesh.key(step.axes)] += count * float(sent) * self.mesh.rate(step.axes, step.collective).traffic
-        return found
+            traffic[self.mesh.key(step.axes)] += count * float(sent) * self.mesh.rate(step.axes, step.collective).traffic
+        return traffic
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
@@ -201,15 +201,15 @@ class Cost:
         terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent}
         for transfer, count in self.transfers:
             terms[self.mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
-        return {key: sympy.Add(*found) for key, found in terms.items()}
+        return {key: sympy.Add(*each) for key, each in terms.items()}
 
     def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
-        """Rounds and bytes of one collective as formulas."""
+        """Returns rounds and bytes of one collective as formulas."""
         sizes = tuple(self.symbols[name] for name in self.mesh.axes)
         return wire(transfer.step, transfer.shape, transfer.itemsize, self.mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
-        """`expr` with the cluster's numbers put in, those given by name here instead of the mesh's own.
+        """Returns `expr` at the plan's `numbers`, or at those given by name here.
 
         Where a size divided on this mesh it is taken to divide at the new sizes too. Raises KeyError for a name that
         the formula lacks.
@@ -217,18 +217,18 @@ class Cost:
         return float(self.evaluate(values, **more))
 
     def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
-        """As `subs`, for arrays of values that broadcast: a million configurations in a second."""
+        """Does what `subs` does for arrays of values that broadcast: a million configurations in a second."""
         numbers = self.numbers | dict(values or {}) | more
         unknown = sorted(numbers.keys() - self.symbols.keys())
         if unknown:
             raise KeyError(f"{', '.join(unknown)}: the formula has {', '.join(self.symbols)}")
         arrays = np.broadcast_arrays(*(np.asarray(numbers[name], dtype=float) for name in self.symbols))
         flat = [array.ravel() for array in arrays]
-        found = np.empty(flat[0].size)
-        for start in range(0, len(found), CHUNK):
+        seconds = np.empty(flat[0].size)
+        for start in range(0, len(seconds), CHUNK):
             piece = slice(start, start + CHUNK)
-            found[piece] = self.compiled(*(column[piece] for column in flat))
-        return found.reshape(arrays[0].shape)
+            seconds[piece] = self.compiled(*(column[piece] for column in flat))
+        return seconds.reshape(arrays[0].shape)
 
     @functools.cached_property
     def compiled(self) -> Callable[..., Any]:

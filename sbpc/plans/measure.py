@@ -1,4 +1,4 @@
-"""What a boxed graph costs: its kernels and its transfers on the busiest rank, gathered node by node."""
+"""Measures a boxed graph: gathers its kernels and its transfers, and adds up what they cost the busiest rank."""
 
 from __future__ import annotations
 
@@ -23,66 +23,62 @@ from sbpc.rules.binding import flat_outputs
 def measure(
     boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds"
 ) -> Cost:
-    """The cost of one step of a boxed graph, which is the objective that `assign` minimised; memory: see `memory_totals`."""
+    """Returns the cost of one step of a boxed graph in the terms that `assign` minimises. memory: see `memory_totals`."""
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
     for node in boxed.graph.nodes:
         if "step" in node.meta:
             transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
-            calls.setdefault(alike(node), []).append(node)
+            calls.setdefault(kernel_key(node), []).append(node)
     kernels: Counter[Kernel] = Counter()
     for nodes in calls.values():
         kernels[kernel_of(nodes[0])] += len(nodes)
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
-    parts = tuple(kernels.items()), tuple(moving.items())
     cost = Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound, *parts,
-        boxed.meta.get("dynamic", {}), objective,
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound,
+        tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective,
     )  # fmt: skip
     return replace(cost, lower_bound=min(lower_bound, cost.paid))
 
 
-def alike(node: Node) -> Any:
-    """What calls that are one kernel have in common, as far as a look tells: their match knows all shapes, and in which
-    layouts they read and leave tensors, their choice."""
+def kernel_key(node: Node) -> Any:
+    """Returns what is equal for calls of one kernel, as far as that is cheap to tell: their match knows all shapes, and their
+    choice the layouts in which they read and leave tensors."""
     match = node.meta.get("match")
     return node if match is None or "dims" in node.meta else (id(match), id(node.meta["choice"]))
 
 
 def kernel_of(node: Node) -> Kernel:
-    """The kernel of a call, in the layouts that its choice gives."""
-    match, choice = node.meta.get("match"), node.meta["choice"]
-    cuts = choice.cuts()
-    layouts = [layout_at(operand) for operand in operands(node)]
-    values = [operand.meta["val"] for operand in operands(node)]
-    value, sbp = node.meta["val"], node.meta["sbp"]
-    values += flat_outputs(value)
-    layouts += list(sbp) if isinstance(sbp, tuple) else [sbp]
+    """Returns the kernel of a call, in the layouts that its choice gives."""
+    match, cuts, symbolic = node.meta.get("match"), node.meta["choice"].cuts(), "dims" in node.meta
+    read, sbp = operands(node), node.meta["sbp"]
+    values = [*(operand.meta["val"] for operand in read), *flat_outputs(node.meta["val"])]
+    layouts = [*map(layout_at, read), *(sbp if isinstance(sbp, tuple) else (sbp,))]
     tensors = tuple(
         (v.element_size(), tuple(v.shape), tuple(layout.cuts.get(dim, ()) for dim in range(v.dim())))
         for v, layout in zip(values, layouts)
         if isinstance(v, torch.Tensor)
     )
     dims: tuple[tuple[Any, ...], ...] = ()
-    if "dims" in node.meta:
-        each = [*(dims_at(operand) for operand in operands(node)), *node.meta["dims"]]
-        dims = tuple(dim for dim, v in zip(each, values) if isinstance(v, torch.Tensor))
+    if symbolic:
+        each = [*map(dims_at, read), *node.meta["dims"]]
+        dims = tuple(symbols for symbols, v in zip(each, values) if isinstance(v, torch.Tensor))
     if match is None:  # one flop per element of the first output
-        first, symbols = values[len(operands(node))], node.meta.get("dims", ((),))[0]
+        first = values[len(read)]
         shape = tuple(first.shape) if isinstance(first, torch.Tensor) else (0,)
         factors = tuple((str(dim), size, ()) for dim, size in enumerate(shape))
-        dims = (symbols, *dims) if "dims" in node.meta else ()
+        dims = (node.meta["dims"][0], *dims) if symbolic else ()
         return Kernel(str(node.target), factors, tensors, False, lambda local: math.prod(local.values()), dims)
     factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
-    dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if "dims" in node.meta else ()
+    dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if symbolic else ()
     return Kernel(str(node.target), factors, tensors, match.view, match.flops, dims)
 
 
 def dims_at(node: Node) -> tuple[Any, ...]:
-    """The symbolic dims of the value that a node stands for; none if the graph has none."""
+    """Returns the symbolic dims of the value that a node stands for; none if the graph has none."""
     while "step" in node.meta:
         (node,) = operands(node)
     producer, index = value_of(node)
@@ -90,12 +86,12 @@ def dims_at(node: Node) -> tuple[Any, ...]:
 
 
 def lacks_rule(node: Node) -> bool:
-    """Whether the node is a call that every rank does whole, for want of a rule."""
+    """Returns whether the node is a call that every rank does whole, for want of a rule."""
     return node.op == "call_function" and "candidates" in node.meta and "match" not in node.meta
 
 
 def replicated(boxed: GraphModule, mesh: Mesh) -> tuple[str, ...]:
-    """A line for every op without a rule: what it costs that every rank computes all of it, and reads all of its operands."""
+    """Returns a line for every op without a rule: what it costs that every rank computes all of it and reads all operands."""
     calls: dict[str, list[Node]] = {}
     for node in boxed.graph.nodes:
         if lacks_rule(node):
@@ -104,8 +100,8 @@ def replicated(boxed: GraphModule, mesh: Mesh) -> tuple[str, ...]:
 
 
 def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
-    """See `replicated`; a boxing that several of the calls read is counted once."""
-    compute, *_ = compute_totals(Counter(kernel_of(node) for node in nodes), mesh)
+    """Returns the line for the calls of one op. A boxing that several of them read is counted once."""
+    compute, *_ = compute_totals(Counter(map(kernel_of, nodes)), mesh)
     values = [value for node in nodes for value in flat_outputs(node.meta["val"]) if isinstance(value, torch.Tensor)]
     size = sum(value.numel() * value.element_size() for value in values)
     steps: dict[Node, None] = {}
@@ -114,29 +110,28 @@ def replicated_line(op: str, nodes: Sequence[Node], mesh: Mesh) -> str:
             while "step" in operand.meta:
                 steps[operand] = None
                 operand = operands(operand)[0]
-    moved = Counter(transfer_of(node) for node in steps)
-    waiting, sent = comm_totals(moved, mesh)
+    comm, sent = comm_totals(Counter(map(transfer_of, steps)), mesh)
     where = nodes[0].meta.get("module") or "the model"
     which = f"%{nodes[0].name} in {where}" + (f" and {len(nodes) - 1} more calls" if len(nodes) > 1 else "")
-    costs = f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, {waiting:.3g} s"
+    costs = f"{size:,} bytes of results, {compute:.3g} s; to gather its operands {sum(sent.values()):,.0f} bytes, {comm:.3g} s"
     return f"no rule for {op}, so every rank computes all of it ({which}): {costs}. `sbpc probe` looks for a rule"
 
 
 def transfer_of(node: Node) -> Transfer:
-    """What a boxing step moves."""
+    """Returns what a boxing step moves."""
     value = node.meta["val"]
     return Transfer(node.meta["step"], tuple(value.shape), value.element_size(), dims_at(node))
 
 
 def layout_at(node: Node) -> Layout:
-    """The layout of the value that a node stands for."""
+    """Returns the layout of the value that a node stands for."""
     producer, index = value_of(node)
     sbp = producer.meta["sbp"]
     return sbp[index] if isinstance(sbp, tuple) else sbp
 
 
 def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, float, float]:
-    """Seconds of computing, flops of a rank, flops of one device doing it all."""
+    """Returns seconds of computing, flops of a rank, and flops of one device doing it all."""
     cluster = mesh.cluster
     seconds = flops = one_device = 0.0
     for kernel, count in kernels.items():
@@ -144,14 +139,13 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
         whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
-            seconds += count * float(
-                kernel_seconds(local, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
-            )
+            rates = cluster.peak, cluster.memory_bandwidth, cluster.launch
+            seconds += count * float(kernel_seconds(local, moved, *rates))
     return seconds, flops, one_device
 
 
 def comm_totals(transfers: Mapping[Transfer, int], mesh: Mesh) -> tuple[float, dict[str, float]]:
-    """Seconds of communicating, and bytes that the busiest rank sends by axis."""
+    """Returns seconds of communicating, and by axis the bytes that the busiest rank sends."""
     seconds, sent = 0.0, dict.fromkeys(mesh.axes, 0.0)
     for transfer, count in transfers.items():
         step = transfer.step

@@ -1,4 +1,4 @@
-"""The bytes that are alive on the busiest rank at every moment of a step, from the boxed graph alone.
+"""Counts the bytes that are alive on the busiest rank at every moment of a step, from the boxed graph alone.
 
 A storage is counted once however many values share it: a view, a boxing that changes nothing. It lives from the call
 that makes it to the last one that reads a value in it. What the caller holds (parameters, inputs) lives throughout,
@@ -8,16 +8,17 @@ results to the end. A boxing step is counted as it is emitted: with its padded, 
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc._compat import storage_of
+from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.operands import nodes_in, operands
@@ -30,29 +31,28 @@ POSITION = 8  # bytes of a rank's position on one axis
 
 
 def memory_totals(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
-    """Bytes on the busiest rank: stored, saved for the backward, and the peak over the step ("total"); life: of the boxed graph.
+    """Returns bytes on the busiest rank by what they are for; "total" is the peak over the step. life: that of the boxed graph.
 
     gradients: those of all trained parameters, which the optimizer's step reads together. activations: all that is alive
     between forward and backward but parameters. temporaries: what the peak holds beyond all these.
     """
-    held = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
+    stored = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
     trained = [port.name for port in boxed.meta["ports"].outputs if port.kind == GRADIENT]
-    parameters, gradients = sum(held.values()), sum(held[name] for name in trained)
+    parameters, gradients = sum(stored.values()), sum(stored[name] for name in trained)
     state = OPTIMIZER_STATE[optimizer] * gradients
     total = state + max(life.peak, parameters + gradients)
-    saved = life.saved - parameters if life.saved else 0
-    rest = max(0, total - parameters - gradients - state - saved)
-    named = {"parameters": parameters, "gradients": gradients, "optimizer": state}
-    return {**named, "activations": saved, "temporaries": rest, "total": total}
+    activations = life.saved - parameters if life.saved else 0
+    totals = {"parameters": parameters, "gradients": gradients, "optimizer": state, "activations": activations}
+    return {**totals, "temporaries": max(0, total - sum(totals.values())), "total": total}
 
 
 def local_bytes(node: Node, mesh: Mesh) -> int:
-    """Bytes of a node's value (of all its outputs together) on the rank at the origin."""
+    """Returns the bytes of all outputs of a node on the rank at the origin."""
     return sum(sizes_of(node, mesh))
 
 
 def sizes_of(node: Node, mesh: Mesh) -> list[int]:
-    """Bytes of each output of a node on the rank at the origin."""
+    """Returns the bytes of each output of a node on the rank at the origin."""
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
     pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
     return [
@@ -74,9 +74,11 @@ class Moment:
 
 @dataclass
 class Life:
-    """All moments of a step. size, owner: by storage its bytes and the node that made it. live: bytes at each moment.
+    """All moments of a step.
 
-    values: by node the storages of its outputs. saved: bytes alive just before the backward begins, 0 where there is none.
+    size, owner, last: by storage its bytes, the node that made it, and the last moment at which it is alive. live: bytes
+    at each moment. values: by node the storages of its outputs. saved: bytes alive just before the backward begins, 0
+    where there is none.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -94,32 +96,31 @@ class Life:
 
     @classmethod
     def of(cls, boxed: GraphModule, mesh: Mesh) -> Life:
-        """Replay a boxed graph."""
-        found = cls()
-        values = found.values
+        """Replays a boxed graph."""
+        life = cls()
+        values = life.values
         for node in boxed.graph.nodes:
-            reads = tuple(itertools.chain.from_iterable(values[used] for used in node.all_input_nodes))
+            reads = tuple(chain.from_iterable(values[used] for used in node.all_input_nodes))
             if node.op == "output":
-                for at in itertools.chain.from_iterable(values[used] for used in nodes_in(node.args)):
-                    found.last[at] = float("inf")
+                for storage in chain.from_iterable(values[used] for used in nodes_in(node.args)):
+                    life.last[storage] = math.inf
             elif "step" in node.meta:
-                values[node] = (found.box(node, reads[0], mesh),)
+                values[node] = (life.add_boxing(node, reads[0], mesh),)
             elif node.target is operator.getitem:
-                (source,) = node.all_input_nodes
-                values[node] = (values[source][int(node.args[1])],)
-                found.moment(node, values[source], ())
-            elif shares(node):
+                values[node] = (reads[int(node.args[1])],)
+                life.add_call(node, reads, ())
+            elif is_view(node):
                 values[node] = values[operands(node)[0]][:1] * len(sizes_of(node, mesh))
-                found.moment(node, reads, ())
+                life.add_call(node, reads, ())
             else:
-                values[node] = found.moment(node, reads, sizes_of(node, mesh))
+                values[node] = life.add_call(node, reads, sizes_of(node, mesh))
                 if node.op == "placeholder":
-                    found.last[values[node][0]] = float("inf")
-        found.count(POSITION * len(mesh.axes))
-        return found
+                    life.last[values[node][0]] = math.inf
+        life.count(POSITION * len(mesh.axes))
+        return life
 
-    def moment(self, node: Node, reads: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Add a call; the storages that it makes."""
+    def add_call(self, node: Node, reads: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+        """Adds a call that makes storages of these sizes, and returns their numbers."""
         at, first = len(self.moments), len(self.size)
         made = tuple(range(first, first + len(sizes)))
         self.moments.append(Moment(node, tuple(reads), tuple(zip(made, sizes))))
@@ -130,44 +131,40 @@ class Life:
             self.last[storage] = max(self.last[storage], at)
         return made
 
-    def box(self, node: Node, source: int, mesh: Mesh) -> int:
-        """Add the calls of a boxing step; the storage of its result."""
-        value = node.meta["val"]
-        storages = [source]
-        found = 0
+    def add_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
+        """Adds the calls of a boxing step, and returns the storage of its result."""
+        value, storages, result = node.meta["val"], [source], 0
         for call in emitted(node.meta["step"], tuple(value.shape), value.dtype, mesh):
-            made = self.moment(node, [storages[at] for at in call.reads], call.makes)
-            storages += made
-            found = call.result
-        return storages[found]
+            storages += self.add_call(node, [storages[at] for at in call.reads], call.makes)
+            result = call.result
+        return storages[result]
 
-    def count(self, held: int) -> None:
-        """Live bytes at every moment, `held` of them throughout."""
-        dying: dict[int, int] = {}
+    def count(self, always: int) -> None:
+        """Counts the bytes alive at every moment, `always` of them throughout."""
+        dying: dict[float, int] = {}
         for size, last in zip(self.size, self.last):
-            if last != float("inf"):
-                dying[int(last)] = dying.get(int(last), 0) + size
-        live, backward = held, False
+            dying[last] = dying.get(last, 0) + size
+        live, backward = always, False
         for at, moment in enumerate(self.moments):
             if moment.node.op == "call_function" and moment.node.meta.get("phase") == "backward" and not backward:
-                backward, self.saved = True, live - held
+                backward, self.saved = True, live - always
             live += sum(size for _, size in moment.makes)
             self.live.append(live)
             live -= dying.get(at, 0)
 
     def alive(self, at: int) -> list[int]:
-        """The storages that are alive at a moment."""
+        """Returns the storages that are alive at a moment."""
         made = (storage for moment in self.moments[: at + 1] for storage, _ in moment.makes)
         return [storage for storage in made if self.last[storage] >= at]
 
     def at_peak(self) -> Iterator[tuple[Node, int]]:
-        """What is alive at the peak: the node that made it, and its bytes."""
+        """Yields what is alive at the peak: the node that made it, and its bytes."""
         for storage in self.alive(self.live.index(self.peak)):
             yield self.owner[storage], self.size[storage]
 
 
-def shares(node: Node) -> bool:
-    """Whether a call makes a view of its first operand."""
+def is_view(node: Node) -> bool:
+    """Returns whether a call makes a view of its first operand."""
     match = node.meta.get("match")
     return node.op == "call_function" and match is not None and match.view and bool(operands(node))
 
@@ -184,35 +181,28 @@ class Emitted:
 
 @functools.lru_cache(maxsize=1 << 14)
 def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> tuple[Emitted, ...]:
-    """The calls that `lower` emits for a step on the rank at the origin, found on tensors without data."""
+    """Returns the calls that `lower` emits for a step on the rank at the origin. They run on tensors without data."""
     origin = (0,) * len(mesh.sizes)
     x = torch.empty(step.before.local_shape(shape, mesh.sizes, origin), dtype=dtype, device="meta")
     positions = [torch.zeros(1, dtype=torch.int64, device="meta") for _ in mesh.sizes]
-    numbers = {storage_of(x): 0}
+    numbers = {storage_of(x): 0}  # of storages
     calls: list[Emitted] = []
-    kept = [x]  # so that no storage's address is used twice
+    alive = [x]  # all tensors, so that no storage's address is used twice
 
     def call(op: Any, *args: Any) -> Any:
-        given = [value for value in leaves(args) if isinstance(value, torch.Tensor)]
-        reads = tuple(dict.fromkeys(numbers[storage_of(value)] for value in given if storage_of(value) in numbers))
+        given = [storage_of(value) for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+        reads = tuple(dict.fromkeys(numbers[storage] for storage in given if storage in numbers))
         out = args[0] if "wait_tensor" in str(op) else op(*args)
+        storage = storage_of(out)
         makes: tuple[int, ...] = ()
-        if storage_of(out) not in numbers and not any(storage_of(out) == storage_of(position) for position in positions):
-            numbers[storage_of(out)] = len(numbers)
+        if storage not in numbers and storage not in map(storage_of, positions):
+            numbers[storage] = len(numbers)
             makes = (out.untyped_storage().nbytes(),)
-        kept.append(out)
-        calls.append(Emitted(reads, makes, numbers.get(storage_of(out), 0)))
+        alive.append(out)
+        calls.append(Emitted(reads, makes, numbers.get(storage, 0)))
         return out
 
-    result = lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name)
-    if not calls or calls[-1].result != numbers[storage_of(result)]:
-        calls.append(Emitted((numbers[storage_of(result)],), (), numbers[storage_of(result)]))
+    result = numbers[storage_of(lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name))]
+    if not calls or calls[-1].result != result:
+        calls.append(Emitted((result,), (), result))
     return tuple(calls)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of nested tuples and lists."""
-    if isinstance(value, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(leaves, value))
-    else:
-        yield value

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from sbpc.errors import PlanError, check_kinds, closest, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import PARAMETER, Port, Ports, placeholders
+from sbpc.graph.ports import INPUT, PARAMETER, Port, Ports, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
@@ -40,7 +40,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Rewriter:
-    """What a plan calls on first use and does not import; the pipeline hands it in."""
+    """The functions that a plan calls on first use and does not import; the pipeline hands them in."""
 
     box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
@@ -58,7 +58,7 @@ class Prover(Protocol):
         """The multipliers that bound the problem, see `sbpc.solver.proof`."""
 
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
-        """What an assignment costs, and the bound that the multipliers give."""
+        """Returns what an assignment costs, and the bound that the multipliers give."""
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the best bound."""
@@ -66,10 +66,10 @@ class Prover(Protocol):
 
 @dataclass(frozen=True)
 class Checked:
-    """A plan checked against multipliers alone: what its layouts cost, and what no plan can cost less.
+    """A plan checked against multipliers alone: `paid` is what its layouts cost, `bound` what every plan costs at least.
 
-    searched: the bound that the plan carries. Where that is above `bound`, it was found by search: labels that are in no
-    cheaper plan were dropped, the rest was solved as a mixed-integer program.
+    searched: the bound that the plan carries. It is above `bound` where it was found by search: layouts that are in no
+    cheaper plan were dropped, and the rest was solved as a mixed-integer program.
     """
 
     paid: float
@@ -87,8 +87,7 @@ class Plan:
     """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
 
     graph: the annotated fx GraphModule at global shapes. options: what `sbpc.plan` was asked (pins, optimizer, ...).
-    times: CPU seconds by pass. notes, remarks: what a user should know, loudly and
-    quietly.
+    times: CPU seconds by pass. programs: those made so far, by `shape_class`.
     """
 
     mesh: Mesh
@@ -109,8 +108,8 @@ class Plan:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """Loud lines: rules without a proof, and ops that are replicated for want of a rule, with what that costs."""
-        lacking = any(map(lacks_rule, self.graph.graph.nodes))
-        return (*self.graph.meta["notes"], *(replicated(self.boxed, self.mesh) if lacking else ()))
+        replicates = any(map(lacks_rule, self.graph.graph.nodes))
+        return (*self.graph.meta["notes"], *(replicated(self.boxed, self.mesh) if replicates else ()))
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -120,15 +119,15 @@ class Plan:
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:
         """The layout of every value by its name in the graph, and the home of every parameter by its qualified name."""
-        axes, found = self.mesh.axes, {}
+        layouts: dict[str, Layout] = {}
         for node in self.graph.graph.nodes:
             producer, index = value_of(node)
             choice = self.assignment.choices.get(producer.name)
             if choice is not None and (node is not producer or len(choice.signatures[0].outputs) == 1):
-                found[node.name] = choice.output(index, axes)
+                layouts[node.name] = choice.output(index, self.mesh.axes)
         for port, node in placeholders(self.graph).items():
-            found[port.name if port.kind != "input" else node.name] = found[node.name]
-        return found | {name: found[first] for name, first in self.ports.tied.items()}
+            layouts[port.name if port.kind != INPUT else node.name] = layouts[node.name]
+        return layouts | {name: layouts[first] for name, first in self.ports.tied.items()}
 
     @property
     def shapes(self) -> dict[Port, Tensor]:
@@ -151,11 +150,11 @@ class Plan:
         return {port.name: self.layouts[port.name] for port in self.ports.inputs if port.kind == PARAMETER}
 
     def layout(self, name: str) -> Layout:
-        """The layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
+        """Returns the layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
         check_kinds(PlanError, name=(name, "a text"))
         if name not in self.layouts:
-            near = ", ".join(closest(name, list(self.layouts)))
-            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {near}.")
+            names = ", ".join(closest(name, list(self.layouts)))
+            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
         return self.layouts[name]
 
     @functools.cached_property
@@ -172,33 +171,42 @@ class Plan:
         """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
         check_kinds(PlanError, rank=(rank, "an integer"))
         if not 0 <= rank < self.mesh.ranks:
-            raise PlanError(
-                f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}."
-            )
+            ranks = self.mesh.ranks
+            raise PlanError(f"rank {rank} of a mesh of {ranks} ranks\n  Ranks are 0 to {ranks - 1}.")
         key = self.shape_class(rank)
         if key not in self.programs:
             self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, self.mesh.coordinates(rank))
         return self.programs[key]
 
     def shape_class(self, rank: int) -> tuple[Any, ...]:
-        """What distinguishes the program of one rank from another's: the local sizes of everything that is cut."""
-        place = self.mesh.sizes, self.mesh.coordinates(rank)
-        return tuple(layout.local_shape(shape, *place) for layout, shape in self.cut_shapes)
+        """Returns what distinguishes the program of one rank from another's: the local shapes of everything that is cut."""
+        coordinates = self.mesh.coordinates(rank)
+        return tuple(layout.local_shape(shape, self.mesh.sizes, coordinates) for layout, shape in self.cut_shapes)
 
     @functools.cached_property
     def cut_shapes(self) -> list[tuple[Layout, tuple[int, ...]]]:
-        """The layouts whose local shapes tell programs apart, see the function of this name."""
-        return cut_shapes(self.boxed)
+        """Every layout on whose local shapes the programs depend, with its global shape: those in which tensors are held, and
+        what else `Step.layouts` has."""
+        pairs: dict[tuple[Layout, tuple[int, ...]], None] = {}  # each once, in order
+        for node in self.boxed.graph.nodes:
+            sbp, value = node.meta.get("sbp"), node.meta.get("val")
+            if "step" in node.meta:
+                pairs |= {(layout, tuple(value.shape)): None for layout in node.meta["step"].layouts}
+                continue
+            for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
+                if isinstance(layout, Layout) and hasattr(tensor, "shape"):
+                    pairs[layout, tuple(tensor.shape)] = None
+        return list(pairs)
 
     def forget(self) -> None:
-        """Drop the boxed graph, what is alive in it and the programs; they are made again on use."""
+        """Drops the boxed graph, what is alive in it and the programs. They are made again on use."""
         self.programs.clear()
         for name in ("boxed", "life", "cut_shapes"):
-            self.__dict__.pop(name, None)
+            vars(self).pop(name, None)
 
     @property
     def objective(self) -> str:
-        """What the plan was made to have little of: "seconds" or "bytes"."""
+        """What the plan minimises: "seconds" or "bytes"."""
         return str(self.options.get("objective", "seconds"))
 
     @functools.cached_property
@@ -216,9 +224,9 @@ class Plan:
         """Seconds, bytes, flops and memory of a step, with a lower bound."""
         start = time.process_time()
         with uncollected():
-            found = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
+            cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
-        return found
+        return cost
 
     def certify(self, *, seconds: float = 60.0) -> float:
         """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap.
@@ -237,19 +245,18 @@ class Plan:
 
     @property
     def problem(self) -> Prover:
-        """The problem that the plan solves. Raises PlanError for a plan that does not hold it."""
+        """The problem that the plan solves. Raises PlanError for a plan that was read from a file."""
         if self.prover is None:
             raise PlanError("this plan does not hold the problem that it solves\n  Plan the model anew.")
         return self.prover
 
     @property
     def proof(self) -> Proof:
-        """The multipliers behind the bound, which anybody can check, of a bound by cases those of each; see `check_bound`, which
-        raises the same."""
+        """The multipliers that prove the bound; `check_bound` checks them. Raises PlanError for a plan that was read from a file."""
         return self.problem.proof
 
     def check_bound(self, proof: Proof | None = None) -> Checked:
-        """Compute anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
+        """Computes anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
 
         proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was
         read from a file.
@@ -257,16 +264,16 @@ class Plan:
         return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
 
     def verify(self) -> int:
-        """Check every edge of every stage; the number of edges checked. Raises VerifyError with the offending node."""
+        """Checks every edge of every stage and returns their number. Raises VerifyError with the offending node."""
         return self.rewriter.verify(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
+        """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
-        """Write the plan with the programs of all its ranks, and those of a plan for inference; see `sbpc.load_module`.
+        """Writes the plan with the programs of all its ranks, and those of a plan for inference; see `sbpc.load_module`.
 
         The file holds no weights, no pickle and no code. Raises PlanError if it cannot be written.
         """
@@ -280,20 +287,3 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
-
-
-def cut_shapes(boxed: GraphModule) -> list[tuple[Layout, tuple[int, ...]]]:
-    """Every layout on whose local shapes programs of a boxed graph depend, with its global shape, each pair once: those in
-    which tensors are held, and what else `Step.layouts` has."""
-    found: dict[tuple[Layout, tuple[int, ...]], None] = {}
-    for node in boxed.graph.nodes:
-        sbp, value = node.meta.get("sbp"), node.meta.get("val")
-        if "step" in node.meta:
-            found |= {(layout, tuple(value.shape)): None for layout in node.meta["step"].layouts}
-            continue
-        for layout, tensor in zip(sbp, value) if isinstance(sbp, tuple) else [(sbp, value)]:
-            if isinstance(layout, Layout) and hasattr(tensor, "shape"):
-                found[layout, tuple(tensor.shape)] = None
-    return list(found)
-
-

@@ -1,4 +1,4 @@
-"""A plan as a file: JSON with a checksum. Reading one runs no code: ops are looked up by name in a fixed set of namespaces."""
+"""Writes a plan to a file and reads it: JSON with a checksum. Reading runs no code: ops are found by name in fixed namespaces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import keyword
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -33,16 +33,17 @@ NAMESPACES = ("aten", "prims", "sbpc")
 WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
-NOTED = ("module", "stack_trace", "phase", "decomposed")
+TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+SAVED_META = ("module", "stack_trace", "phase", "decomposed")
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan; see `load`."""
+    """Writes a plan to a file that `decode` reads."""
     write(encode(plan), path)
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write a file's content. A temporary file is moved into place, so that a reader never sees half a plan."""
+    """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan."""
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     temporary = path.with_name(path.name + ".part")
@@ -56,14 +57,15 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The body of a plan's file. Raises PlanError if it is no plan, is damaged, or is of another version."""
+    """Returns the body of a plan's file. Raises PlanError if it is no plan, is damaged, or is of another version."""
+    no_plan, todo = f"{path} is no plan", "\n  Write one with plan.save."
     try:
         first, _, body = path.read_bytes().decode().partition("\n")
         head = json.loads(first)
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no plan: {error}\n  Write one with plan.save.") from error
+        raise PlanError(f"{no_plan}: {error}{todo}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+        raise PlanError(no_plan + todo)
     if head.get("version") != VERSION:
         raise PlanError(f"{path} has version {head.get('version')}, this sbpc reads {VERSION}\n  Plan anew.")
     if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
@@ -71,14 +73,14 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no plan: {type(error).__name__}\n  Write one with plan.save.") from error
+        raise PlanError(f"{no_plan}: {type(error).__name__}{todo}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"{path} is no plan\n  Write one with plan.save.")
+        raise PlanError(no_plan + todo)
     return content
 
 
 def encode(plan: Plan) -> dict[str, Any]:
-    """All of a plan as JSON values."""
+    """Returns a plan as JSON values."""
     assignment = plan.assignment
     return {
         "torch": torch.__version__,
@@ -91,14 +93,19 @@ def encode(plan: Plan) -> dict[str, Any]:
             for name, c in assignment.choices.items()
         },
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
-        "outputs": [None if layout is None else str(layout) for layout in assignment.outputs],
+        "outputs": encode_layouts(assignment.outputs),
         "lower_bound": plan.lower_bound,
         "options": plan.options,
     }
 
 
+def encode_layouts(layouts: Iterable[Layout | None]) -> list[str | None]:
+    """Returns layouts as texts, None for that of an absent value."""
+    return [None if layout is None else str(layout) for layout in layouts]
+
+
 def encode_graph(gm: GraphModule) -> dict[str, Any]:
-    """The nodes of a graph and its constants."""
+    """Returns the nodes of a graph and its constants."""
     nodes = list(gm.graph.nodes)
     return {
         "graph": [encode_node(node) for node in nodes],
@@ -107,24 +114,23 @@ def encode_graph(gm: GraphModule) -> dict[str, Any]:
 
 
 def encode_node(node: Node) -> dict[str, Any]:
-    """One node; values as dtype, shape and strides."""
-    found = {"name": node.name, "op": node.op, "target": target_name(node), "val": encode_value(node.meta.get("val"))}
+    """Returns one node; its value as dtype, shape and strides."""
     args = node.args[0] if node.op == "output" else node.args
-    found |= {"args": encode_argument(args), "kwargs": encode_argument(dict(node.kwargs))}
+    item = {
+        "name": node.name,
+        "op": node.op,
+        "target": "getitem" if node.target is operator.getitem else str(node.target),
+        "val": encode_value(node.meta.get("val")),
+        "args": encode_argument(args),
+        "kwargs": encode_argument(dict(node.kwargs)),
+    }
     if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
-        found["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
-    return found | {key: node.meta[key] for key in NOTED if key in node.meta}
-
-
-def target_name(node: Node) -> str:
-    """The name by which `decode_target` finds a target."""
-    if node.target is operator.getitem:
-        return "getitem"
-    return str(node.target)
+        item["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
+    return item | {key: node.meta[key] for key in SAVED_META if key in node.meta}
 
 
 def encode_value(value: Any) -> Any:
-    """The shape of a tensor, or of several; None for anything else."""
+    """Returns dtype, shape and strides of a tensor, or of several; None for anything else."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride())]
     if isinstance(value, (tuple, list)):
@@ -133,7 +139,7 @@ def encode_value(value: Any) -> Any:
 
 
 def encode_argument(value: Any) -> Any:
-    """An argument of a call: plain values as they are, everything else as a one-entry dict that says what it is."""
+    """Returns an argument of a call: a plain value as it is, anything else as a dict of one entry that says what it is."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -144,35 +150,32 @@ def encode_argument(value: Any) -> Any:
         return [encode_argument(item) for item in value]
     if isinstance(value, dict):
         return {"dict": {key: encode_argument(item) for key, item in value.items()}}
-    for kind in (torch.dtype, torch.layout, torch.memory_format):
-        if isinstance(value, kind):
-            return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, TORCH_CONSTANTS):
+        return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     raise PlanError(f"an argument of type {type(value).__name__} cannot be saved\n  Report the op that takes it.")
 
 
 def encode_constant(gm: GraphModule, node: Node) -> Any:
-    """A tensor constant of the graph."""
+    """Returns dtype, shape and elements of a tensor constant of the graph."""
     value = getattr(gm, str(node.target))
     return [*encode_value(value)[:2], [encode_argument(item) for item in value.flatten().tolist()]]
 
 
 class Decoder:
-    """Reads the graph of a plan's file; every mistake in it is a PlanError."""
+    """Reads the parts of a plan's file. Every mistake in the file is a PlanError."""
 
     def __init__(self, body: dict[str, Any], path: Path) -> None:
         self.body, self.path = body, path
-        self.nodes: dict[str, Node] = {}
-        self.collectives = False  # whether the graph that is read may name them: that of a rank may
 
     def fail(self, what: str) -> PlanError:
-        """The error for a file whose content makes no sense."""
+        """Returns the error for a file whose content makes no sense."""
         return PlanError(f"{self.path}: {what}\n  Plan anew with this version of sbpc and torch.")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Whatever nonsense the file holds, it is the file that is wrong: any error becomes a PlanError that names it."""
+        """Turns any error into a PlanError that names the file: whatever nonsense it holds, it is the file that is wrong."""
         try:
             yield
         except PlanError:
@@ -182,55 +185,48 @@ class Decoder:
         except Exception as error:
             raise self.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
 
-    def program(self, body: dict[str, Any]) -> GraphModule:
-        """The program of a rank, with its ports."""
-        self.collectives = True
-        try:
-            return self.graph(body)
-        finally:
-            self.collectives = False
-
-    def graph(self, body: dict[str, Any]) -> GraphModule:
-        """The graph that `encode_graph` gave, with the ports of the file."""
-        graph = Graph()
-        root = torch.nn.Module()
-        self.nodes = {}
+    def graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
+        """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`."""
+        graph, root = Graph(), torch.nn.Module()
         for name, (dtype, shape, items) in body["constants"].items():
-            data = torch.tensor([self.argument(item) for item in items], dtype=getattr(torch, dtype))
+            data = torch.tensor([self.argument(item, {}) for item in items], dtype=getattr(torch, dtype))
             root.register_buffer(name, data.reshape(shape))
+        nodes: dict[str, Node] = {}
         for item in body["graph"]:
-            args = self.argument(item["args"])
-            if item["op"] == "output":
-                node = graph.output(tuple(args))
-            else:
-                target = self.target(item)
-                node = graph.create_node(
-                    item["op"], target, tuple(args), self.argument(item["kwargs"]), name=item["name"]
-                )
-            node.meta = {key: item[key] for key in NOTED if key in item}
-            if item["op"] != "output":
-                node.meta["val"] = self.value(item["val"])
-                if "part" in item:
-                    layout, whole = item["part"]
-                    node.meta["sbp"] = Layout.parse(layout, [name for name, _ in self.body["mesh"]])
-                    node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
-            self.nodes[item["name"]] = node
+            nodes[item["name"]] = self.node(graph, item, nodes, collectives)
         gm = GraphModule(root, graph)
         gm.meta["ports"] = self.ports()
         return gm
 
-    def ports(self) -> Ports:
-        """The ports of the program."""
-        found = dict(self.body["ports"])
-        for side in ("inputs", "outputs"):
-            found[side] = tuple(Port(**port) for port in found[side])
-            kinds = INPUTS if side == "inputs" else OUTPUTS
-            if any(port.kind not in kinds or not isinstance(port.name, str) for port in found[side]):
-                raise self.fail(f"{side} of kinds that there are not")
-        return Ports(**found | {"unused": tuple(found["unused"]), "frozen": tuple(found["frozen"])})
+    def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:
+        """Adds one node to the graph. nodes: the earlier ones by name."""
+        args = tuple(self.argument(item["args"], nodes))
+        if item["op"] == "output":
+            node = graph.output(args)
+        else:
+            kwargs = self.argument(item["kwargs"], nodes)
+            target = self.target(item, kwargs, collectives)
+            node = graph.create_node(item["op"], target, args, kwargs, name=item["name"])
+        node.meta = {key: item[key] for key in SAVED_META if key in item}
+        if item["op"] != "output":
+            node.meta["val"] = self.value(item["val"])
+            if "part" in item:
+                layout, whole = item["part"]
+                node.meta["sbp"] = Layout.parse(layout, [name for name, _ in self.body["mesh"]])
+                node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
+        return node
 
-    def target(self, item: dict[str, Any]) -> Any:
-        """The op that a name stands for; nothing outside torch.ops' known namespaces is reached."""
+    def ports(self) -> Ports:
+        """Returns the ports of the program."""
+        ports = dict(self.body["ports"])
+        for side, kinds in (("inputs", INPUTS), ("outputs", OUTPUTS)):
+            ports[side] = tuple(Port(**port) for port in ports[side])
+            if any(port.kind not in kinds or not isinstance(port.name, str) for port in ports[side]):
+                raise self.fail(f"{side} of kinds that there are not")
+        return Ports(**ports | {"unused": tuple(ports["unused"]), "frozen": tuple(ports["frozen"])})
+
+    def target(self, item: dict[str, Any], kwargs: Mapping[str, Any], collectives: bool) -> Any:
+        """Returns what a node's target stands for: a name, getitem, or an op."""
         name = item["target"]
         if item["op"] in ("placeholder", "get_attr"):
             bare = not item["args"] and item["kwargs"] == {"dict": {}}
@@ -241,24 +237,28 @@ class Decoder:
             raise self.fail(f"a node of kind {item['op']!r}")
         if name == "getitem":
             return operator.getitem
-        parts = name.split(".")
-        collective = self.collectives and name in COLLECTIVES
-        if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
-            what = f"{name!r} is no op that a plan may call"
-            raise self.fail(what if len(parts) != 3 else f"{what}, unless sbpc.rule gives it a rule first")
+        op = self.op(name, collectives and name in COLLECTIVES)
+        if not kwargs.keys() <= {argument.name for argument in op._schema.arguments}:
+            raise self.fail(f"{name} has no arguments {sorted(kwargs)}")
+        return op
+
+    def op(self, name: str, collective: bool) -> OpOverload:
+        """Returns the op of a name. Nothing outside the known namespaces of torch.ops is reached."""
+        parts, no_op = name.split("."), f"{name!r} is no op that a plan may call"
+        if not collective and len(parts) != 3:
+            raise self.fail(no_op)
+        if not collective and parts[0] not in NAMESPACES and name not in map(str, TABLE):
+            raise self.fail(f"{no_op}, unless sbpc.rule gives it a rule first")
         try:
-            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+            op = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError) as error:
             raise self.fail(f"this torch ({torch.__version__}) has no op {name}") from error
-        if not isinstance(found, OpOverload) or not (collective or may_call(found)):
-            raise self.fail(f"{name!r} is no op that a plan may call")
-        arguments = {argument.name for argument in found._schema.arguments}
-        if not set(self.argument(item["kwargs"])) <= arguments:
-            raise self.fail(f"{name} has no arguments {sorted(item['kwargs']['dict'])}")
-        return found
+        if not isinstance(op, OpOverload) or not (collective or may_call(op)):
+            raise self.fail(no_op)
+        return op
 
     def value(self, text: Any) -> Any:
-        """A tensor without data of the recorded dtype, shape and strides."""
+        """Returns a tensor without data of the recorded dtype, shape and strides, or a tuple of them."""
         if text is None:
             return None
         if isinstance(text, dict):
@@ -266,33 +266,36 @@ class Decoder:
         dtype, shape, stride = text
         return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
 
-    def argument(self, value: Any) -> Any:
-        """An argument of a call."""
+    def argument(self, value: Any, nodes: Mapping[str, Node]) -> Any:
+        """Returns an argument of a call. nodes: those that it may be, by name."""
         if isinstance(value, list):
-            return [self.argument(item) for item in value]
+            return [self.argument(item, nodes) for item in value]
         if not isinstance(value, dict):
             return value
         ((kind, inner),) = value.items()
         if kind == "node":
-            return self.nodes[inner]
+            return nodes[inner]
         if kind == "float":
             return float.fromhex(inner)
         if kind == "dict":
-            return {key: self.argument(item) for key, item in inner.items()}
+            return {key: self.argument(item, nodes) for key, item in inner.items()}
         if kind == "device":
             return torch.device(inner)
-        if kind == "torch" and isinstance(
-            getattr(torch, inner, None), (torch.dtype, torch.layout, torch.memory_format)
-        ):
+        if kind == "torch" and isinstance(getattr(torch, inner, None), TORCH_CONSTANTS):
             return getattr(torch, inner)
         raise self.fail(f"an argument of kind {kind!r}")
 
     def mesh(self) -> Mesh:
-        """The mesh with its cluster."""
+        """Returns the mesh with its cluster."""
         return Mesh(cluster=Cluster.of(self.body["cluster"], "its cluster"), **dict(self.body["mesh"]))
 
+    def layouts(self, key: str) -> list[Layout | None]:
+        """Returns the layouts that `encode_layouts` gave."""
+        axes = [name for name, _ in self.body["mesh"]]
+        return [None if text is None else Layout.parse(text, axes) for text in self.body[key]]
+
     def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
-        """The choice of a node, found again among its candidates."""
+        """Returns the choice of a node, found again among its candidates."""
         known = {(signature_text(s), s.factor): s for s in candidates.signatures}
         *parts, order = text
         missing = [part for part, factor in parts if (part, factor) not in known]
@@ -303,18 +306,17 @@ class Decoder:
     def assignment(
         self, gm: GraphModule, axes: tuple[str, ...]
     ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
-        """Choices, aliases and output layouts, for an annotated graph."""
+        """Returns choices, aliases and output layouts for an annotated graph."""
         choices = {}
         for node in gm.graph.nodes:
             if "candidates" in node.meta:
                 choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
         aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
-        outputs = [None if text is None else Layout.parse(text, axes) for text in self.body["outputs"]]
-        return choices, aliases, outputs
+        return choices, aliases, self.layouts("outputs")
 
 
 def may_call(op: OpOverload) -> bool:
-    """Whether a file may name the op: it computes tensors from tensors and numbers, writes into none, touches no file.
+    """Returns whether a file may name the op: it computes tensors from tensors and numbers, writes into none, touches no file.
 
     What takes a text (a file's name, say) must have a rule.
     """
@@ -325,6 +327,6 @@ def may_call(op: OpOverload) -> bool:
 
 
 def decode(path: str | Path) -> Decoder:
-    """A decoder for a plan's file. Raises PlanError as `read` does."""
+    """Returns a decoder for a plan's file. Raises PlanError as `read` does."""
     check_kinds(PlanError, path=(path, "a path"))
     return Decoder(read(Path(path)), Path(path))

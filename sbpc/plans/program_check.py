@@ -1,4 +1,4 @@
-"""Check a local program: run it on the meta device and compare every shape with what the layout gives."""
+"""Checks a local program: runs it on the meta device and compares every shape with what the layout gives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 
 from sbpc._compat import FakeTensorMode
 from sbpc.errors import VerifyError, at_node
@@ -16,13 +17,13 @@ REPORT = "This is a bug in sbpc: report it with the model and the mesh."
 
 
 def require(condition: bool, what: str, node: Node) -> None:
-    """Raise VerifyError about a node unless the condition holds."""
+    """Raises VerifyError about a node unless the condition holds."""
     if not condition:
         raise VerifyError(at_node(what, node, REPORT))
 
 
 def verify_local(gm: GraphModule) -> int:
-    """Run the program on the meta device: every value has the shape that its layout gives it on this rank."""
+    """Checks that every value has the shape that its layout gives it on this rank; returns the number of edges checked."""
     return ShapeCheck(gm).check()
 
 
@@ -34,39 +35,33 @@ class ShapeCheck(Interpreter):
         self.edges = 0
 
     def check(self) -> int:
-        """The number of edges checked."""
+        """Runs the program and returns the number of edges checked."""
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 self.env[node] = torch.empty_like(getattr(self.module, str(node.target)), device="meta")
-        inputs = [
-            torch.empty_like(node.meta["val"], device="meta") for node in self.graph.nodes if node.op == "placeholder"
-        ]
+        inputs = [torch.empty_like(n.meta["val"], device="meta") for n in self.graph.find_nodes(op="placeholder")]
         self.run(*inputs, initial_env=dict(self.env), enable_io_processing=False)
         return self.edges
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One call; factories make tensors without data."""
+        """Runs one call. Factories make tensors without data."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         return target(*args, **kwargs)
 
     def on_cpu(self, n: Node) -> Any:
-        """The value of a node that its producer's fake CPU kernel gives."""
+        """Returns the value of a node that its producer's fake CPU kernel gives."""
         producer = n.args[0] if n.target is operator.getitem else n
         assert isinstance(producer, Node)
+        given = self.fetch_args_kwargs_from_env(producer)
         with FakeTensorMode():
-            args, kwargs = torch.fx.node.map_aggregate(
-                self.fetch_args_kwargs_from_env(producer),
-                lambda t: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t,
-            )
-            found = producer.target(*args, **kwargs)  # type: ignore[operator]
-        found = found[n.args[1]] if producer is not n else found
-        return torch.fx.node.map_aggregate(
-            found, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, torch.Tensor) else t
-        )
+            args, kwargs = empty_like(given, "cpu")
+            value = producer.target(*args, **kwargs)  # type: ignore[operator]
+        value = value[n.args[1]] if producer is not n else value
+        return empty_like(value, "meta")
 
     def run_node(self, n: Node) -> Any:
-        """One node, its shape compared with the recorded one."""
+        """Runs one node and compares its shape with the recorded one."""
         self.edges += len(nodes_in((n.args, n.kwargs)))
         try:
             value = super().run_node(n)
@@ -77,12 +72,17 @@ class ShapeCheck(Interpreter):
         except Exception as error:
             raise VerifyError(at_node(f"a local op fails on its shapes: {error}", n, REPORT)) from error
         expected = n.meta.get("local_shape")
-        if expected is not None and tuple(value.shape) != tuple(expected):
+        if expected is None:
+            return value
+        if tuple(value.shape) != tuple(expected):
             value = self.on_cpu(n)  # kernels of the meta device give other shapes to what nobody reads
-        if expected is not None:
-            require(
-                tuple(value.shape) == tuple(expected),
-                f"shape {tuple(value.shape)}, its layout gives {tuple(expected)}",
-                n,
-            )
+        shape = tuple(value.shape)
+        require(shape == tuple(expected), f"shape {shape}, its layout gives {tuple(expected)}", n)
         return value
+
+
+def empty_like(value: Any, device: str) -> Any:
+    """Returns the nested value with contiguous tensors of the same shapes and dtypes on a device."""
+    return map_aggregate(
+        value, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device) if isinstance(t, torch.Tensor) else t
+    )

@@ -9,8 +9,9 @@ from sbpc.api.planning import load
 from sbpc.cli.options import add_planning, file_name, is_plan, plan_of, register, without_planning
 from sbpc.cli.output import check_file, print_json, quiet, write
 from sbpc.errors import SbpcError
+from sbpc.inspect.graph_rows import graph_rows
 from sbpc.inspect.graph_text import graph_text
-from sbpc.inspect.picture import graph_rows, graph_svg
+from sbpc.inspect.picture import graph_svg
 
 STAGES = ("annotated", "boxed", "local")
 

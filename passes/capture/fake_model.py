@@ -1,4 +1,4 @@
-"""What is captured: a module with its loss, as a function of named fake parameters, buffers and input leaves."""
+"""Makes a module with its loss a function of named fake parameters, buffers and input leaves, which the tracers call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Program:
-    """`arguments` is the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
+class FakeModel:
+    """A module with its loss, and the fake tensors on which it runs.
 
-    `parameters` and `buffers` are fakes by first qualified name, `inputs` the fakes of the argument leaves, `labels`
-    readable names for them. `known`: real tensors that may turn up in the forward although nothing passes them in, by
-    id: with the fake that stands for them, or None where their values are constants (the buffers of a loss module).
+    arguments: the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
+    parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names for
+    them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the fake
+    that stands for each, or None where its values are constants (a buffer of a loss module).
     """
 
     module: nn.Module
@@ -45,9 +46,10 @@ class Program:
     mode: FakeTensorMode
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """The tensor leaves and the structure of the result. Raises CaptureError if it holds no tensor."""
+        """Returns the tensor leaves and the structure of the result. Raises CaptureError if it holds no tensor."""
         args, kwargs = unflatten(self.arguments, inputs)
-        with self._autocast():
+        autocast = contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
+        with autocast:
             result = self.module(*args[: self.count], **kwargs)
             if self.loss is not None:
                 result = self.loss(result, *args[self.count :])
@@ -57,12 +59,10 @@ class Program:
         return leaves, structure
 
     @contextlib.contextmanager
-    def substituted(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-    ) -> Iterator[Callable[[], Named]]:
-        """While this lasts the module holds `parameters` and `buffers`; afterwards it is as it was in every attribute.
+    def substituted(self, parameters: Mapping[str, Tensor], buffers: Named) -> Iterator[Callable[[], Named]]:
+        """Puts `parameters` and `buffers` into the module while this lasts. Afterwards every attribute is as it was.
 
-        Gives a function that tells which buffers the forward has replaced (`self.count = self.count + 1`) and by what.
+        Yields a function that returns which buffers the forward has replaced (`self.count = self.count + 1`) and by what.
         """
         given = {**parameters, **buffers}
         places = list(slots(self.module))
@@ -71,28 +71,25 @@ class Program:
                 table[key] = given[self.tied.get(name, name)]
 
             def replaced() -> Named:
-                found: Named = {}
+                values: Named = {}
                 for name, table, key in places:
                     value = table.get(key)
                     if value is given[self.tied.get(name, name)]:
                         continue
                     if name not in buffers or not isinstance(value, Tensor):
                         raise CaptureError(f"the forward replaces {name!r}\n  Only buffers may change in a forward.")
-                    found[name] = value
-                return found
+                    values[name] = value
+                return values
 
             yield replaced
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self.device.type, self.dtype)
-
     def seed(self) -> Tensor:
-        """A fake for the seed of a step."""
+        """Returns a fake for the seed of a step."""
         with self.mode:
             return torch.empty((), dtype=torch.int64, device=self.device)
 
     def placeholders(self) -> Iterator[tuple[Port, str, Tensor]]:
-        """Every placeholder but the seed and the tangents, in order: its port, the name it should have, its fake."""
+        """Yields port, wished name and fake of every placeholder in order, except the seed and the tangents."""
         for name, value in self.parameters.items():
             yield Port(ports.PARAMETER, name), name.replace(".", "_"), value
         for name, value in self.buffers.items():
@@ -101,67 +98,65 @@ class Program:
             yield Port(ports.INPUT, str(at)), label, value
 
     def wanted(self, train: bool) -> list[tuple[Port, Tensor]]:
-        """The gradients to compute: their ports, and the fakes with respect to which."""
+        """Returns the gradients to compute: their ports, and the fakes with respect to which."""
         kinds = {ports.PARAMETER: ports.GRADIENT, ports.INPUT: ports.INPUT_GRADIENT}
         asked = [(port, value) for port, _, value in self.placeholders() if train and value.requires_grad]
         return [(Port(kinds[port.kind], port.name), value) for port, value in asked]
 
 
-def program(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Callable[..., Any] | None,
-    targets: Sequence[Any],
-    dtype: torch.dtype | None,
-) -> Program:
-    """Fake tensors in the place of all parameters, buffers and arguments, which may be real, meta or fake.
+def fake_model(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Any, targets: Sequence[Any], dtype: Any
+) -> FakeModel:
+    """Returns the model with fakes in the place of all parameters, buffers and arguments, which may be real, meta or fake.
 
     Raises CaptureError for tensors that are not plain, that share memory without being one, or have no shape yet.
     """
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
-    if loss is None and targets:
-        raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
+    _check_request(module, loss, targets, dtype)
     for path, given in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("targets", tuple(targets))):
         flatten(given, path)  # for the error, which names the argument
     leaves, arguments = flatten(((*args, *targets), dict(kwargs)))
     parameters, tied = _first_names(module.named_parameters(remove_duplicate=False))
     buffers, tied_buffers = _first_names(module.named_buffers(remove_duplicate=False))
-    named = {**parameters, **buffers}
     labels = _labels(module, loss, len(args), paths(arguments))
-    for name, value in (*named.items(), *zip(labels, leaves)):
+    for name, value in (*parameters.items(), *buffers.items(), *zip(labels, leaves)):
         _check_plain(name, value)
-    _check_memory(parameters, named)
-    device = _device((*named.values(), *leaves))
-    mode = FakeTensorMode()
+    _check_memory(parameters, {**parameters, **buffers})
+    device, mode = _device((*parameters.values(), *buffers.values(), *leaves)), FakeTensorMode()
     fakes: Named = {}
     for name, value in parameters.items():
         fakes[name] = nn.Parameter(_fake(value, device, mode), value.requires_grad)
-    fakes_of_buffers = {name: _fake(value, device, mode) for name, value in buffers.items()}
+    fake_buffers = {name: _fake(value, device, mode) for name, value in buffers.items()}
     inputs = [_fake(value, device, mode).requires_grad_(value.requires_grad) for value in leaves]
-    known: dict[int, tuple[Tensor, Tensor | None]] = {}
-    for name, value in buffers.items():
-        known[id(value)] = value, fakes_of_buffers[name]
+    known: dict[int, tuple[Tensor, Tensor | None]] = {id(buffers[name]): (buffers[name], fake_buffers[name]) for name in buffers}
     if isinstance(loss, nn.Module):
-        if next(loss.parameters(), None) is not None:
-            raise CaptureError("the loss has parameters\n  Make the loss part of the module.")
-        known.update({id(value): (value, None) for value in loss.buffers()})
-    return Program(
-        module, loss, len(args), arguments, fakes, fakes_of_buffers, inputs, labels, {**tied, **tied_buffers},
+        known |= {id(value): (value, None) for value in loss.buffers()}
+    return FakeModel(
+        module, loss, len(args), arguments, fakes, fake_buffers, inputs, labels, {**tied, **tied_buffers},
         known, device, dtype, mode,
     )  # fmt: skip
 
 
+def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: Any) -> None:
+    """Raises CaptureError for a module, an autocast type or a loss that cannot be captured."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
+    if loss is None and targets:
+        raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        raise CaptureError("the loss has parameters\n  Make the loss part of the module.")
+
+
 @contextlib.contextmanager
 def environment(train: bool) -> Iterator[None]:
-    """What a forward runs in, wherever the caller stands."""
+    """Sets the modes in which a forward runs, whatever those of the caller are."""
     with torch.inference_mode(False), torch.set_grad_enabled(train), composite_ops():
         yield
 
 
 def finish(
-    source: Program,
+    source: FakeModel,
     graph: Graph,
     constants: Mapping[str, Tensor],
     inputs: Sequence[Port],
@@ -170,7 +165,7 @@ def finish(
     values: Mapping[Node, Any],
     train: bool,
 ) -> GraphModule:
-    """The module of a traced graph: dead nodes gone, ports in its meta, `val` from `values` but free of autograd."""
+    """Returns the module of a traced graph: without dead nodes, with ports in its meta and `values` as its `val`."""
     end = graph.output(tuple(node for _, node in outputs))
     end.meta = {"module": "", "stack_trace": "", "phase": "backward" if train else "forward"}
     for node in reversed(graph.nodes):
@@ -180,31 +175,33 @@ def finish(
     for node in graph.nodes:
         if node is not end:
             node.meta["val"] = _snapshot(values[node], source.mode, known)
-    held = {node.target: constants[node.target] for node in graph.find_nodes(op="get_attr")}
-    gm: GraphModule = LazyGraphModule(held, graph)
-    done = {port.name for port, _ in outputs if port.kind == ports.GRADIENT}
-    trainable = [name for name, value in source.parameters.items() if value.requires_grad]
-    gm.meta["ports"] = Ports(
-        inputs=tuple(inputs),
-        outputs=tuple(port for port, _ in outputs),
-        arguments=source.arguments,
-        results=results,
-        tied=source.tied,
-        unused=tuple(name for name in trainable if train and name not in done),
-        frozen=tuple(name for name in source.parameters if name not in trainable),
-    )
+    gm: GraphModule = LazyGraphModule({n.target: constants[n.target] for n in graph.find_nodes(op="get_attr")}, graph)
+    gm.meta["ports"] = _ports(source, inputs, [port for port, _ in outputs], results, train)
     return gm
 
 
+def _ports(source: FakeModel, inputs: Sequence[Port], outputs: Sequence[Port], results: Any, train: bool) -> Ports:
+    trainable = [name for name, value in source.parameters.items() if value.requires_grad]
+    return Ports(
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        arguments=source.arguments,
+        results=results,
+        tied=source.tied,
+        unused=tuple(name for name in trainable if train and Port(ports.GRADIENT, name) not in outputs),
+        frozen=tuple(name for name in source.parameters if name not in trainable),
+    )
+
+
 def placeholder(graph: Graph, label: str) -> Node:
-    """A placeholder that is called `label` where it can be: no keyword, no second of that name."""
+    """Returns a placeholder that is called `label` where it can be: no keyword, no second of that name."""
     node = graph.placeholder(label)
     node.target = node.name
     return node
 
 
 def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any:
-    """A value free of autograd; values that look alike share one fake."""
+    """Returns a value free of autograd. Values of the same metadata share one fake."""
     if isinstance(value, Tensor):
         key = (value.shape, value.stride(), value.dtype, value.device)
         if key not in known:
@@ -216,7 +213,7 @@ def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Put the attributes of all submodules back afterwards: a forward may cache fake tensors or count its calls."""
+    """Puts the attributes of all submodules back afterwards: a forward may cache fake tensors or count its calls."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [(part, dict(vars(part)), [dict(vars(part)[table]) for table in tables]) for part in module.modules()]
     try:
@@ -231,10 +228,10 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _device(tensors: Iterable[Tensor]) -> torch.device:
-    """Where the program runs: the device of the tensors, cpu where they are meta or that device is not there."""
+    """Returns where the program runs: the device of the tensors, cpu where they are meta or that device is not there."""
     cpu = torch.device("cpu")
-    found = next((value.device for value in tensors if value.device.type not in ("meta", "cpu")), cpu)
-    return found if found.type == "cpu" or torch.get_device_module(found).is_available() else cpu
+    device = next((value.device for value in tensors if value.device.type not in ("meta", "cpu")), cpu)
+    return device if device.type == "cpu" or torch.get_device_module(device).is_available() else cpu
 
 
 def _fake(value: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
@@ -244,16 +241,16 @@ def _fake(value: Tensor, device: torch.device, mode: FakeTensorMode) -> Tensor:
 
 
 def _first_names(named: Iterable[tuple[str, Tensor]]) -> tuple[Named, dict[str, str]]:
+    """Returns the tensors by their first names, and by every further name of one its first name."""
     first: dict[int, str] = {}
-    found: Named = {}
+    values: Named = {}
     tied: dict[str, str] = {}
     for name, value in named:
-        if id(value) in first:
-            tied[name] = first[id(value)]
+        if first.setdefault(id(value), name) == name:
+            values[name] = value
         else:
-            first[id(value)] = name
-            found[name] = value
-    return found, tied
+            tied[name] = first[id(value)]
+    return values, tied
 
 
 def _check_plain(name: str, value: Tensor) -> None:
@@ -270,7 +267,7 @@ def _check_plain(name: str, value: Tensor) -> None:
 
 
 def _check_memory(parameters: Named, named: Named) -> None:
-    """Two parameters over the same memory are one in eager mode, and would be trained apart here."""
+    """Refuses two parameters over the same memory: they are one in eager mode, and would be trained apart here."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, value in named.items():
         start = int(value.storage_offset()) * value.itemsize
@@ -285,17 +282,17 @@ def _check_memory(parameters: Named, named: Named) -> None:
 
 
 def _labels(module: nn.Module, loss: Any, count: int, leaf_paths: Sequence[tuple[Any, ...]]) -> list[str]:
-    """Readable names of the argument leaves: the name in the signature, then keys and numbers."""
+    """Returns readable names of the argument leaves: the name in the signature, then keys and numbers."""
     names = _positional(module.forward)
     after = _positional(loss.forward if isinstance(loss, nn.Module) else loss)[1:] if loss is not None else []
-    found = []
+    labels = []
     for group, *path in leaf_paths:
         first, *rest = path
         if group == 0:
             at, table = (first, names) if first < count else (first - count, after)
             first = table[at] if at < len(table) else f"input_{at}" if first < count else f"target_{at}"
-        found.append("_".join(map(str, (first, *rest))))
-    return found
+        labels.append("_".join(map(str, (first, *rest))))
+    return labels
 
 
 def _positional(function: Any) -> list[str]:
