@@ -21,15 +21,19 @@ def in_formulas(name: str) -> bool:
 
 
 class Mesh:
-    """`Mesh(data=2, tensor=4)`: axes outermost first, ranks row-major, so the last axis is the innermost.
+    """Ranks in a grid of named axes: `Mesh(data=2, tensor=4)`.
 
-    `cluster` is a Cluster, the name of one, or None for "ideal" (a byte costs as much as a flop, nothing else costs).
+    Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest links. The names
+    mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is cheaper; pins decide where you
+    want to. cluster: what computing and sending cost; a `Cluster`, the name of one ("a100", "h100", "perlmutter", "frontier",
+    "workstation", "ethernet"), or None for "ideal". There a byte costs as much as a flop and nothing else costs: it shows what a
+    plan can do, and predicts no real machine.
 
     >>> mesh = Mesh(data=2, tensor=4)
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))
     (Mesh(data=2, tensor=4), 8, (1, 1), 5)
 
-    Raises MeshError for no axes, more than 4 of them, or a size that is not a positive integer, or too many ranks.
+    Raises MeshError for no axes, more than 4 of them, a size that is not a positive integer, or too many ranks.
     """
 
     def __init__(self, *, cluster: Cluster | str | None = None, **axes: int) -> None:
@@ -52,7 +56,7 @@ class Mesh:
         return math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis."""
+        """Returns where `rank` stands on each axis."""
         found = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
@@ -60,17 +64,21 @@ class Mesh:
         return tuple(reversed(found))
 
     def rank(self, coordinates: Sequence[int]) -> int:
-        """The rank that stands at `coordinates`."""
+        """Returns the rank that stands at `coordinates`."""
         return functools.reduce(lambda total, item: total * item[0] + item[1], zip(self.sizes, coordinates), 0)
 
     def axis(self, name: str) -> int:
-        """The number of the axis called `name`. Raises MeshError if there is none."""
+        """Returns the number of the axis called `name`. Raises MeshError if there is none."""
         if name not in self.axes:
             raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
-        """The groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank."""
+        """Returns the groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank.
+
+        >>> Mesh(data=2, tensor=2).groups((0,))
+        [[0, 2], [1, 3]]
+        """
         grouped: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(itertools.product(*map(range, self.sizes))):
             grouped.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(rank)
@@ -114,7 +122,7 @@ class Mesh:
         )
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The torch DeviceMesh of the same axes over the ranks of the default process group."""
+        """Returns the torch DeviceMesh of the same axes over the ranks of the default process group."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -124,7 +132,10 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, cluster: Cluster | str | None = None) -> Mesh:
-        """The mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ..."""
+        """Returns the mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ...
+
+        Raises MeshError unless it holds ranks 0, 1, ... in row-major order.
+        """
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
             raise MeshError(

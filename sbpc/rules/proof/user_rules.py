@@ -35,7 +35,7 @@ class Registered:
     before: Entry | None
 
     def remove(self) -> None:
-        """Put back what there was before."""
+        """Puts back what there was before."""
         registry.put(self.op, self.before)
 
     def __enter__(self) -> Registered:
@@ -55,15 +55,26 @@ def rule(
     local: Kernel | None = None,
     replace: bool = False,
 ) -> Registered:
-    """Say what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands.
+    """Says what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands; returns the rule in force.
 
-    text: a rule string (the grammar is in sbpc/rules/grammar.py), or a function of the arguments by name and of the
-    outputs that returns one, or None for a call that has no rule. examples: the arguments of calls, each a tuple of
-    positional ones, with keyword arguments as a dict at its end. Every signature is proved on them, and each factor of
-    the string must have more than one element in one of them; small distinct sizes do best. Without examples the rule
-    is taken as it is, and every plan that uses it says "unproved rule". flops: "2 m k n", by default one per point.
-    nonempty: factors of which no rank may be left an empty shard; the proof adds those on which the op fails. local:
-    what runs on shards where the op alone is not enough. replace: put the rule in the place of another.
+    text is about as long as the op's signature: the dims of its arguments, an arrow, those of its outputs, and clauses.
+    "b s d, d -> b s d ; lin(0) ; lin(1)" says that both arguments share the dim d, and that the op is linear in either. A dim that
+    stands on both sides may be split. `+k`, `max k`, `min k`: a dim that is reduced, so that a split of it gives partial sums,
+    maxima, minima. `lin(0)`: linear in argument 0, which may be a partial sum; `lin(0,2)`: in both together. `fix d`: never split.
+    `via d = scaled`: d is split through a function of ATen calls, `@sbpc.rules.decomposition` on `def scaled(x): return x /
+    x.amax(-1, True)`, with collectives between them. "_" stands for an argument that is no tensor. sbpc/rules/grammar.py has all.
+    text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call without rule.
+
+    examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end. Every
+               signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op on one device.
+               Each dim must have more than one element in one of them; small distinct sizes do best. Without examples the
+               rule is taken as it is, and every plan that uses it says "unproved rule".
+    flops      "2 m k n"; by default one for each point.
+    nonempty   dims of which no rank may be left an empty shard; the proof adds those on which the op fails.
+    local      what runs on shards where the op alone is not enough.
+    replace    put the rule in the place of another.
+
+    examples/05_own_rule.py has an op with its backward; `sbpc.probe` looks for the rule of an op.
 
     Raises RuleError for a malformed string (it points at the character), an op that there is not, that writes into its
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
