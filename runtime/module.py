@@ -44,8 +44,8 @@ def parallelize(
     """Returns `model` as this rank of `plan.mesh` runs it, under torchrun: a new module with DTensor parameters.
 
     It is of a subclass of the model's class, with the same names and the same forward; the model is left as it was. Make the
-    optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their homes;
-    one that no output depends on is whole. Each rank gives the whole batch, the same on all, or its own shard where the plan was
+    optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their homes; a
+    parameter that no output depends on stays whole. Each rank gives the whole batch, the same on all, or its own shard where the plan was
     made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout. State dicts come as DTensors, and
     `load_state_dict` takes them whole or as DTensors of any layout. Where the plan has a `loss`, call the module with `(*args, *targets)`.
 

@@ -283,7 +283,7 @@ def check_options(
 
 
 def load(path: str | Path) -> Plan:
-    """Returns the plan that `Plan.save` or `Plan.export` wrote. Reading runs no code of the file's; all but its programs is checked.
+    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
 
     It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
     here. Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.

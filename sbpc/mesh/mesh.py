@@ -85,8 +85,8 @@ class Mesh:
         return list(grouped.values())
 
     def link(self, axes: Sequence[int], collective: str) -> tuple[float, float, float]:
-        """Of one rank in a collective over `axes` (neighbours): latency of a round (seconds), bandwidth (bytes/s), and
-        the seconds that the collective takes at least.
+        """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s, and the seconds that the
+        collective takes at least.
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.
@@ -100,20 +100,20 @@ class Mesh:
         return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency, least
 
     def inside(self, axes: Sequence[int]) -> bool:
-        """Whether the groups over `axes` stay inside a node."""
+        """Returns whether the groups over `axes` stay inside a node."""
         return math.prod(self.sizes[min(axes) :]) <= self.cluster.ranks_per_node
 
     def rate(self, axes: Sequence[int], collective: str) -> Rate:
-        """What the cluster says of a collective over `axes`."""
+        """Returns what the cluster says of a collective over `axes`."""
         ranks = math.prod(self.sizes[at] for at in axes)
         return self.cluster.rate(collective, ranks, "intra" if self.inside(axes) else "inter")
 
     def key(self, axes: Sequence[int]) -> str:
-        """The name of one axis or of several merged ones: "data", "data+tensor"."""
+        """Returns the name of one axis or of several merged ones: "data", "data+tensor"."""
         return "+".join(self.axes[at] for at in axes)
 
     def group_name(self, axes: Sequence[int]) -> str:
-        """The name that programs give to the groups over some axes; bound to process groups at load.
+        """Returns the name that programs give to the groups over some axes; it is bound to process groups at load.
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.
         """

@@ -220,7 +220,7 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes on the busiest rank by what they are for, "total" at the peak; see `memory_totals`."""
+        """Bytes on the busiest rank by what they are for (parameters, gradients, optimizer, activations, temporaries), "total" at the peak."""
         return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
 
     @functools.cached_property
@@ -252,8 +252,10 @@ class Plan:
 
     @property
     def proof(self) -> Proof | Tree:
-        """The multipliers behind the bound, which anybody can check, of a bound by cases those of each; see `check_bound`, which
-        raises the same."""
+        """The multipliers behind the bound, which anybody can check with `check_bound`; of a bound by cases, those of each case.
+
+        Raises PlanError for a plan that was read from a file.
+        """
         return self.problem.proof
 
     def check_bound(self, proof: Proof | Tree | None = None) -> Checked:

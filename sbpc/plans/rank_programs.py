@@ -53,7 +53,7 @@ class Programs:
     digest: str
 
     def local_at(self, rank: int) -> GraphModule:
-        """The program of `rank`. Raises PlanError if there is no such rank."""
+        """Returns the program of `rank`. Raises PlanError if there is no such rank."""
         if not 0 <= rank < self.mesh.ranks:
             raise PlanError(f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Name one that there is.")
         return self.kinds[self.ranks[rank]]

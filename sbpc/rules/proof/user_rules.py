@@ -57,12 +57,17 @@ def rule(
 ) -> Registered:
     """Says what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands; returns the rule in force.
 
-    text is about as long as the op's signature: the dims of its arguments, an arrow, those of its outputs, and clauses.
-    "b s d, d -> b s d ; lin(0) ; lin(1)" says that both arguments share the dim d, and that the op is linear in either. A dim that
-    stands on both sides may be split. `+k`, `max k`, `min k`: a dim that is reduced, so that a split of it gives partial sums,
-    maxima, minima. `lin(0)`: linear in argument 0, which may be a partial sum; `lin(0,2)`: in both together. `fix d`: never split.
-    `via d = scaled`: d is split through a function of ATen calls, `@sbpc.rules.decomposition` on `def scaled(x): return x /
-    x.amax(-1, True)`, with collectives between them. "_" stands for an argument that is no tensor. sbpc/rules/grammar.py has all.
+    text names the dims of the arguments, then those of the outputs, then clauses: "b s d, d -> b s d ; lin(0) ; lin(1)". A dim of an
+    output may be split: arguments that have it are split with it, the others are whole. sbpc/rules/grammar.py has all; these are
+    the usual parts:
+
+    _, (), [d]         an argument that is no tensor; a scalar; a list of sizes
+    +k, max k, min k   k is reduced: where it is split, the outputs are partial sums, maxima, minima
+    lin(0), lin(0,2)   the op is linear in argument 0, in 0 and 2 together: they may be partial sums, and the outputs are then
+    fix d              d is never split
+    via d = scaled     d is split through a function of ATen calls, with collectives between them: `@sbpc.rules.decomposition` on
+                       `def scaled(x): return x / x.amax(-1, True)`
+
     text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call without rule.
 
     examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end. Every
@@ -75,6 +80,11 @@ def rule(
     replace    put the rule in the place of another.
 
     examples/05_own_rule.py has an op with its backward; `sbpc.probe` looks for the rule of an op.
+
+    >>> import sbpc, torch
+    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor")
+    >>> with sbpc.rule("doc::scale", "b d, d -> b d ; lin(0) ; lin(1)", examples=[(torch.randn(3, 4), torch.randn(4))]):
+    ...     pass  # in force here
 
     Raises RuleError for a malformed string (it points at the character), an op that there is not, that writes into its
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
