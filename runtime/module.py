@@ -43,11 +43,13 @@ def parallelize(
 ) -> nn.Module:
     """Returns `model` as this rank of `plan.mesh` runs it, under torchrun: a new module with DTensor parameters.
 
-    It is of a subclass of the model's class, with the same names and the same forward; the model is left as it was. Make the
-    optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their homes; a
-    parameter that no output depends on stays whole. Each rank gives the whole batch, the same on all, or its own shard where the plan was
-    made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout. State dicts come as DTensors, and
-    `load_state_dict` takes them whole or as DTensors of any layout. Where the plan has a `loss`, call the module with `(*args, *targets)`.
+    It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it was: make
+    the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their
+    homes; one that no output depends on stays whole. State dicts come as DTensors, and `load_state_dict` takes them whole or
+    as DTensors of any layout.
+
+    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
+    likewise. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.

@@ -220,7 +220,7 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes on the busiest rank by what they are for (parameters, gradients, optimizer, activations, temporaries), "total" at the peak."""
+        """Bytes on the busiest rank by what they are for, "total" at the peak; see `Cost`."""
         return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
 
     @functools.cached_property
