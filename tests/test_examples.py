@@ -156,7 +156,7 @@ def test_the_matrix_of_the_readme_is_divided_as_states_are_defined():
 def test_the_quick_start_of_the_readme_prints_what_it_shows(capsys):
     exec(QUICK_START, {})
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    shown = next(text for _, text in BLOCKS if text.startswith("up.weight")).splitlines()
+    shown = next(text for _, text in BLOCKS if text.startswith("name ")).splitlines()
     assert len(shown) > 2 and [line for line in shown if line not in printed] == []
 
 

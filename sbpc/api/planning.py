@@ -60,7 +60,7 @@ def plan(
 ) -> Plan:
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
 
-    model and args may be on the meta device: nothing is run, nothing is allocated. A model that returns a scalar is its own
+    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar is its own
     loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
     from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
     parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
