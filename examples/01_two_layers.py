@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import sbpc
 from sbpc.inspect.graph_text import graph_text
 
+MESH, PINS = sbpc.Mesh(data=2, tensor=2), {"up.weight": "[B, S(0)]", "down.weight": "[B, S(1)]"}
+
 
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
@@ -32,10 +34,9 @@ def two_layers() -> tuple[nn.Module, tuple[Tensor]]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     model, args = two_layers()
-    mesh = sbpc.Mesh(data=2, tensor=2)
-    plan = sbpc.plan(model, args, mesh, pin={"up.weight": "[B, S(0)]", "down.weight": "[B, S(1)]"})
+    plan = sbpc.plan(model, args, MESH, pin=PINS)
     for title, graph in (("annotated", plan.graph), ("boxed", plan.boxed), ("local, rank 0", plan.local)):
-        print(f"--- {title}\n{graph_text(graph, mesh)}")
+        print(f"--- {title}\n{graph_text(graph, MESH)}")
     print(f"--- plan\n{plan}verified  {plan.verify()} edges")
     loss, gradients = sbpc.simulate(plan, model, args)  # all four ranks in this process
     expected = model(*args)

@@ -37,4 +37,4 @@ if __name__ == "__main__":
         optimizer.step()
         if dist.get_rank() == 0:
             print(f"step {step}  loss {loss.item():.6f}")
-    sbpc.runtime.groups.stop()
+    sbpc.stop()

@@ -26,10 +26,12 @@ STEPS = ("train", "inference")
 
 
 def load_programs(path: str | Path, step: str | None = None) -> Programs:
-    """The programs of one step of an exported file: "train" or "inference", by default the first that it holds.
+    """Returns the programs of one step of an exported file: "train" or "inference", by default the first that it holds.
 
-    They are checked: every value has the shape that its layout gives it, and the ranks of every group run the same
-    collectives. Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
+    They take the place of a plan in `sbpc.parallelize` and `sbpc.simulate`. Reading runs nothing of the file. They are checked:
+    every value has the shape that its layout gives it, and the ranks of every group run the same collectives.
+
+    Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """
     decoder = codec.decode(path)
     with decoder.reading():
@@ -85,10 +87,15 @@ def load_module(
     executor: str = "code",
     device: str | None = None,
 ) -> nn.Module:
-    """The module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.
+    """Returns the module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.
 
-    step: as in `load_programs`. weights: a safetensors file, by default the one beside, with the same name and
+    Neither planning nor the model's source is needed; see `Plan.export` and examples/04_export_and_run.py. step, executor and device:
+    as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the one beside, with the same name and
     .safetensors at its end; "zeros" for none, where a checkpoint is loaded afterwards.
+
+    Files of weights that sbpc writes hold the SHA-256 of each tensor, and each that is read is held to it (0.9 s for a GiB). Other
+    weights of the same shapes will do too, such as those of a converted checkpoint or of a stranger's file. A parameter that nothing
+    which the model returns depends on is not in the module, as no program reads it.
 
     Raises PlanError as `load_programs` does, and if the weights are not those of the programs.
     """

@@ -41,23 +41,36 @@ def parallelize(
     executor: str = "code",
     device: str | None = None,
 ) -> nn.Module:
-    """`model` as each rank of `plan.mesh` runs it, under torchrun: same names, DTensor parameters, same forward.
+    """Returns `model` as this rank of `plan.mesh` runs it, under torchrun: a new module with DTensor parameters.
 
-    The result is a new module of a subclass of the model's class; the model itself is left as it was. Its parameters
-    hold this rank's shards, of rank 0's values, in their home layouts. Arguments are whole on every rank, or this rank's
-    shards where the plan was made with `inputs=`; results likewise. A DTensor argument is brought to the planned layout.
-    evaluate: another plan of the same model in other modes (`model.eval()`), with the same homes, for when the module is
-    put into them. init: what builds the model on one device, such as its class, for a model on the meta device: its ops
-    are recorded and replayed for one parameter at a time, so that a rank holds its shards and the largest parameter at
-    most, and the weights are those that one device draws from the seed of rank 0. weights: what gives the whole tensor of
-    a name, asked for one after another, in place of those of the model, which may then be on the meta device.
-    executor: "code" (generated), "inductor", "interpreter", or "nans", which raises NanError at the first node that
-    makes one.
-    Where random numbers are drawn, forward number n has the seed `sbpc.graph.random_bits.seed_of_step(base, n)`, on all ranks and on
-    every mesh; the base is rank 0's `torch.initial_seed()`. `module.random_state()` gives {"seed": base, "step": n}, to be
-    kept beside a checkpoint, and `module.set_random_state(state)` takes it; the module's state_dict does not hold it.
+    It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it was: make
+    the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their
+    homes; one that no output depends on stays whole. State dicts come as DTensors, and `load_state_dict` takes them whole or
+    as DTensors of any layout.
 
-    Raises MeshError if there are not as many processes as ranks, PlanError if model and plan do not belong together.
+    Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
+    likewise. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
+
+    evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
+               pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
+    init       what builds the model on one device, such as its class, for a model on the meta device that is too large for one.
+               Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the largest parameter
+               at most, and the numbers are those that one device draws from the seed of rank 0. Constructors that look at
+               values, such as rejection sampling in `trunc_normal_`, are refused.
+    weights    what gives the whole tensor of a name, one after another, in place of the model's, which may be on the meta device.
+    executor   "code" (generated), "inductor", "interpreter", or "nans", which ends with NanError at the first op that makes NaN,
+               with its module and your line.
+    device     "cuda" or "cpu"; by default what there is.
+
+    Random numbers (dropout, `torch.rand` and the like) depend on a seed, on the place in the program and on where an element
+    stands in the whole tensor. So one seed gives the same loss on every mesh, one rank included; they are not the numbers that
+    `torch.manual_seed` gives in eager torch. Forward number n has the seed `sbpc.graph.random_bits.seed_of_step(base, n)`, where
+    base is rank 0's `torch.initial_seed()`. A state_dict does not hold it: keep `module.random_state()`, {"seed": base, "step": n},
+    beside a checkpoint of your own, and give it to `module.set_random_state(state)`. `sbpc.Checkpoints` does.
+
+    Ranks with different models, plans or versions of torch say so here. Raises MeshError if there are not as many processes as
+    ranks, PlanError if model and plan do not belong together. The module raises PlanError for arguments of other shapes, under
+    another autocast than was planned, in a mode that was not planned, for gradients of gradients, and when it is pickled.
     """
     run = executor_of(executor)
     check_plans(model, plan, evaluate)
@@ -164,7 +177,7 @@ def agreed_seed(where: torch.device) -> int:
 
 
 def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
-    """Draw on as the module did whose `random_state` this is. Raises PlanError if it is none."""
+    """Makes the module draw on as the one did whose `random_state()` this is. Raises PlanError if it is none."""
     known = isinstance(state, dict) and list(state) == ["seed", "step"]
     if not known or not all(type(number) is int for number in state.values()):
         raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 
 class SbpcError(Exception):
-    """Any error that is the caller's to mend; our own mistakes are assertions."""
+    """Any error that is the caller's to mend: the message says where, what, why and what to do. Our own mistakes are assertions."""
 
 
 class CaptureError(SbpcError):

@@ -1,11 +1,16 @@
-"""The examples run, and print what they promise."""
+"""The examples run and print what they promise, and so do those of the README and of docstrings."""
 
 from __future__ import annotations
 
 import contextlib
+import doctest
+import importlib
 import io
 import os
+import pkgutil
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +21,17 @@ from rich.console import Console
 
 import sbpc
 from sbpc.cli import demo_run as demo
+from sbpc.cli.main import parser
 from sbpc.errors import SbpcError
+from sbpc.inspect.picture import graph_svg
+from sbpc.mesh.states import parse_state, whole
 from sbpc.rules import registry
+from tests.processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+README = (EXAMPLES.parent / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)  # language, text
+QUICK_START, UNDER_TORCHRUN = (text for language, text in BLOCKS if language == "python")
 
 
 def test_two_layers_prints_every_stage_and_equal_gradients(capsys):
@@ -29,6 +41,21 @@ def test_two_layers_prints_every_stage_and_equal_gradients(capsys):
     assert [line for line in out.splitlines() if line.startswith("---")] == stages
     errors = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("gradient")]
     assert len(errors) == 2 and max(errors) < 1e-5
+
+
+def test_the_picture_of_the_readme_is_the_one_that_the_first_example_draws():
+    module = runpy.run_path(str(EXAMPLES / "01_two_layers.py"))
+    plan = sbpc.plan(*module["two_layers"](), module["MESH"], pin=module["PINS"])
+    title = f"{plan.options['model']} on {plan.mesh}: boxed graph"  # as `sbpc show` has it
+    assert graph_svg(plan.boxed, plan.mesh, title) == (EXAMPLES / "two_layers.svg").read_text()
+
+
+def test_options_of_a_plan_change_it(capsys):
+    runpy.run_path(str(EXAMPLES / "06_options.py"), run_name="__main__")
+    lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert {"best", "pinned", "in less memory", "data", "fsdp", "megatron", "b = 1024"} < set(lines)
+    seconds = {name: float(line[17:].split()[0]) for name, line in lines.items() if "gap" in line}
+    assert min(seconds.values()) == seconds["best"]
 
 
 def test_own_rule_splits_an_op_of_ones_own(capsys):
@@ -72,17 +99,14 @@ def test_the_model_of_the_demo_has_about_a_million_parameters():
     assert 0.5e6 < count < 2e6
 
 
-def test_the_readme_shows_the_plan_of_the_demo():
+def test_the_plan_of_the_demo_holds_and_gives_each_rank_a_quarter_of_the_work():
     args, kwargs = next(demo.batches(1))
     plan = sbpc.plan(demo.model_of("float32"), args, sbpc.Mesh(data=2, tensor=2), kwargs=kwargs)
+    share, sent = demo.check(plan)
+    assert plan.verify() > 3000 and round(share, 3) == 0.25 and sent.count("bytes") == 3
     console = Console(file=io.StringIO(), width=120)
     demo.print_plan(plan, console)
-    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    shown = (EXAMPLES.parent / "README.md").read_text().split("\n1. plan")[1].split("\n3. train")[0]
-    first, verified = shown.split("\n2. verify")
-    lines = [line for line in first.splitlines()[1:] if line not in ("", "...")]
-    assert len(lines) > 20 and [line for line in lines if line not in printed] == []
-    assert f"{plan.verify():,} edges" in verified and demo.check(plan)[1] in verified
+    assert "blocks.*.attention.query.weight  [160, 160]" in console.file.getvalue()
 
 
 def test_the_demo_refuses_a_replicated_plan():
@@ -107,3 +131,63 @@ def test_a_compiled_script_trains_on_two_ranks():
     losses = [float(line.split()[-1]) for line in ended.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4 and all(0.5 < loss < 2 for loss in losses)
     assert ended.stderr.count("torch.compile hands over whole parameters") == 2
+
+
+# --- the README and docstrings ----------------------------------------------------------------------------------------
+def test_links_of_the_readme_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert len(links) > 20 and [link for link in links if not (EXAMPLES.parent / link).exists()] == []
+
+
+def test_the_matrix_of_the_readme_is_divided_as_states_are_defined():
+    head, *lines = next(text for _, text in BLOCKS if text.startswith("X ")).replace("rank 0", " " * 6).replace("rank 1", " " * 6).splitlines()
+    starts = [max(match.start() - 1, 0) for match in re.finditer(r"\S+", head)]  # of the columns, two digits wide at most
+    matrix, *columns = (
+        [[[int(number) for number in line[start:end].split()] for line in part] for part in (lines[:4], lines[5:])]
+        for start, end in zip(starts, [*starts[1:], None])
+    )
+    expected = torch.arange(1, 17).view(4, 4)
+    assert torch.equal(torch.tensor(matrix[0]), expected) and len(columns) == 4
+    for name, ranks in zip(head.split()[1:], columns):
+        parts = [torch.tensor([row for row in rows if row]) for rows in ranks]
+        assert torch.equal(whole(parts, parse_state(name)), expected), name
+
+
+def test_the_quick_start_of_the_readme_prints_what_it_shows(capsys):
+    exec(QUICK_START, {})
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = next(text for _, text in BLOCKS if text.startswith("name ")).splitlines()
+    assert len(shown) > 2 and [line for line in shown if line not in printed] == []
+
+
+def test_every_line_of_code_in_the_table_of_the_readme_runs(tmp_path):
+    rows = [row.split("|")[2] for row in README.splitlines() if row.startswith("| ") and row.count("|") == 3]
+    lines = [line for row in rows for line in re.findall("`([^`]+)`", row)]
+    commands = [line for line in lines if line.startswith("sbpc ")]
+    assert len(lines) > 17 and len(commands) == 3
+    for command in commands:
+        parser().parse_args(shlex.split(command)[1:])
+    assert run_ranks(run_lines, 1, str(tmp_path), [line for line in lines if line not in commands]) == [None]
+
+
+def run_lines(folder, lines):
+    """On one rank: what the README says to write, after its quick start and what a reader would have made for it."""
+    os.chdir(folder)
+    for name, function in (("scale", lambda x, w: x * w), ("shift", lambda x, w: x + w)):
+        torch.library.custom_op(f"mylib::{name}", function, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor")
+    four, one = {}, {}  # names where the mesh has four ranks, for what needs no processes, and one rank, for what does
+    for names, start in ((four, QUICK_START), (one, QUICK_START.replace("data=2, tensor=2", "data=1, tensor=1"))):
+        exec(start, names)
+        names |= {"x": torch.randn(4, 5), "w": torch.randn(5), "step": 1}
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+    four["mesh"].cluster.save("cluster.json")
+    exec(UNDER_TORCHRUN, dict(one))
+    for line in lines:
+        exec(line, one if "parallelize" in line or "load_module" in line else four)
+    sbpc.stop()
+
+
+def test_examples_in_docstrings_are_true():
+    names = [module.name for module in pkgutil.walk_packages(sbpc.__path__, "sbpc.") if module.name != "sbpc.__main__"]
+    results = [doctest.testmod(importlib.import_module(name)) for name in names if "._" not in name]  # no machine code
+    assert sum(result.attempted for result in results) > 40 and sum(result.failed for result in results) == 0

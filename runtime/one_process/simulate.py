@@ -20,11 +20,11 @@ from sbpc.runtime.one_process.lockstep import lockstep
 
 @dataclass
 class Simulation:
-    """What one step gave, as whole tensors.
+    """What one step gave, as whole tensors. Unpacks as `outputs, gradients`.
 
-    gradients: by name as in `named_parameters()`; a frozen parameter is absent, an unused one None. buffers: new values.
-    input_gradients: by number among the tensor arguments. bytes_sent: by axis, busiest rank. peak_memory: bytes, busiest
-    rank, everything that was alive. Unpacks as `outputs, gradients`.
+    outputs: in the model's own structure. gradients: by name as in `named_parameters()`; a tied one has its first name, a frozen
+    one is absent, an unused one None. buffers: new values by name. bytes_sent: by axis, busiest rank; counted, not predicted.
+    peak_memory: bytes, busiest rank, everything that was alive. input_gradients: by number among the tensor arguments.
     """
 
     outputs: Any
@@ -46,10 +46,17 @@ def simulate(
     tangents: Any = None,
     seed: int = 0,
 ) -> Simulation:
-    """One step of `plan` on all its ranks, in this process, running the programs that torchrun runs.
+    """Runs one step of `plan` on all its ranks in this process, without GPUs: the programs that torchrun runs, only collectives swapped.
 
-    args are whole, on one device; so is what comes back. tangents: the gradients of the outputs, ones if not given.
-    seed: of all random numbers; one seed gives the same numbers on every mesh. The model is left unchanged.
+    args are whole, on one device; so is what comes back. Where the plan has a `loss`, they are `(*args, *targets)`. tangents: the
+    gradients of the outputs, ones if not given. seed: of all random numbers; one seed gives the same numbers on every mesh. plan
+    may also be what `sbpc.load_programs` returns. The model is left unchanged.
+
+    >>> import sbpc, torch
+    >>> model, x = torch.nn.Linear(4, 2), torch.ones(6, 4)
+    >>> outputs, gradients = sbpc.simulate(sbpc.plan(model, (x,), sbpc.Mesh(data=2)), model, (x,))
+    >>> torch.allclose(outputs, model(x)), gradients["bias"].tolist()
+    (True, [6.0, 6.0])
 
     Raises PlanError if model or arguments are not like those planned.
     """

@@ -27,10 +27,11 @@ def limit() -> timedelta:
 
 
 def start(device: str | None = None, timeout: float | None = None) -> torch.device:
-    """Join the process group that the launcher set up, if that has not been done; the device of this rank.
+    """Joins the ranks of this start, if that has not been done, and returns the device of this rank. Call it before all else.
 
-    timeout: seconds after which a rank that waits for another one ends with an error.
-    Raises MeshError outside a launcher.
+    It joins the process group that the launcher set up. timeout: seconds after which a rank that waits for another one ends with
+    an error; 60 unless told otherwise. After `torchrun --max-restarts` has started killed ranks again, it joins those of the new
+    start. device: "cuda" or "cpu"; by default what there is. Raises MeshError outside a launcher.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_of(kind)
@@ -90,7 +91,7 @@ def new(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
 
 
 def stop() -> None:
-    """Unbind all groups and leave the process group."""
+    """Unbinds all groups and leaves the process group: call it at the end."""
     for name in bound:
         unregister_process_group(name)
     bound.clear()

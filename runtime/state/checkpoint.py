@@ -89,10 +89,17 @@ class Loader(DefaultLoadPlanner):
 
 
 class Checkpoints:
-    """The checkpoints in a folder that all ranks share; the last `keep` are kept.
+    """The checkpoints in a folder that all ranks share; the last `keep` are kept. A job goes on from them, also on another number
+    of ranks and in other layouts: examples/02_train_gpt.py.
 
-    Every rank makes it at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what
-    is saved is copied, and written while training goes on.
+    They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank makes this
+    at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is saved is copied, and
+    written while training goes on. A checkpoint is whole in the folder or not there.
+
+    `sbpc convert` takes the weights out in one process, or turns a file of weights into a checkpoint: a .pt file is a plain
+    state_dict, with tied weights under all their names; a .safetensors file holds a tied tensor once, and buffers that are not
+    persistent besides, as programs need them. The metadata of torch.distributed.checkpoint is a pickle: load checkpoints of your
+    own alone, and take strangers' weights as safetensors.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2, asynchronous: bool = True) -> None:
@@ -109,7 +116,7 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Any = None
     ) -> None:
-        """Save what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you like.
+        """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you like.
 
         Raises CheckpointError, also for an earlier save that failed.
         """
@@ -123,7 +130,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what was saved lies whole in the folder. Raises CheckpointError if that failed."""
+        """Returns when what was saved lies whole in the folder. Raises CheckpointError if that failed."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -159,7 +166,7 @@ class Checkpoints:
             dist.barrier(self.group)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step: int | None = None) -> int:
-        """Load the last checkpoint, or that of `step`, into a module and its optimizer; its step, 0 if there is none.
+        """Loads the last checkpoint, or that of `step`, into a module and its optimizer; returns its step, 0 if there is none.
 
         `extra` is then what was saved as such. The mesh and the layouts may be others than those of the ranks that
         saved. Raises CheckpointError if it does not fit the model or the optimizer.

@@ -58,19 +58,48 @@ def plan(
     capture: str = "light",
     dump: str | Path | None = None,
 ) -> Plan:
-    """The cheapest layouts for one step of `model(*args, **kwargs)` on `mesh`.
+    """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
 
-    model and args may be on the meta device: nothing is allocated. With `loss`, the step is
-    `loss(model(*args, **kwargs), *targets)`, and the program takes `(*args, *targets)`. train: forward and backward, else
-    the forward alone. optimizer: whose state is counted ("adamw", "adam", "momentum", "sgd", None). dtype: the type for
-    autocast. memory: bytes per rank that the step may take at its peak. pin: name pattern -> layout, as in `"S(0)@tensor"`.
-    inputs, outputs: one layout per tensor among the arguments or results; without, they are whole on every rank. With an
-    input layout each rank is given its own shard. spread: inputs, parameters and outputs are stored exactly once over the
-    ranks. objective: "seconds", or "bytes" alone. dynamic: name of an input or parameter -> what its dims are called in
-    `plan.cost.expr`, as in ("b", "4*h"); name of a symbol that no dim has alone -> its number. capture: "light", or "aot"
-    for torch's own tracer. dump: a folder for the text of the graph after every pass.
+    model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar is its own
+    loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
+    from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
+    parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
+    modules are in now, and for the numbers that a forward reads from attributes (make those buffers if they change).
 
-    Raises CaptureError, PinError, LayoutError, MemoryLimitError or SbpcError, each with what to do.
+    train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
+               pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
+    optimizer  whose state counts as memory: "adamw", "adam" (2 tensors for each parameter), "momentum" (1), "sgd", None (0).
+    dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
+    memory     bytes that a rank may take at the peak of the step; None is no limit, whatever the cluster has. The plan is then
+               as fast as can be found under it: that can take minutes, and the gap may be some percent.
+    pin        {name: layout}: what you know better. A name is that of a parameter or of a value that `sbpc show` prints, or a
+               pattern such as "*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names two,
+               "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" will do on
+               a mesh of one axis. A `sbpc.Layout` is taken too.
+    inputs     one layout, or None, for each tensor among the arguments: ["S(0)@data", None]. Axes that it does not name are B.
+    outputs    With an input layout each rank passes its own shard. Without, inputs and outputs are whole on every rank.
+    spread     store inputs, parameters and outputs exactly once over the ranks.
+    objective  "seconds"; or "bytes", which counts what the busiest rank sends and nothing else. With spread=True a single product
+               then attains the tight lower bound on the best mesh (tests/matmul_bound.py).
+    dynamic    {"x": ("b", "s", "h"), "*up.weight": ("4*h", "h"), "heads": 12} names dims of inputs and parameters, so that
+               `plan.cost.expr` is a formula in them. A dim that is not named is what it meets in an op, such as the bias of
+               up, or else its number, and a note says so. A name with a number is a symbol that no dim has alone. The layouts
+               are those of the plan.
+    capture    "light", or "aot" for torch's own tracer.
+    dump       a folder for the text of the graph after every pass.
+
+    The logger "sbpc" tells the seconds of each pass at INFO, "sbpc.progress" what the search is at, at DEBUG. An op without a
+    rule runs whole on every rank, and `plan.notes` says so; see `sbpc.rule` and `sbpc.probe`.
+
+    >>> import sbpc, torch
+    >>> with torch.device("meta"):
+    ...     model, x = torch.nn.Linear(16, 64), torch.empty(32, 16)
+    >>> plan = sbpc.plan(model, (x,), sbpc.Mesh(p=2), pin={"weight": "B"}, dynamic={"weight": ("4*h", "h")})
+    >>> plan.layout("weight"), plan.cost.gap, sorted(map(str, plan.cost.bytes_expr["p"].free_symbols))
+    ([B], 0.0, ['h', 'p'])
+
+    Raises CaptureError if the model is not one graph, PinError for pins that match nothing or cannot be met, LayoutError,
+    MemoryLimitError if nothing fits into `memory`, SbpcError for a bad option. Each says what to do.
     """
     options: dict[str, Any] = {
         "optimizer": optimizer,
@@ -89,10 +118,21 @@ def plan(
 
 
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
-    """An expert's plan under the same cost model; options are those of `plan`.
+    """Returns the plan that an expert would make by hand, under the same cost model. options are those of `sbpc.plan`.
 
-    name: "data", "fsdp", "megatron", "megatron+sp", "summa", "agarwal" or "one weird trick"; see
-    `sbpc.passes.assign.expert_schemes`. Raises PlanError if the scheme does not fit the model or the mesh, and what `plan` raises.
+    "data"              every axis splits the batch, parameters are whole
+    "fsdp"              the same, parameters are stored once over all ranks
+    "megatron"          columns then rows on the last axis, the batch on the others (Shoeybi et al. 2019)
+    "megatron+sp"       between those pairs the last axis splits the sequence (Korthikanti et al. 2022)
+    "summa"             batch and features on the last two axes (Xu and You 2021)
+    "agarwal"           a 3-D product on the last three axes (Agarwal et al. 1995; Singh et al. 2024)
+    "one weird trick"   convolutions split the batch, linear layers are columns then rows (Krizhevsky 2014)
+
+    What a scheme leaves open is solved, so this is the best plan of its kind. No plan of `sbpc.plan` is slower than the best of
+    these, except where all nodes together have more than 100,000 choices (a large model, or a few layers on four axes): there
+    it may be slower by a gap below 3 %.
+
+    Raises PlanError if the scheme does not fit the model or the mesh, and what `sbpc.plan` raises.
     """
     check_mesh(mesh)
     check_kinds(name=(name, "a text"))
@@ -243,9 +283,10 @@ def check_options(
 
 
 def load(path: str | Path) -> Plan:
-    """The plan that `Plan.save` wrote. Reading it runs no code of the file's; all but its programs is checked.
+    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
 
-    Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
+    It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
+    here. Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
     """
     decoder = codec.decode(path)
     with decoder.reading():

@@ -25,7 +25,10 @@ Progress = Callable[[int, int, Mesh], None]
 
 @dataclass(frozen=True)
 class Row:
-    """A mesh and the plan found on it. cost: what was minimised, seconds, or bytes that the busiest rank sends."""
+    """A mesh and the plan on it. cost: what was minimised, a number: seconds, or bytes that the busiest rank sends.
+
+    `plan.cost` has all the figures.
+    """
 
     mesh: Mesh
     plan: Plan
@@ -46,13 +49,19 @@ def sweep(
     progress: Progress | None = None,
     **step: Any,
 ) -> list[Row]:
-    """The plans on every mesh of `devices` ranks with up to `axes` axes, best first.
+    """Returns a row for every mesh of `devices` ranks with up to `axes` axes, best first: `.mesh`, `.plan` and `.cost`, a number.
 
-    Meshes are ordered: the last axis has the fastest links. Those that are mirror images with the same links are tried
-    once. step: what `plan` takes of a step (kwargs, loss, targets, train, dtype, capture). progress: called with the
-    number of the mesh, of how many, and the mesh. A mesh on which the step does not fit into `memory` has no row.
+    Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are mirror images
+    with the same links are tried once. A mesh on which the step does not fit into `memory` has no row. cluster: a `Cluster`, the
+    name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs, loss, targets, train, dtype, capture).
+    The other options are those of `sbpc.plan`. progress: called with the number of the mesh, of how many, and the mesh.
 
-    Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what `plan`
+    >>> import sbpc, torch
+    >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)
+    >>> [row.mesh for row in rows], rows[0].cost == rows[0].plan.cost.seconds
+    ([Mesh(a=4)], True)
+
+    Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what `sbpc.plan`
     raises.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:

@@ -44,7 +44,12 @@ told: set[Mesh] = set()
 
 
 def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """What runs one graph of dynamo on this rank.
+    """Returns what runs one graph of dynamo on this rank, for `torch.compile(model, backend="sbpc", options={"mesh": mesh})`.
+
+    Start the script once per rank with torchrun; it stays the script of one device, and every rank gives the same batches.
+    examples/03_torch_compile.py is one. options: "mesh", a `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are
+    as for `sbpc.plan`, "executor" is as for `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger
+    "sbpc" says why, at INFO.
 
     Raises SbpcError for options that there are not, and as `sbpc.plan` does.
     """

@@ -57,10 +57,20 @@ class Rate:
 class Cluster:
     """Figures of one device and of its links; see `Mesh` for who uses which link.
 
-    peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel
-    takes. ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a
-    collective, and bytes/s that one rank sends, inside a node and that one *node* sends to the others. memory: bytes of
-    one device. collectives: where one runs otherwise than in those figures.
+    peak: flop/s of one device. memory_bandwidth: bytes/s of its memory. launch: seconds, the least that a kernel takes.
+    ranks_per_node: how many ranks share a node. intra_* and inter_*: seconds of latency for one round of a collective, and
+    bytes/s: what one rank sends inside a node, and what one *node* sends to the others. memory: bytes of one device. collectives:
+    where one runs otherwise than in those figures. source: where the figures are from.
+
+    Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs. `sbpc profile -o cluster.json`, alone or under
+    torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message takes at least.
+    `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
+
+    >>> cluster = Cluster("two nodes", 100e12, 1e12, 4e-6, 8, 3e-6, 100e9, 14e-6, 25e9)
+    >>> cluster.ranks_per_node, cluster.inter_bandwidth
+    (8, 25000000000.0)
+
+    Raises MeshError for a figure that is none.
     """
 
     name: str
@@ -89,7 +99,7 @@ class Cluster:
             check_rate(self.name, rate)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
-        """How a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
+        """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
         fitting = [rate for rate in self.collectives if rate.collective == collective and rate.link in (link, None)]
 
         def distance(rate: Rate) -> tuple[float, bool]:
@@ -98,7 +108,7 @@ class Cluster:
         return min(fitting, key=distance, default=Rate(collective))
 
     def figures(self) -> dict[str, Any]:
-        """Everything as JSON values; infinity is null, and what a rate leaves open is left out."""
+        """Returns everything as JSON values; infinity is null, and what a rate leaves open is left out."""
         values = {name: None if value == math.inf else value for name, value in asdict(self).items()}
         rates = [{name: value for name, value in asdict(r).items() if value is not None} for r in self.collectives]
         return values | {"collectives": rates}
@@ -118,13 +128,13 @@ class Cluster:
             raise MeshError(f"{what}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the figures as JSON; infinity is written as null."""
+        """Writes the figures as JSON; infinity is written as null."""
         check_kinds(MeshError, path=(path, "a path"))
         Path(path).write_text(json.dumps(self.figures(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read what `save` wrote. Raises MeshError for a file that lacks a figure or holds a bad one."""
+        """Returns the cluster in a file that `save` or `sbpc profile` wrote. Raises MeshError for a figure that is missing or bad."""
         check_kinds(MeshError, path=(path, "a path"))
         try:
             figures = json.loads(Path(path).read_text())

@@ -17,15 +17,20 @@ from sbpc.mesh.states import B, Partial, Split, State, chunk_sizes, parse_state,
 
 @dataclass(frozen=True)
 class Layout:
-    """One state per mesh axis, outermost axis first.
+    """One state (`S(dim)`, `B` or `P`) for each mesh axis, outermost axis first.
 
-    `order` lists the splitting axes (by number) grouped by the dim they cut, dims ascending, and within a dim in the
-    order of cutting; left out, it is mesh order. Only the order within a dim distinguishes two layouts.
+    `[S(0), B]` on axes data, tensor is split over data and whole over tensor. `[S(0), S(0)]` cuts dim 0 over data, and each piece
+    again over tensor. Where axes cut one dim in another order the text adds it: `S(0)@tensor>data` cuts over tensor first.
+
+    `order` lists the splitting axes (by number) grouped by the dim they cut, dims ascending, and within a dim in the order of
+    cutting; left out, it is mesh order. Only the order within a dim distinguishes two layouts.
 
     >>> Layout(("data", "tensor"), (Split(0), Split(0)))
     [S(0), S(0)]
     >>> Layout(("data", "tensor"), (Split(0), Split(0)), (1, 0))
     [S(0), S(0)] S(0)@tensor>data
+    >>> [part.tolist() for part in Layout(("data", "tensor"), (Split(0), B)).shards(torch.arange(4), (2, 2))]
+    [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
 
     axes: tuple[str, ...]
@@ -65,13 +70,13 @@ class Layout:
         return found
 
     def replace(self, changes: dict[int, State]) -> Layout:
-        """This layout with other states on some axes; an axis that splits anew cuts last."""
+        """Returns this layout with other states on some axes; an axis that splits anew cuts last."""
         states = tuple(changes.get(at, state) for at, state in enumerate(self.states))
         kept = tuple(at for at in self.order if at not in changes)
         return Layout(self.axes, states, (*kept, *(at for at in range(len(self.axes)) if at not in kept)))
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int]) -> tuple[int, ...]:
-        """The shape that the rank at `coordinates` holds of a tensor of `shape` on a mesh of `sizes`."""
+        """Returns the shape that the rank at `coordinates` holds of a tensor of `shape` on a mesh of `sizes`."""
         local = list(shape)
         for dim, axes in self.cuts.items():
             for axis in axes:
@@ -79,7 +84,7 @@ class Layout:
         return tuple(local)
 
     def shards(self, tensor: Tensor, sizes: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
-        """What every rank, in row-major order, holds of `tensor`."""
+        """Returns what every rank, in row-major order, holds of `tensor` on a mesh of `sizes`."""
         parts: dict[tuple[int, ...], Tensor] = {(): tensor}
         sequence = self._sequence
         for axis in sequence:
@@ -91,7 +96,7 @@ class Layout:
         return [parts[tuple(at[axis] for axis in sequence)] for at in itertools.product(*map(range, sizes))]
 
     def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
-        """What the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
+        """Returns what the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
         assert not self.partial, f"{self} has no one shard"
         for dim, axes in self.cuts.items():
             for axis in axes:
@@ -101,7 +106,7 @@ class Layout:
         return tensor
 
     def whole(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """The tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
+        """Returns the tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
         by_place = dict(zip(itertools.product(*map(range, sizes)), parts))
         live = list(range(len(self.axes)))
         for axis in reversed(self._sequence):
@@ -134,10 +139,12 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, axes: Sequence[str]) -> Layout:
-        """The layout that `str` writes as `text`.
+        """Returns the layout that `str` writes as `text`.
 
         >>> Layout.parse("[S(0), S(0)] S(0)@tensor>data", ("data", "tensor")).cuts
         {0: (1, 0)}
+
+        Raises LayoutError for a text that is none.
         """
         match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
         if match is None:

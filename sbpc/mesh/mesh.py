@@ -21,15 +21,19 @@ def in_formulas(name: str) -> bool:
 
 
 class Mesh:
-    """`Mesh(data=2, tensor=4)`: axes outermost first, ranks row-major, so the last axis is the innermost.
+    """Ranks in a grid of named axes: `Mesh(data=2, tensor=4)`.
 
-    `cluster` is a Cluster, the name of one, or None for "ideal" (a byte costs as much as a flop, nothing else costs).
+    Axes are given outermost first and ranks are row-major, so the last axis is the innermost and has the fastest links. The names
+    mean nothing to the solver: what you call `data` may well serve tensor parallelism, if that is cheaper; pins decide where you
+    want to. cluster: what computing and sending cost; a `Cluster`, the name of one ("a100", "h100", "perlmutter", "frontier",
+    "workstation", "ethernet"), or None for "ideal". There a byte costs as much as a flop and nothing else costs: it shows what a
+    plan can do, and predicts no real machine.
 
     >>> mesh = Mesh(data=2, tensor=4)
     >>> mesh, mesh.ranks, mesh.coordinates(5), mesh.rank((1, 1))
     (Mesh(data=2, tensor=4), 8, (1, 1), 5)
 
-    Raises MeshError for no axes, more than 4 of them, or a size that is not a positive integer, or too many ranks.
+    Raises MeshError for no axes, more than 4 of them, a size that is not a positive integer, or too many ranks.
     """
 
     def __init__(self, *, cluster: Cluster | str | None = None, **axes: int) -> None:
@@ -54,7 +58,7 @@ class Mesh:
         return math.prod(self.sizes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis."""
+        """Returns where `rank` stands on each axis."""
         found = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
@@ -62,11 +66,11 @@ class Mesh:
         return tuple(reversed(found))
 
     def rank(self, coordinates: Sequence[int]) -> int:
-        """The rank that stands at `coordinates`."""
+        """Returns the rank that stands at `coordinates`."""
         return functools.reduce(lambda total, item: total * item[0] + item[1], zip(self.sizes, coordinates), 0)
 
     def axis(self, name: str) -> int:
-        """The number of the axis called `name`. Raises MeshError if there is none."""
+        """Returns the number of the axis called `name`. Raises MeshError if there is none."""
         if name not in self.axes:
             raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
@@ -77,15 +81,19 @@ class Mesh:
         return [tuple(range(first, last)) for first, last in ends]
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
-        """The groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank."""
+        """Returns the groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank.
+
+        >>> Mesh(data=2, tensor=2).groups((0,))
+        [[0, 2], [1, 3]]
+        """
         grouped: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(itertools.product(*map(range, self.sizes))):
             grouped.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(rank)
         return list(grouped.values())
 
     def link(self, axes: Sequence[int], collective: str) -> tuple[float, float, float]:
-        """Of one rank in a collective over `axes` (neighbours): latency of a round (seconds), bandwidth (bytes/s), and
-        the seconds that the collective takes at least.
+        """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s, and the seconds that the
+        collective takes at least.
 
         Groups that leave a node share its links: with `inner` ranks between two neighbours of a group, that many
         groups (at most a node full) cross at once.
@@ -99,27 +107,27 @@ class Mesh:
         return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency, least
 
     def inside(self, axes: Sequence[int]) -> bool:
-        """Whether the groups over `axes` stay inside a node."""
+        """Returns whether the groups over `axes` stay inside a node."""
         return math.prod(self.sizes[min(axes) :]) <= self.cluster.ranks_per_node
 
     def rate(self, axes: Sequence[int], collective: str) -> Rate:
-        """What the cluster says of a collective over `axes`."""
+        """Returns what the cluster says of a collective over `axes`."""
         ranks = math.prod(self.sizes[at] for at in axes)
         return self.cluster.rate(collective, ranks, "intra" if self.inside(axes) else "inter")
 
     def key(self, axes: Sequence[int]) -> str:
-        """The name of one axis or of several merged ones: "data", "data+tensor"."""
+        """Returns the name of one axis or of several merged ones: "data", "data+tensor"."""
         return "+".join(self.axes[at] for at in axes)
 
     def group_name(self, axes: Sequence[int]) -> str:
-        """The name that programs give to the groups over some axes; bound to process groups at load.
+        """Returns the name that programs give to the groups over some axes; it is bound to process groups at load.
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.
         """
         return f"sbpc::{','.join(self._named_sizes())}::{self.key(axes)}"
 
     def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """The torch DeviceMesh of the same axes over the ranks of the default process group."""
+        """Returns the torch DeviceMesh of the same axes over the ranks of the default process group."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,7 +136,10 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, cluster: Cluster | str | None = None) -> Mesh:
-        """The mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ..."""
+        """Returns the mesh with the axes of a torch DeviceMesh; unnamed dims are called axis0, axis1, ...
+
+        Raises MeshError unless it holds ranks 0, 1, ... in row-major order.
+        """
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
             todo = "sbpc needs ranks 0, 1, ... in row-major order."

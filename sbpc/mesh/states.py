@@ -18,7 +18,11 @@ from sbpc.errors import LayoutError
 
 @dataclass(frozen=True)
 class Split:
-    """Rank r holds the r-th chunk of dim `dim`, cut as `torch.chunk` cuts: trailing chunks may be short or empty."""
+    """`S(dim)`: rank r holds the r-th chunk of dim `dim`, cut as `torch.chunk` cuts: trailing chunks may be short or empty.
+
+    >>> [part.tolist() for part in shards(torch.arange(6).view(2, 3), S(1), 2)]
+    [[[0, 1], [3, 4]], [[2], [5]]]
+    """
 
     dim: int
 
@@ -30,7 +34,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Every rank holds the whole tensor."""
+    """`B`: every rank holds the whole tensor."""
 
     def __str__(self) -> str:
         return "B"
@@ -40,7 +44,11 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Partial:
-    """The tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold."""
+    """`P`: the tensor is the elementwise `op` ("sum", "max" or "min") of what the ranks hold, each as large as the tensor.
+
+    >>> whole([torch.tensor([1, 2]), torch.tensor([10, 20])], P).tolist()
+    [11, 22]
+    """
 
     op: str = "sum"
 

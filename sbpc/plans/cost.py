@@ -98,10 +98,15 @@ OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 
 @dataclass
 class Cost:
-    """The cost of one step of a plan on the busiest rank.
+    """The cost of one step of a plan on the busiest rank. Kernels and collectives are taken to run one after the other.
 
-    bytes_sent: by axis ("data", merged ones "data+tensor"). memory: bytes by kind, "total" is the peak over the step.
-    lower_bound: what no plan of the same space can beat; seconds, or bytes where `objective` is "bytes".
+    compute_seconds, comm_seconds: of a step. flops, flops_one_device: of a rank, and of the model on one device. bytes_sent: by
+    axis ("data", merged ones "data+tensor"), padding included. memory: bytes by kind (parameters, gradients, optimizer,
+    activations, temporaries); "total" is the peak over the step. lower_bound: what no plan of the same space can beat; seconds, or
+    bytes where `objective` is "bytes".
+
+    `expr` and `bytes_expr` are formulas in the sizes of axes, the figures of the cluster, and the dims that `dynamic=` of
+    `sbpc.plan` names. `subs` puts numbers in, `evaluate` arrays of numbers.
     """
 
     mesh: Mesh
@@ -141,7 +146,7 @@ class Cost:
 
     @property
     def paid(self) -> float:
-        """What the plan minimises: seconds, or the bytes that the busiest rank sends."""
+        """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends, as `objective` says."""
         return self.seconds if self.objective == "seconds" else sum(self.bytes_sent.values())
 
     @functools.cached_property
@@ -209,15 +214,15 @@ class Cost:
         return wire(transfer.step, transfer.shape, transfer.itemsize, self.mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
-        """Returns `expr` at the plan's `numbers`, or at those given by name here.
+        """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64, data=8)`.
 
-        Where a size divided on this mesh it is taken to divide at the new sizes too. Raises KeyError for a name that
-        the formula lacks.
+        The names are those of `symbols`. Where a size divided on this mesh it is taken to divide at the new sizes too. The layouts
+        stay those of the plan, though others may be better there. Raises KeyError for a name that the formula lacks.
         """
         return float(self.evaluate(values, **more))
 
     def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
-        """Does what `subs` does for arrays of values that broadcast: a million configurations in a second."""
+        """Returns what `subs` does for arrays of values that broadcast: a million configurations in a second."""
         numbers = self.numbers | dict(values or {}) | more
         unknown = sorted(numbers.keys() - self.symbols.keys())
         if unknown:

@@ -84,10 +84,15 @@ class Checked:
 
 @dataclass
 class Plan:
-    """A layout for every value, made by `sbpc.plan` or `sbpc.load`.
+    """A layout for every value of a step, made by `sbpc.plan` or `sbpc.load`. `print(plan)` shows it.
 
-    graph: the annotated fx GraphModule at global shapes. options: what `sbpc.plan` was asked (pins, optimizer, ...).
-    times: CPU seconds by pass. programs: those made so far, by `shape_class`.
+    mesh: the mesh that it is for. graph: the annotated fx GraphModule at global shapes, forward and backward; `tangent_0`, ...
+    in it are the gradients of the outputs, which come in from outside. options: what `sbpc.plan` was asked (pins, optimizer,
+    ...). times: CPU seconds by pass; "capture" is the torch call alone. lower_bound: what no plan of this step on this mesh,
+    with these pins, can cost less, in seconds or in bytes as `objective` says.
+
+    Three graphs show the stages: `graph` has a layout for every value, `boxed` also the collectives between layouts, `local` is
+    the program of rank 0 at local shapes. `sbpc show` prints or draws each.
     """
 
     mesh: Mesh
@@ -107,7 +112,9 @@ class Plan:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Loud lines: rules without a proof, and ops that are replicated for want of a rule, with what that costs."""
+        """Loud lines, which the report shows: rules without a proof, and ops that run whole on every rank for want of a rule, with what
+        that costs.
+        """
         replicates = any(map(lacks_rule, self.graph.graph.nodes))
         return (*self.graph.meta["notes"], *(replicated(self.boxed, self.mesh) if replicates else ()))
 
@@ -146,11 +153,17 @@ class Plan:
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """The home layout of every parameter by its qualified name."""
+        """The home of every parameter by its qualified name: the layout in which it, its gradient and its optimizer state are stored.
+
+        `pin=plan.parameters` gives another plan the same homes. A parameter may be boxed to other layouts where ops read it.
+        """
         return {port.name: self.layouts[port.name] for port in self.ports.inputs if port.kind == PARAMETER}
 
     def layout(self, name: str) -> Layout:
-        """Returns the layout of a parameter (its home) or of a value. Raises PlanError for a name that is neither."""
+        """Returns the layout of a parameter (its home) or of a value, by the name that `sbpc show` prints.
+
+        Raises PlanError for a name that is neither.
+        """
         check_kinds(PlanError, name=(name, "a text"))
         if name not in self.layouts:
             names = ", ".join(closest(name, list(self.layouts)))
@@ -168,7 +181,7 @@ class Plan:
         return self.local_at(0)
 
     def local_at(self, rank: int) -> GraphModule:
-        """The program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
+        """Returns the program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
         check_kinds(PlanError, rank=(rank, "an integer"))
         if not 0 <= rank < self.mesh.ranks:
             ranks = self.mesh.ranks
@@ -216,12 +229,12 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes on the busiest rank by what they are for, "total" at the peak; see `memory_totals`."""
+        """Bytes on the busiest rank by what they are for, "total" at the peak; see `Cost`."""
         return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """Seconds, bytes, flops and memory of a step, with a lower bound."""
+        """Seconds, bytes, flops and memory of a step, with a lower bound: a `Cost`."""
         start = time.process_time()
         with uncollected():
             cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
@@ -231,8 +244,9 @@ class Plan:
     def certify(self, *, seconds: float = 60.0) -> float:
         """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap.
 
-        A plan without a memory limit stays as it is. Under a limit a better plan is looked for, too, and replaces this one.
-        Raises PlanError for a plan that was read from a file, and for seconds that are no number from 0 on.
+        It is of use where the gap is not 0. A plan without a memory limit stays as it is. Under a limit a better plan is looked for,
+        too, and replaces this one. Raises PlanError for a plan that was read from a file, and for seconds that are no number from
+        0 on.
         """
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self, seconds)
@@ -252,19 +266,25 @@ class Plan:
 
     @property
     def proof(self) -> Proof:
-        """The multipliers that prove the bound; `check_bound` checks them. Raises PlanError for a plan that was read from a file."""
+        """The multipliers behind the bound, which anybody can check with `check_bound`.
+
+        Raises PlanError for a plan that was read from a file.
+        """
         return self.problem.proof
 
     def check_bound(self, proof: Proof | None = None) -> Checked:
-        """Computes anew what the layouts cost and the bound that the multipliers give, with nothing else of the solver.
+        """Returns what the layouts cost and the bound that the multipliers give, computed anew with nothing else of the solver.
 
-        proof: other multipliers than the plan's; whatever they are, the bound holds. Raises PlanError for a plan that was
+        proof: other multipliers than those in `plan.proof`; whatever they are, the bound holds. Raises PlanError for a plan that was
         read from a file.
         """
         return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
 
     def verify(self) -> int:
-        """Checks every edge of every stage and returns their number. Raises VerifyError with the offending node."""
+        """Checks every edge of every stage, and returns the number of edges: states type-check, shapes agree, gradients land at home.
+
+        Raises VerifyError with the offending node.
+        """
         return self.rewriter.verify(self)
 
     def save(self, path: str | Path) -> None:
@@ -273,9 +293,12 @@ class Plan:
         self.rewriter.save(self, Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
-        """Writes the plan with the programs of all its ranks, and those of a plan for inference; see `sbpc.load_module`.
+        """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
 
-        The file holds no weights, no pickle and no code. Raises PlanError if it cannot be written.
+        inference: a plan of the forward alone (`train=False`), whose programs go into the same file. `sbpc.load_module` makes the
+        parallel module of the file without planning and without the model's source; `sbpc run` runs it. The file holds no weights,
+        no pickle and no code: put the weights beside it, as `sbpc export` does (model.safetensors beside model.sbpc).
+        examples/04_export_and_run.py shows all this. Raises PlanError if it cannot be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
         if inference is not None and not isinstance(inference, Plan):

@@ -28,10 +28,11 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 
 def decomposition(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let rules name `function`: it takes the arguments of the op in schema order and returns its outputs.
+    """Lets rules name `function` in `via f = NAME`: it takes the arguments of the op in schema order and returns its outputs.
 
-    Tensors of 16 bits come in as float32; outputs are cast to the dtypes of the op's. What the op does not return may
-    be anything.
+    It is written in ATen calls that have rules. Where a rule splits a dim through it, partial results are completed at once, by
+    small collectives between the calls. Tensors of 16 bits come in as float32; outputs are cast to the dtypes of the op's. What the
+    op does not return may be anything.
     """
     DECOMPOSITIONS[function.__name__] = function
     return function

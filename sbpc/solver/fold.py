@@ -79,10 +79,10 @@ def fold(problem: Problem, classes: Sequence[int]) -> Folded:
     pairs = []
     for values in bundles.values():
         value, bundle = bundled(values, classes)
-        key = id(bundle.closure), bundle.count
-        if key not in scaled:
-            scaled[key] = bundle.count * bundle.closure if bundle.count > 1 else bundle.closure
-        pairs.append((replace(value, closure=scaled[key]), bundle))
+        times = id(bundle.closure), bundle.count
+        if times not in scaled:
+            scaled[times] = bundle.count * bundle.closure if bundle.count > 1 else bundle.closure
+        pairs.append((replace(value, closure=scaled[times]), bundle))
     pairs.sort(key=lambda pair: pair[0].producer)
     folded = Problem(variables, [value for value, _ in pairs])
     return Folded(folded, classes, [len(group) for group in members], [bundle for _, bundle in pairs])

@@ -1,4 +1,8 @@
-"""`sbpc run`: train a model or run an exported file, as a rank where a launcher has set RANK, else as the launcher."""
+"""`sbpc run`: train a model or run an exported file, as a rank where a launcher has set RANK, else as the launcher.
+
+It repeats the target's arguments at every step: that shows that a plan trains, and is no training script. With an exported
+file, `--inputs FILE.safetensors` holds one batch after another.
+"""
 
 from __future__ import annotations
 

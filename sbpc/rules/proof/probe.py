@@ -51,7 +51,7 @@ WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, Fa
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe of an op has found.
+    """What a probe of an op has found. `print` shows it as the lines of a file of rules.
 
     rule: the rule string, None if nothing but whole operands is valid or no string holds. seen: the calls that it was run
     on. valid, tried: how many signatures hold, of how many patterns of splits. left_out: signatures that hold and do not
@@ -77,10 +77,10 @@ class Probe:
         return "\n".join([*lines, f"{UNREVIEWED} {name_of(self.op)}    {self.rule}"])
 
     def save(self, path: str | Path) -> bool:
-        """Add this to a file of rules; whether it was not there before. The rule is in force when a person has reviewed
-        it, that is removed its '?', and `sbpc.load_rules` has read the file.
+        """Adds this to a file of rules, its rule with a '?' before it; returns whether it was not there before.
 
-        Raises RuleError if the file is no file of rules, and for an op that has a rule already.
+        The rule is in force when a person has reviewed it, that is removed the '?', and `sbpc.load_rules` has read the file. Raises
+        RuleError if the file is no file of rules, and for an op that has a rule already.
         """
         known = row(self.op)
         if known is not None and not known.source.startswith("reviewed"):
@@ -90,10 +90,15 @@ class Probe:
 
 
 def probe(op: Any, /, *args: Any, **kwargs: Any) -> Probe:
-    """Run `op` ("mylib::myop", or the op itself) on shards of these arguments, and infer a rule from what is right.
+    """Runs `op` ("mylib::myop", or the op itself) on shards of these arguments, and returns the rule that follows from what is right.
 
-    Small distinct sizes do best. Integers keep their values; floating-point tensors are tried with whole numbers first,
-    with their own values where the op does not take those.
+    All runs are in forked workers, so an op that crashes ends in an error. The rule has passed the proofs of `sbpc.rule` on the
+    sizes that are printed above it; which valid signatures it leaves out, and what was not tried, stands there too. Arguments that
+    are no sizes must have the values that were probed. Small distinct sizes do best. Integers keep their values; floating-point
+    tensors are tried with whole numbers first, with their own values where the op does not take those.
+
+    `probe(...).save("rules.txt")` writes it down, for a person to review; `sbpc probe train.py:model -o rules.txt` does so for every op
+    of a model that has no rule.
 
     >>> import torch, sbpc
     >>> print(sbpc.probe("aten::mm", torch.randn(4, 6), torch.randn(6, 5)).rule)

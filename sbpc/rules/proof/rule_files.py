@@ -33,12 +33,14 @@ class RuleLine:
 
 
 def load_rules(path: str | Path) -> list[Registered]:
-    """Put the rules of a reviewed file in force: per line an op and a rule string, what follows '#' is a remark.
+    """Puts the rules of a reviewed file in force: per line an op and a rule string; what follows '#' is a remark.
 
         mylib::myop    b s d, d -> b s d ; lin(0)    # seen on float64[3, 4, 5], float64[5]
 
-    Several lines for one op are alternatives: the first that fits a call is taken, and a call that none fits has no
-    rule. Raises RuleError with the file and line of what is wrong, and for a line that nobody has reviewed.
+    `Probe.save` and `sbpc probe` write such files; a line that begins with '?' is not reviewed: read it, and remove the '?'.
+    `--rules FILE` gives a file to the commands that plan. Several lines for one op are alternatives: the first that fits a call is
+    taken, and a call that none fits has no rule. Raises RuleError with the file and line of what is wrong, and for a line that
+    nobody has reviewed.
     """
     check_kinds(RuleError, path=(path, "a path"))
     file = Path(path)

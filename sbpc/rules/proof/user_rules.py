@@ -37,7 +37,7 @@ class Registered:
     before: Entry | None
 
     def remove(self) -> None:
-        """Put back what there was before."""
+        """Puts back what there was before."""
         registry.put(self.op, self.before)
 
     def __enter__(self) -> Registered:
@@ -51,15 +51,36 @@ def rule(
     op: Any, text: str | Write, *, examples: Sequence[Sequence[Any]] = (), flops: str | Count | None = None,
     nonempty: str = "", local: Kernel | None = None, replace: bool = False,
 ) -> Registered:  # fmt: skip
-    """Say what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands.
+    """Says what `op` ("mylib::myop", or the op itself) may do with split, whole and partial operands; returns the rule in force.
 
-    text: a rule string (the grammar is in sbpc/rules/grammar.py), or a function of the arguments by name and of the
-    outputs that returns one, or None for a call that has no rule. examples: the arguments of calls, each a tuple of
-    positional ones, with keyword arguments as a dict at its end. Every signature is proved on them, and each factor of
-    the string must have more than one element in one of them; small distinct sizes do best. Without examples the rule
-    is taken as it is, and every plan that uses it says "unproved rule". flops: "2 m k n", by default one per point.
-    nonempty: factors of which no rank may be left an empty shard; the proof adds those on which the op fails. local:
-    what runs on shards where the op alone is not enough. replace: put the rule in the place of another.
+    text names the dims of the arguments, then those of the outputs, then clauses: "b s d, d -> b s d ; lin(0) ; lin(1)". A dim of an
+    output may be split: arguments that have it are split with it, the others are whole. sbpc/rules/grammar.py has all; these are
+    the usual parts:
+
+    _, (), [d]         an argument that is no tensor; a scalar; a list of sizes
+    +k, max k, min k   k is reduced: where it is split, the outputs are partial sums, maxima, minima
+    lin(0), lin(0,2)   the op is linear in argument 0, in 0 and 2 together: they may be partial sums, and the outputs are then
+    fix d              d is never split
+    via d = scaled     d is split through a function of ATen calls, with collectives between them: `@sbpc.rules.decomposition` on
+                       `def scaled(x): return x / x.amax(-1, True)`
+
+    text may also be a function of the arguments by name and of the outputs that returns a string, or None for a call without rule.
+
+    examples   the arguments of calls, each a tuple of positional ones, with keyword arguments as a dict at its end. Every
+               signature that follows from the rule is run on them over 2, 3 and 4 ranks and compared with the op on one device.
+               Each dim must have more than one element in one of them; small distinct sizes do best. Without examples the
+               rule is taken as it is, and every plan that uses it says "unproved rule".
+    flops      "2 m k n"; by default one for each point.
+    nonempty   dims of which no rank may be left an empty shard; the proof adds those on which the op fails.
+    local      what runs on shards where the op alone is not enough.
+    replace    put the rule in the place of another.
+
+    examples/05_own_rule.py has an op with its backward; `sbpc.probe` looks for the rule of an op.
+
+    >>> import sbpc, torch
+    >>> scale = torch.library.custom_op("doc::scale", torch.mul, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor")
+    >>> with sbpc.rule("doc::scale", "b d, d -> b d ; lin(0) ; lin(1)", examples=[(torch.randn(3, 4), torch.randn(4))]):
+    ...     pass  # in force here
 
     Raises RuleError for a malformed string (it points at the character), an op that there is not, that writes into its
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both

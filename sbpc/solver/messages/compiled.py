@@ -102,5 +102,5 @@ class Tables:
             arrays = star.shares[at], star.over[at], star.direct[at], star.sent[at], star.columns[at], source, place
             rows.append((*map(self.address, arrays), len(star.columns[at]), len(source), star.late[at]))
         self.grow(star.seconds.size, max(*star.seconds.shape, layouts), len(rows) * layouts)
-        arrays = star.seconds, star.price, star.equal, star.made, np.array(rows, BRANCH)
-        return *map(self.address, arrays), *star.seconds.shape, layouts, len(rows)
+        whole = star.seconds, star.price, star.equal, star.made, np.array(rows, BRANCH)
+        return *map(self.address, whole), *star.seconds.shape, layouts, len(rows)
