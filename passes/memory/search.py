@@ -29,11 +29,13 @@ from sbpc.passes.memory.live_bytes import Moment, at_call, at_optimizer, calls_o
 from sbpc.plans.memory import POSITION
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.solver import Bounder, Limit, Proof, certify, priced, total
+from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.problem import gap_of
+from sbpc.solver.program import columns_of
 from sbpc.solver.search import on_support
-from sbpc.solver.subsets import around, nearest
+from sbpc.solver.subsets import Subset, around, everything, nearest
 
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
@@ -45,6 +47,9 @@ DEAREST = 16.0  # steps that all of a limit may cost, at most; EVER_DEARER: the 
 EVER_DEARER = 1.0, 8.0, 64.0
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
 ROUGH = 2e-2  # the gap of a priced plan above which a program looks for a better one
+NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
+SMALL, COLUMNS = 2_000, 20_000  # variables, and columns of a program of all labels below the gap, at most
+EFFORT = 0.25  # of the usual work, for a mixture
 LEAST = 1e-3  # of the limit: what a row allows at least
 
 
@@ -94,6 +99,7 @@ class MemorySearch:
         self.room = limit - min(POSITION * len(space.mesh.axes), limit / 2)  # less what every plan holds at every moment
         self.folded = fold(space.problem, space.classes())
         self.candidates: dict[tuple[int, ...], Candidate] = {}
+        self.pool: list[list[int]] = []  # labels of all plans, made or not
         self.corrections: dict[str, Limit] = {}
         self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.sizes]
         self.bound = PricedBound(0.0)
@@ -120,11 +126,15 @@ class MemorySearch:
         self.add_moment(next(iter(start.peaks), None))
         prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
-            self.solve_at([factor * price for price in prices])
+            self.take_bound(self.bound_at([factor * price for price in prices]))
+            self.pool.append(self.folded.unfold(self.priced_labels()))
         self.mix(TURNS)
         if self.best is None:
             self.squeeze()
-            self.mix(TURNS if math.isfinite(self.bound.bound) else 0)
+            self.mix(TURNS)
+        if self.best is None and columns_of(self.space.problem, everything(self.space.problem)) <= COLUMNS:
+            self.below_gap(everything(self.space.problem))
+            self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, 1 << 20)
         if self.best is not None and self.gap > GOOD:
             self.sharpen()
 
@@ -142,30 +152,40 @@ class MemorySearch:
         """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
         prices: list[float] = []
         for _ in range(ROUNDS):
-            plans = [self.folded.fold(each.labels) for each in self.candidates.values()]
-            subset = around(self.folded.problem, plans, nearest(self.near, EACH * len(self.near), EACH))
-            limits = by_class(self.folded, self.rows())
-            relaxed = relax(self.folded.problem, subset, self.scale, limits, DEAREST * self.scale)
-            if relaxed.prices == prices or self.gap <= GOOD or not math.isfinite(relaxed.seconds):
+            before, prices = prices, self.lp_prices()
+            if prices == before or self.gap <= GOOD:
                 break
-            prices = relaxed.prices
             self.solve_at(prices)
         return prices
 
-    def solve_at(self, prices: Sequence[float]) -> Candidate:
-        """Returns the plan at these prices, each for all of a row; takes its bound, and a moment at its peak."""
+    def lp_prices(self) -> list[float]:
+        """Returns what more of each row would save in the relaxation on the labels of all plans and near ones."""
+        plans = list(map(self.folded.fold, self.pool))
+        subset = around(self.folded.problem, plans, nearest(self.near, EACH * len(self.near), EACH))
+        return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
+
+    def bound_at(self, prices: Sequence[float]) -> PricedBound:
+        """Returns the bound at these prices, each for all of a row; messages go on from the last prices."""
         rows = self.rows()
         prices = [*prices, *[0.0] * (len(rows) - len(prices))]
         self.bounder.solve(priced(self.space.problem, rows, prices))
-        self.take_bound(PricedBound(self.bounder.bound - math.fsum(prices), rows, prices, self.bounder.proof))
         self.near = list(map(np.minimum, self.near, self.bounder.reduced_costs))
-        labels, problem = self.bounder.labels, self.bounder.folded.problem
-        if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
-            labels = on_support(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
-        candidate = self.keep(self.folded.unfold(labels))
+        return PricedBound(self.bounder.bound - math.fsum(prices), rows, prices, self.bounder.proof)
+
+    def solve_at(self, prices: Sequence[float]) -> Candidate:
+        """Returns the plan at these prices; takes its bound, and a moment at its peak."""
+        self.take_bound(self.bound_at(prices))
+        candidate = self.keep(self.folded.unfold(self.priced_labels()))
         self.add_moment(next(iter(candidate.peaks), None))
         progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
         return candidate
+
+    def priced_labels(self) -> list[int]:
+        """Returns, by class, the labels of the plan at the last prices."""
+        labels, problem = self.bounder.labels, self.bounder.folded.problem
+        if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
+            labels = on_support(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
+        return labels
 
     def squeeze(self) -> None:
         """Raises the price of all moments until a plan fits. If every label takes too much at some moment, none does."""
@@ -183,7 +203,8 @@ class MemorySearch:
     # --- mixtures -------------------------------------------------------------------------------------------------------
 
     def mix(self, turns: int, more: int = 0, until: float = math.inf) -> None:
-        """Mixes the plans so far, and corrects the rows by what mixtures hold, until a mixture fits and none is new.
+        """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is not new or about as fast as
+        the relaxation.
 
         more: labels a class that may be mixed besides those of plans. until: CPU time at which no turn is begun.
         """
@@ -192,7 +213,7 @@ class MemorySearch:
             if time.process_time() > until:
                 return
             limits = [*self.rows(), *self.corrections.values()]
-            labels = self.mixture(limits, base, more)
+            labels, least = self.mixture(limits, base, more)
             if labels is None:  # no mixture keeps the rows: let it be the best plan, then allow more
                 if self.best is None or base is self.best:
                     self.corrections = {n: replace(row, most=(row.most + self.limit) / 2) for n, row in self.corrections.items()}
@@ -200,15 +221,16 @@ class MemorySearch:
                 continue
             new = tuple(labels) not in self.candidates
             candidate = self.keep(labels)
-            if not new and candidate.bytes <= self.limit:
+            if candidate.bytes <= self.limit and (not new or candidate.seconds <= least * (1 + GOOD)):
                 return
             self.correct(candidate)
 
-    def mixture(self, limits: Sequence[Limit], base: Candidate | None, more: int) -> list[int] | None:
-        """Returns the cheapest labels under the limits on the support of the relaxation, and those of `base`; None if there are none."""
+    def mixture(self, limits: Sequence[Limit], base: Candidate | None, more: int) -> tuple[list[int] | None, float]:
+        """Returns the cheapest labels under the limits on the support of the relaxation and those of `base`, None if there are none;
+        and the seconds of the relaxation."""
         folded, problem = self.folded, self.space.problem
-        plans = [each.labels for each in self.candidates.values()]
-        subset = around(folded.problem, [folded.fold(labels) for labels in plans], self.labels_of(plans))
+        plans = self.pool
+        subset = around(folded.problem, list(map(folded.fold, plans)), self.labels_of(plans))
         relaxed = relax(folded.problem, subset, self.scale, by_class(folded, limits), 100 * self.scale)
         self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed.parts)))
         labels = [each.astype(np.intp) for each in self.mixed]
@@ -219,7 +241,7 @@ class MemorySearch:
             by_variable = [np.union1d(each, [label]) for each, label in zip(by_variable, base.labels)]
         subset = around(problem, [plans[0] if base is None else base.labels], by_variable)
         subset.labels = [np.asarray(each, dtype=np.intp) for each in by_variable]
-        return cheapest(problem, subset, self.scale, GOOD, limits).labels
+        return cheapest(problem, subset, self.scale, GOOD, limits, EFFORT).labels, relaxed.seconds
 
     def labels_of(self, plans: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Returns, by class, the labels that its members have in some plan."""
@@ -231,7 +253,7 @@ class MemorySearch:
 
     def correct(self, candidate: Candidate) -> None:
         """Adds rows for a plan at its peak, and at the largest of calls spread over the step: linear about what it holds there."""
-        held = peak_calls(candidate.plan, self.gm, 0.95 * self.limit)
+        held = peak_calls(candidate.plan, self.gm, NEAR_LIMIT * self.limit)
         if not held:
             return
         order = {name: at for at, name in enumerate(self.calls)}
@@ -244,14 +266,35 @@ class MemorySearch:
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def sharpen(self) -> None:
-        """Raises the bound: at the prices of the rows at the best plan's peaks, too."""
+        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages in which nothing is
+        tied, and by the program on all labels that can be in a better plan."""
         assert self.best is not None
-        for name in list(peak_calls(self.best.plan, self.gm, 0.95 * self.limit))[:1]:
+        for name in list(peak_calls(self.best.plan, self.gm, NEAR_LIMIT * self.limit))[:1]:
             self.moments.setdefault(name, self.at(name))
-        plans = [self.folded.fold(each.labels) for each in self.candidates.values()]
-        subset = around(self.folded.problem, plans, nearest(self.near, EACH * len(self.near), EACH))
-        limits = by_class(self.folded, self.rows())
-        self.solve_at(relax(self.folded.problem, subset, self.scale, limits, DEAREST * self.scale).prices)
+        self.take_bound(self.bound_at(self.lp_prices()))
+        problem = self.bound.problem(self.space)
+        if is_wide(problem) or len(problem.variables) > SMALL or self.gap <= GOOD:
+            return
+        paid, allowed = total(problem, self.best.labels), math.fsum(self.bound.prices)
+        whole = Bounder(problem, fold(problem, range(len(problem.variables))), paid)
+        self.take_bound(replace(self.bound, bound=whole.bound - allowed, proof=whole.proof))
+        subset = whole.below(self.best.seconds + allowed)
+        if subset is not None and columns_of(problem, subset) <= COLUMNS:
+            self.below_gap(subset)
+
+    def below_gap(self, subset: Subset) -> None:
+        """Solves the program on a subset that holds every better plan, with rows that every plan keeps, until its plan fits or
+        breaks no new row: nothing is faster than what it finds."""
+        for _ in range(TURNS):
+            answer = cheapest(self.space.problem, subset, self.scale, 0.0, self.rows())
+            self.bound = replace(self.bound, bound=max(self.bound.bound, min(answer.bound, self.best.seconds if self.best else math.inf)))
+            if answer.labels is None:
+                return
+            candidate = self.keep(answer.labels)
+            new = [name for name in list(candidate.peaks)[:ROWS] if name not in self.moments]
+            if candidate.bytes <= self.limit or not new:
+                return
+            self.moments |= {name: self.at(name) for name in new}
 
     @property
     def proof(self) -> Proof:
@@ -288,6 +331,7 @@ class MemorySearch:
                 other.plan.forget()
             plan = self.made(self.space.assignment(list(key)))
             seconds = total(self.space.problem, key)
+            self.pool.append(list(key))
             self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, self.limit))
         return self.candidates[key]
 

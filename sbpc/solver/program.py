@@ -176,6 +176,9 @@ def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> tuple[P
     first = [int(labels[0]) for labels in subset.labels]
     for value, alias in zip(problem.values, subset.aliases):
         ports = [(value.producer, value.out), *distinct_consumers(value)]
+        if all(len(subset.labels[at]) == 1 for at, _ in ports):  # most values of a program that mixes a few labels
+            program.constant += star_seconds(value, first)
+            continue
         ends = [port_columns(x[at], layouts[subset.labels[at]]) for at, layouts in ports]
         if all(len(end.layouts) == 1 for end in ends):
             program.constant += star_seconds(value, first)
