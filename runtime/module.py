@@ -1,4 +1,4 @@
-"""parallelize: the user's module with DTensor parameters, whose forward and backward run a plan's programs."""
+"""Make of the user's module one with DTensor parameters whose forward and backward run a plan's programs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from sbpc._compat import HOOKS, detached, on_dtensors, slots
 from sbpc.errors import PlanError, shown
 from sbpc.graph.ports import PARAMETER
 from sbpc.graph.random_bits import wrap
-from sbpc.mesh.layout import broadcast
+from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
-from sbpc.runtime.state import dtensor_optimizers as optimizers
-from sbpc.runtime.state import grad_scaler as scaler
-from sbpc.runtime.state.deferred_init import Recording, agreed, same_start
+from sbpc.runtime.state import dtensor_optimizers, grad_scaler
+from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
-from sbpc.runtime.step import Held, Runner
+from sbpc.runtime.step import ModuleWeights, Runner
 
-HELD, RANDOM = "_sbpc_held", "_sbpc_random"
+WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 
 
 def parallelize(
@@ -61,21 +60,17 @@ def parallelize(
     """
     run = executor_of(executor)
     check_plans(model, plan, evaluate)
-    where = groups.start(device)
-    groups.check_ranks(plan.mesh)
+    where = process_groups.start(device)
+    process_groups.check_ranks(plan.mesh)
     agree(plan)
-    groups.bind(plan.mesh)
-    tensors = bind.stored(plan, model)
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    process_groups.bind(plan.mesh)
+    if any(isinstance(tensor, DTensor) for tensor in bind.stored(plan, model).values()):
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
-    if weights is not None:
-        value: Callable[[str], Tensor] = lambda name: of_rank_zero(weights(name), where)  # noqa: E731
-    else:
-        value = recorded(init, plan) if init is not None else copied_of(model, where)
-    scaler.mend()
-    optimizers.mend()
+    value = source_of_weights(model, plan, init, weights, where)
+    grad_scaler.install()
+    dtensor_optimizers.install()
     on_dtensors(torch.ops.aten.detach.default, detached)
     result = skeleton(model)
     fill(result, plan, value, where)
@@ -85,28 +80,33 @@ def parallelize(
     return result
 
 
-def recorded(init: Callable[[], nn.Module], plan: Plan | Programs) -> Callable[[str], Tensor]:
-    """The tensors by name that one device would hold after `init()`, each made when it is asked for."""
-    same_start()
-    recording = Recording(init)
-    agreed(recording)
-    bind.stored(plan, recording.model)
-    return recording.tensor
-
-
-def copied_of(model: nn.Module, where: torch.device) -> Callable[[str], Tensor]:
-    """The tensors by name that rank 0 holds. Raises PlanError for a model on the meta device."""
-    held = {name: table[key] for name, table, key in slots(model)}
-    if any(tensor.is_meta for tensor in held.values()):
+def source_of_weights(
+    model: nn.Module,
+    plan: Plan | Programs,
+    init: Callable[[], nn.Module] | None,
+    weights: Callable[[str], Tensor] | None,
+    where: torch.device,
+) -> Callable[[str], Tensor]:
+    """Returns the function from a name to the whole tensor, the same on all ranks: of `weights`, of `init`, or of the model."""
+    if weights is not None:
+        return lambda name: of_rank_zero(weights(name), where)
+    if init is not None:
+        same_start()
+        recording = Recording(init)
+        check_agreement(recording)
+        bind.stored(plan, recording.model)
+        return recording.tensor
+    tensors = {name: table[key] for name, table, key in slots(model)}
+    if any(tensor.is_meta for tensor in tensors.values()):
         raise PlanError(
             "the model is on the meta device: there is nothing to distribute\n"
             "  Say what builds it on one device, init=Model, or give it weights: model.to_empty(device='cpu')."
         )
-    return lambda name: of_rank_zero(held[name], where)
+    return lambda name: of_rank_zero(tensors[name], where)
 
 
 def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
-    """Refuse what is no module, what is no plan, and two plans that store the parameters differently."""
+    """Raises PlanError for what is no module, for what is no plan, and for two plans that store the parameters differently."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
     for given in (plan,) if evaluate is None else (plan, evaluate):
@@ -125,17 +125,17 @@ def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
 
 
 def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
-    """The subclass of a model's class whose forward runs programs; a deep copy runs them on weights of its own."""
+    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        held: Held | None = self.__dict__.get(HELD)
-        if held is None:
-            held = self.__dict__[HELD] = Held.of(self, runners[0].plan)
-        return held.runner_of(runners).step(self, held, self.__dict__[RANDOM], args, kwargs)
+        weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
+        if weights is None:
+            weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners[0].plan)
+        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs)
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in self.__dict__.items() if key != HELD)
+        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in self.__dict__.items() if key != WEIGHTS)
         return made
 
     def pickled(self: nn.Module, protocol: Any) -> Any:
@@ -157,14 +157,14 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
 
 def agreed_seed(where: torch.device) -> int:
-    """The seed that rank 0's torch was started with."""
+    """Returns the seed that rank 0's torch was started with."""
     seed = torch.tensor(wrap(torch.initial_seed()), device=where)
     dist.broadcast(seed, 0)
     return int(seed)
 
 
 def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
-    """Draw on as the module did whose `random_state` this is. Raises PlanError if it is none."""
+    """Makes the module draw on from a `random_state`. Raises PlanError if it is none."""
     known = isinstance(state, dict) and list(state) == ["seed", "step"]
     if not known or not all(type(number) is int for number in state.values()):
         raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
@@ -172,37 +172,37 @@ def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the tree of modules that shares no table with it, and no hook that the plan holds already."""
-    made: dict[int, nn.Module] = {}
+    """Copies the tree of modules. The copy shares no table with it and has no hooks: the plan holds what they do."""
+    copies: dict[int, nn.Module] = {}
 
     def copied(old: nn.Module) -> nn.Module:
-        if id(old) not in made:
-            new = made[id(old)] = old.__class__.__new__(old.__class__)  # copy.copy is what parametrized modules refuse
+        if id(old) not in copies:
+            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # copy.copy is what parametrized modules refuse
             new.__dict__.update((key, copy.copy(table) if isinstance(table, dict) else table) for key, table in vars(old).items())
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]
             children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))
-        return made[id(old)]
+        return copies[id(old)]
 
     return copied(module)
 
 
 def fill(result: nn.Module, plan: Plan | Programs, value: Callable[[str], Tensor], where: torch.device) -> None:
-    """Put this rank's shards of `value(name)` in the place of weights; parameters that are not planned are whole."""
+    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters that are not planned stay whole."""
     layouts = {port.name: layout for port, layout in plan.given.items() if port.kind == PARAMETER}
-    whole, placed = broadcast(plan.mesh.axes), {}
-    homes: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    homes: dict[str, dict[str, Layout]] = {}
     for name, table, key in list(slots(result)):
         first, old = plan.ports.tied.get(name, name), table[key]
-        home = layouts.get(first, whole)
-        if first not in placed:
-            found: Any = value(first)
+        home = layouts.get(first, broadcast(plan.mesh.axes))
+        if first not in made:
+            tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
-                found = nn.Parameter(sharded(found, home, plan.mesh, where), old.requires_grad)
-            placed[first] = found.to(where)
-        table[key] = placed[first]
-        if isinstance(placed[first], nn.Parameter):
+                tensor = nn.Parameter(sharded(tensor, home, plan.mesh, where), old.requires_grad)
+            made[first] = tensor.to(where)
+        table[key] = made[first]
+        if isinstance(made[first], nn.Parameter):
             homes.setdefault(name.rpartition(".")[0], {})[key] = home
     for path, named in homes.items():
         take_state(result.get_submodule(path), named, plan.mesh, where)

@@ -1,7 +1,7 @@
-"""torch.optim over DTensors: fused steps that torch has for plain tensors alone, and writes that it does not count.
+"""Make torch.optim right for DTensors: run its fused steps on shards, and count what it writes.
 
-Found in 2.13: `_fused_sgd_` and `_fused_adagrad_` of DTensors are refused, and ops on lists of DTensors (foreach, fused)
-leave `_version` as it is, so that nobody sees that a parameter was written between a forward and its backward.
+torch 2.13 refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not
+raise `_version`, so nobody would see that a parameter was written between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ from sbpc._compat import local_of, on_dtensors, tree_map
 from sbpc.errors import PlanError
 
 aten = torch.ops.aten
-FUSED = (
-    aten._fused_adagrad_.default,
-    aten._fused_adagrad_.tensor_lr,
-    aten._fused_sgd_.default,
-    aten._fused_sgd_.tensor_lr,
-)
+FUSED = [getattr(op, name) for op in (aten._fused_adagrad_, aten._fused_sgd_) for name in ("default", "tensor_lr")]
 
 
-def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pointwise op in place on lists, as of parameters, gradients and momenta: each rank steps what it holds of them."""
-    for of_one in zip(*(given for given in args if given)):
-        layouts = {each.placements for each in of_one if isinstance(each, DTensor)}
+def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs a pointwise op in place on this rank's shards in lists of parameters, gradients and momenta."""
+    for of_one_parameter in zip(*(tensors for tensors in args if tensors)):
+        layouts = {each.placements for each in of_one_parameter if isinstance(each, DTensor)}
         if len(layouts) > 1:
             raise PlanError(
                 f"{op.name()} of a parameter, its gradient or its state in different layouts: {layouts}\n"
@@ -39,14 +34,14 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Count a step as a write of every DTensor parameter that has a gradient."""
+    """Counts a step as a write of every DTensor parameter that has a gradient."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     increment_version([each for each in stepped if isinstance(each, DTensor) and each.grad is not None])
 
 
 @functools.lru_cache(maxsize=1)
-def mend() -> None:
-    """Have torch call both."""
+def install() -> None:
+    """Has torch call both. Once in a process: torch keeps every hook that it is given."""
     for op in FUSED:
-        on_dtensors(op, on_parts)
+        on_dtensors(op, on_shards)
     register_optimizer_step_post_hook(count_writes)

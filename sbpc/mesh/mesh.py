@@ -69,6 +69,15 @@ class Mesh:
             raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
 
+    def runs(self) -> list[tuple[int, ...]]:
+        """Returns every run of neighbouring axes, which are the axes over which programs may communicate.
+
+        >>> Mesh(data=2, tensor=4).runs()
+        [(0,), (0, 1), (1,)]
+        """
+        count = len(self.axes)
+        return [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
         """The groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank."""
         grouped: dict[tuple[int, ...], list[int]] = {}

@@ -193,8 +193,7 @@ def fits(node: Node, value: Tensor, layout: Layout, mesh: Mesh, coordinates: tup
 
 def wrong_collectives(programs: Programs) -> Iterator[str]:
     """Collectives over groups that the mesh has not, and those on which the ranks of a group do not agree."""
-    mesh, count = programs.mesh, len(programs.mesh.axes)
-    runs = [tuple(range(first, last)) for first in range(count) for last in range(first + 1, count + 1)]
+    mesh, runs = programs.mesh, programs.mesh.runs()
     sizes = {mesh.group_name(axes): len(mesh.groups(axes)[0]) for axes in runs}
     sequences: list[dict[str, list[Any]]] = []
     for kind, gm in enumerate(programs.kinds):

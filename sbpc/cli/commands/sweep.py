@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.api.sweep import Row, sweep
+from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet
 from sbpc.cli.target import split_target
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: SweepRow) -> dict[str, Any]:
     """One mesh as JSON values."""
     cost = row.plan.cost
     return {
@@ -65,7 +65,7 @@ def row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[SweepRow]) -> Table:
     """The best meshes, one row each."""
     made = Table(box=None, pad_edge=False)
     for title in ("mesh", "seconds", "communicating", "bytes sent", "memory", "gap"):
