@@ -58,7 +58,8 @@ def attend(graph: Graph, choose: Choice) -> None:
         if node.target is AHEAD:
             given = named(node)
             sums = [user for user in node.users if user.args[1] == 1]
-            private = all(reader in back and back[reader]["logsumexp"] in sums for each in sums for reader in each.users)
+            readers = [reader for each in sums for reader in each.users]
+            private = all(reader in back and back[reader]["logsumexp"] in sums for reader in readers)
             kernel = kernel_of(given, choose) if private else "formula"
             kernels |= dict.fromkeys(sums, kernel)
             replace_call(node, KERNELS[kernel][0], given, ("query", "key", "value", "attn_mask", "is_causal", "scale"))
@@ -90,7 +91,9 @@ def fastest(operands: list[Tensor], mask: Tensor | None, causal: bool, where: to
     query, key, value = (torch.empty(x.shape, dtype=x.dtype, device=where, requires_grad=True) for x in operands)
     bias = None if mask is None else torch.empty(mask.shape, dtype=query.dtype, device=where)
     asked = SDPAParams(query, key, value, bias, 0.0, causal, query.shape[1] != key.shape[1])
-    return "flash" if can_use_flash_attention(asked) else "efficient" if can_use_efficient_attention(asked) else "formula"
+    if can_use_flash_attention(asked):
+        return "flash"
+    return "efficient" if can_use_efficient_attention(asked) else "formula"
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -94,21 +95,6 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     return boxed
 
 
-def nans(gm: GraphModule) -> BoxedFunction:
-    """Runs the interpreter that stops at the first node which makes NaN."""
-    return interpreter(gm, NanCheck)
-
-
-EXECUTORS: dict[str, Executor] = {"code": code, "inductor": inductor, "interpreter": interpreter, "nans": nans}
-
-
-def executor_of(name: str) -> Executor:
-    """Returns the executor of that name. Raises PlanError if there is none."""
-    if name not in EXECUTORS:
-        raise PlanError(f"no executor {name!r} is known\n  Known are {', '.join(EXECUTORS)}.")
-    return EXECUTORS[name]
-
-
 UNINITIALISED = ("aten.empty", "aten.new_empty")  # ops whose results may hold NaN from earlier use of the memory
 
 
@@ -149,3 +135,18 @@ def has_nan(value: Any) -> bool:
         return any(map(has_nan, value))
     floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return floating and bool(torch.isnan(value).any())
+
+
+EXECUTORS: dict[str, Executor] = {
+    "code": code,
+    "inductor": inductor,
+    "interpreter": interpreter,
+    "nans": functools.partial(interpreter, kind=NanCheck),
+}
+
+
+def executor_of(name: str) -> Executor:
+    """Returns the executor of that name. Raises PlanError if there is none."""
+    if name not in EXECUTORS:
+        raise PlanError(f"no executor {name!r} is known\n  Known are {', '.join(EXECUTORS)}.")
+    return EXECUTORS[name]

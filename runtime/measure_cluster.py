@@ -89,11 +89,7 @@ def profile(
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     figures = device_figures(where, side, dtype, repeats)
     costs = measure(where, repeats, sent, tell)
-    links = [link_of(costs, inside, per_node) for inside in (True, False)]
-    intra, inter = links[0] or links[1], links[1] or links[0]
-    assert intra is not None and inter is not None
-    missing = "" if links[1] else "; inter is not measured, and taken to be as intra"
-    missing = missing if links[0] else "; intra as inter"
+    intra, inter, missing = links_of(costs, per_node)
     cluster = Cluster(
         name, *figures, per_node, *intra, *inter, memory=memory_of(where, per_node),
         source=f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
@@ -157,10 +153,10 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
     """
     tell("which messages are long")
     work = torch.randn(512, 512, device=where)
-    series = [
-        series_of(collective, grouping, sent, work) for grouping in groupings(dist.get_world_size()) for collective in WIRE
-    ]
-    noted: dict[Message, list[tuple[float, float]]] = {message: [] for messages in series for message in messages}
+    noted: dict[Message, list[tuple[float, float]]] = {}
+    for grouping in groupings(dist.get_world_size()):
+        for collective in WIRE:
+            noted |= {message: [] for message in series_of(collective, grouping, sent, work)}
     for repeat in range(repeats):
         tell(f"collectives, {repeat + 1} of {repeats}")
         for message, figures in noted.items():
@@ -171,7 +167,7 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
         seconds, moved = (statistics.median(max(rank[at] for rank in same) for same in by_repeat) for at in (0, 1))
         points.setdefault((message.collective, message.grouping), []).append((message.textbook, seconds, moved))
     return {
-        key: replace(fit([point[:2] for point in of_key]), traffic=traffic_of(*of_key[-1])) for key, of_key in points.items()
+        key: replace(fit([point[:2] for point in each]), traffic=traffic_of(*each[-1])) for key, each in points.items()
     }
 
 
@@ -292,6 +288,15 @@ def straight(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if start < 0 or slope <= 0:
         start, slope = 0.0, sum(v) / vv
     return float(f"{start:.12g}"), float(f"{1 / slope:.12g}")
+
+
+def links_of(costs: Costs, per_node: int) -> tuple[tuple[float, float], tuple[float, float], str]:
+    """Returns the links inside nodes and between them, and what the source says if one was taken for the other."""
+    intra, inter = link_of(costs, True, per_node), link_of(costs, False, per_node)
+    assert intra is not None or inter is not None
+    if inter is None:
+        return intra, intra, "; inter is not measured, and taken to be as intra"  # type: ignore[return-value]
+    return (inter, inter, "; intra as inter") if intra is None else (intra, inter, "")
 
 
 def link_of(costs: Costs, inside: bool, per_node: int) -> tuple[float, float] | None:

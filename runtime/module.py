@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import HOOKS, detached, on_dtensors, slots
+from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError, shown
 from sbpc.graph.ports import PARAMETER
 from sbpc.graph.random_bits import wrap
@@ -22,7 +21,7 @@ from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
-from sbpc.runtime.state import dtensor_optimizers, grad_scaler
+from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.step import ModuleWeights, Runner
@@ -69,9 +68,7 @@ def parallelize(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
     value = source_of_weights(model, plan, init, weights, where)
-    grad_scaler.install()
     dtensor_optimizers.install()
-    on_dtensors(torch.ops.aten.detach.default, detached)
     result = skeleton(model)
     fill(result, plan, value, where)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
@@ -135,7 +132,8 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in self.__dict__.items() if key != WEIGHTS)
+        own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
+        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
         return made
 
     def pickled(self: nn.Module, protocol: Any) -> Any:
@@ -144,7 +142,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
             "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
         )
 
-    own = {
+    members = {
         "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
@@ -153,14 +151,12 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
-    return type(f"Parallel{cls.__name__}", (cls,), own)
+    return type(f"Parallel{cls.__name__}", (cls,), members)
 
 
 def agreed_seed(where: torch.device) -> int:
     """Returns the seed that rank 0's torch was started with."""
-    seed = torch.tensor(wrap(torch.initial_seed()), device=where)
-    dist.broadcast(seed, 0)
-    return int(seed)
+    return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
 
 
 def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
@@ -177,8 +173,9 @@ def skeleton(module: nn.Module) -> nn.Module:
 
     def copied(old: nn.Module) -> nn.Module:
         if id(old) not in copies:
-            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # copy.copy is what parametrized modules refuse
-            new.__dict__.update((key, copy.copy(table) if isinstance(table, dict) else table) for key, table in vars(old).items())
+            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
+            for key, value in vars(old).items():
+                new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]

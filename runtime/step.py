@@ -91,7 +91,7 @@ class Runner:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
 
-    def step(self, weights: ModuleWeights, random: dict[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw."""
         train = self.trains and torch.is_grad_enabled()
         given = weights.by_port(self, train)

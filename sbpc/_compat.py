@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "GradAOTOutput",
-    "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput", "PlainAOTInput",
+    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "LazyGraphModule", "OpOverload", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "StridedShard", "TangentAOTInput", "TorchDispatchMode", "UnsupportedOperatorException",
     "enable_python_dispatcher", "tree_leaves", "tree_map",
 ]  # fmt: skip
@@ -220,11 +220,9 @@ def compile_id() -> tuple[int, int]:
     return (current.frame_id, current.frame_compile_id) if current is not None else (0, 0)
 
 
-@contextlib.contextmanager
-def outside_dynamo() -> Iterator[None]:
+def outside_dynamo() -> contextlib.AbstractContextManager[Any]:
     """Hides dynamo's tracing context while this lasts, so that a capture within it starts afresh."""
-    with tracing(None):
-        yield
+    return tracing(None)
 
 
 def has_kernel(op: OpOverload, device: str) -> bool:

@@ -78,7 +78,9 @@ def lockstep(programs: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], g
     return LockstepResult([outputs[rank] for rank in range(len(programs))], busiest(sent, groups), peak)
 
 
-def run_rank(gm: GraphModule, inputs: Sequence[Any], memory: Memory) -> Generator[PendingCollective, Tensor | None, list[Any]]:
+def run_rank(
+    gm: GraphModule, inputs: Sequence[Any], memory: Memory
+) -> Generator[PendingCollective, Tensor | None, list[Any]]:
     """Interprets one program. It yields each collective, goes on with its result, and returns the flat outputs."""
     places = sum(node.op == "placeholder" for node in gm.graph.nodes)
     if len(inputs) != places:
@@ -223,7 +225,7 @@ def busiest(sent: Sequence[Counter[str]], groups: Groups) -> dict[str, float]:
     return most
 
 
-# Collectives: from the tensors that the ranks of a group bring, and their arguments, to the results and the bytes of all messages.
+# Collectives: the tensors of the ranks of a group, and their arguments -> the results, and the bytes of all messages.
 
 
 def all_gather(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:

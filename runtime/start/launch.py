@@ -23,6 +23,7 @@ import torch.distributed as dist
 from sbpc.errors import SbpcError
 
 log = logging.getLogger("sbpc")
+Process = subprocess.Popen[bytes]
 RECORDS = "SBPC_RECORDS"  # variable of a rank: the folder for the record of its error
 ALIVE = "SBPC_ALIVE"  # variable of a rank: the pipe whose other end its launcher holds
 POLL, GRACE = 0.05, 3.0  # seconds between two looks at the ranks, and for a rank to end when told to
@@ -48,7 +49,7 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
     # The store lives in this process, on a port that the system chose: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     alive, held = os.pipe()
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="sbpc-ranks-") as folder, terminable():
         try:
             for rank in range(ranks):
@@ -63,7 +64,7 @@ def launch(arguments: Sequence[str], ranks: int) -> None:
         raise error
 
 
-def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int) -> subprocess.Popen[bytes]:
+def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int) -> Process:
     """Starts one rank in a session of its own, so that it and all its children can be ended together."""
     command = [sys.executable, *arguments]
     log.info("rank %d: %s", rank, " ".join(command))
@@ -94,7 +95,7 @@ def variables(rank: int, ranks: int, folder: Path, port: int, alive: int) -> dic
     }
 
 
-def watch(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+def watch(processes: Sequence[Process]) -> dict[int, int]:
     """Waits until all ranks have ended or one has failed, and returns the exit codes of those that failed, by rank."""
     while True:
         codes = [process.poll() for process in processes]
@@ -106,7 +107,7 @@ def watch(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
         time.sleep(POLL)
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(processes: Sequence[Process]) -> None:
     """Ends all ranks and their children."""
     for process in processes:
         signal_group(process, signal.SIGTERM)
@@ -121,7 +122,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def signal_group(process: Process, number: int) -> None:
     """Sends a signal to a rank and its children, if any of them still runs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(process.pid, number)

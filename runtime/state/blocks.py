@@ -106,16 +106,3 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list
                 )
             states.append((names[parameter], optimizer.state.get(parameter, {})))
     return states
-
-
-def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns zeros of a dtype in the layout of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return torch.zeros_like(parameter, dtype=dtype).detach()
-    return DTensor.from_local(
-        torch.zeros_like(parameter.to_local(), dtype=dtype).detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

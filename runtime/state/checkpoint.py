@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from sbpc.errors import CheckpointError
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.state.blocks import TensorBlock, blocks_of, empty_like, names_of, states_of
+from sbpc.runtime.state.blocks import TensorBlock, blocks_of, names_of, states_of
 from sbpc.runtime.state.weight_files import Weights, weights_of
 
 FORMAT, VERSION, MARKER = "sbpc checkpoint", 1, "state.json"
@@ -115,10 +115,10 @@ class Checkpoints:
         """
         self.wait()
         blocks = blocks_of(model, optimizer)
-        about = describe(step, blocks, model, optimizer, extra)
+        record = describe(step, blocks, model, optimizer, extra)
         if self.asynchronous:
             blocks = {name: replace(each, local=each.local.to("cpu", copy=True)) for name, each in blocks.items()}
-        self.pending = self.writer.submit(self.write, step, blocks, about)
+        self.pending = self.writer.submit(self.write, step, blocks, record)
         if not self.asynchronous:
             self.wait()
 
@@ -134,7 +134,7 @@ class Checkpoints:
                 f"the checkpoint in {self.folder} was not written: {cause(error)}\n  The one before it is whole; mend the cause."
             ) from error
 
-    def write(self, step: int, blocks: dict[str, TensorBlock], about: dict[str, Any]) -> None:
+    def write(self, step: int, blocks: dict[str, TensorBlock], record: dict[str, Any]) -> None:
         """Writes one checkpoint on all ranks together, in the thread of `self.writer`."""
         unfinished, final = (self.folder / f"step-{step:09d}{end}" for end in (".part", ""))
         if self.first:
@@ -145,7 +145,7 @@ class Checkpoints:
         ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.alone}
         save(tensors, storage_writer=FileSystemWriter(unfinished), planner=Saver(blocks), **ranks)
         if self.first:
-            write_synced(unfinished / MARKER, json.dumps(about | {"sha256": digest(about)}, allow_nan=False))
+            write_synced(unfinished / MARKER, json.dumps(record | {"sha256": digest(record)}, allow_nan=False))
             remove(final)
             unfinished.rename(final)
             sync(self.folder)
@@ -167,24 +167,25 @@ class Checkpoints:
         self.wait()
         chosen = torch.tensor([-1 if step is None else step])
         if self.first:
-            clean(self.folder)
+            for unfinished in self.folder.glob("step-*.part"):
+                remove(unfinished)
             chosen[0] = max(whole_steps(self.folder), default=-1) if step is None else step
         if self.group is not None:
             dist.broadcast(chosen, 0, group=self.group)
         if chosen.item() < 0:
             return 0
         folder = self.folder / f"step-{int(chosen):09d}"
-        about = read_marker(folder)
+        record = read_marker(folder)
         if optimizer is not None:
-            prepare(model, optimizer, about, folder)
-        blocks = as_saved(blocks_of(model, optimizer), model, about)
-        check(blocks, about["tensors"], folder)
+            prepare(model, optimizer, record, folder)
+        blocks = as_saved(blocks_of(model, optimizer), model, record)
+        check(blocks, record["tensors"], folder)
         read(folder, blocks, {"process_group": self.group, "no_dist": self.alone})
-        self.extra = unflatten(about["extra"], ())
+        self.extra = unflatten(record["extra"], ())
         set_random_state = getattr(model, "set_random_state", None)  # a parallel module has it
-        if about["random"] is not None and set_random_state is not None:
-            set_random_state(about["random"])
-        return int(about["step"])
+        if record["random"] is not None and set_random_state is not None:
+            set_random_state(record["random"])
+        return int(record["step"])
 
 
 def read(folder: Path, blocks: Mapping[str, TensorBlock], ranks: Mapping[str, Any]) -> None:
@@ -205,9 +206,9 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def digest(about: Mapping[str, Any]) -> str:
+def digest(record: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of what `state.json` says."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def describe(
@@ -241,9 +242,9 @@ def dtype_and_shape(block: TensorBlock) -> list[Any]:
     return [str(block.local.dtype).removeprefix("torch."), list(block.shape)]
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any], folder: Path) -> None:
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any], folder: Path) -> None:
     """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled."""
-    saved, names = about["optimizer"], names_of(model)
+    saved, names = record["optimizer"], names_of(model)
     groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     if not saved["groups"]:
         raise CheckpointError(
@@ -256,7 +257,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str,
             f"this is {type(optimizer).__name__} over {[len(group) for group in groups]}\n"
             "  Make the optimizer that was saved, or load the model alone."
         )
-    tensors = tensors_of_state(about)
+    tensors = tensors_of_state(record)
     for group, old in zip(optimizer.param_groups, saved["groups"]):
         group.update(unflatten(old["settings"], [torch.tensor(value) for value in old["values"]]))
         step_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
@@ -265,7 +266,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str,
             for key, (dtype, shape) in tensors.get(names[parameter], {}).items():
                 kind = getattr(torch, dtype)
                 if tuple(shape) == tuple(parameter.shape) and key != "step":
-                    state[key] = empty_like(parameter, kind)
+                    state[key] = torch.zeros_like(parameter, dtype=kind)
                 else:
                     state[key] = torch.zeros(shape, dtype=kind, device=parameter.device if step_device else None)
             optimizer.state.pop(parameter, None)
@@ -273,10 +274,10 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str,
                 optimizer.state[parameter] = state
 
 
-def tensors_of_state(about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns dtype and shape of the tensors of an optimizer's state in a checkpoint, by parameter and key."""
     tensors: dict[str, dict[str, Any]] = {}
-    for full, dtype_and_shape in about["tensors"].items():
+    for full, dtype_and_shape in record["tensors"].items():
         kind, _, name_and_key = full.partition("/")
         if kind == "optimizer":
             name, _, key = name_and_key.rpartition("/")
@@ -284,13 +285,13 @@ def tensors_of_state(about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, about: Mapping[str, Any]) -> dict[str, TensorBlock]:
+def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:
     """Returns blocks by the names that a checkpoint has for them.
 
     A checkpoint may have a tied tensor under another of its names. It may lack buffers that state_dict leaves out, as
     weights from elsewhere do: the model's constructor has made them, and they stay as they are.
     """
-    weights, saved, tied = weights_of(model), about["tensors"], about.get("tied", {})
+    weights, saved, tied = weights_of(model), record["tensors"], record.get("tied", {})
     renamed: dict[str, TensorBlock] = {}
     for full, block in blocks.items():
         name = full.removeprefix("model/")
@@ -318,27 +319,21 @@ def check(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder:
 def read_marker(folder: Path) -> dict[str, Any]:
     """Returns what `state.json` says of a checkpoint. Raises CheckpointError if the folder holds none."""
     try:
-        about = json.loads((folder / MARKER).read_text())
+        record = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
-    if not isinstance(about, dict) or (about.get("format"), about.get("version")) != (FORMAT, VERSION):
+    if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(f"{folder} is no checkpoint of version {VERSION}\n  Name one that this sbpc wrote.")
-    written = about.pop("sha256", None)
-    if written not in (None, digest(about)):  # early versions wrote no digest
+    written = record.pop("sha256", None)
+    if written not in (None, digest(record)):  # early versions wrote no digest
         raise CheckpointError(f"{folder / MARKER} is damaged\n  Remove {folder}: an earlier checkpoint is loaded then.")
-    return about
+    return record
 
 
 def whole_steps(folder: Path) -> list[int]:
     """Returns the steps of the complete checkpoints in a folder, ascending."""
     matches = [NAME.fullmatch(path.name) for path in folder.glob("step-*") if (path / MARKER).is_file()]
     return sorted(int(match[1]) for match in matches if match is not None)
-
-
-def clean(folder: Path) -> None:
-    """Removes what interrupted saves have left."""
-    for path in folder.glob("step-*.part"):
-        remove(path)
 
 
 def remove(path: Path) -> None:
@@ -371,12 +366,12 @@ def weights_in(folder: str | Path, step: int | None = None) -> Weights:
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}\n  It holds {steps}.")
     folder /= f"step-{steps[-1] if step is None else step:09d}"
-    about = read_marker(folder)
+    record = read_marker(folder)
     blocks = {
         name: TensorBlock(torch.zeros(shape, dtype=getattr(torch, dtype)), tuple(shape), (0,) * len(shape))
-        for name, (dtype, shape) in about["tensors"].items()
+        for name, (dtype, shape) in record["tensors"].items()
         if name.startswith("model/")
     }
     read(folder, blocks, {"no_dist": True})
     tensors = {name.removeprefix("model/"): block.local for name, block in blocks.items()}
-    return Weights(tensors, about.get("tied", {}), tuple(about.get("left_out", ())))
+    return Weights(tensors, record.get("tied", {}), tuple(record.get("left_out", ())))

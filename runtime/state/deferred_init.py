@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sbpc._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, storage_of, tree_leaves, tree_map
 from sbpc.errors import PlanError
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.state.dtensors import of_rank_zero
 
 aten = torch.ops.aten
 DRAWS = {
@@ -191,6 +191,4 @@ def check_agreement(recording: Recording) -> None:
 
 def same_start() -> None:
     """Gives every rank the state of rank 0's generator."""
-    state = torch.get_rng_state()
-    dist.broadcast(state, 0)
-    torch.set_rng_state(state)
+    torch.set_rng_state(of_rank_zero(torch.get_rng_state(), torch.device("cpu")))

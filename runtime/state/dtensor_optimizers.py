@@ -1,7 +1,9 @@
-"""Make torch.optim right for DTensors: run its fused steps on shards, and count what it writes.
+"""Make torch.optim and torch.amp.GradScaler right for DTensors, which torch 2.13 gets wrong in three ways.
 
-torch 2.13 refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not
-raise `_version`, so nobody would see that a parameter was written between a forward and its backward.
+It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not raise
+`_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler looks for
+infinities over the ranks that split the first gradient and over no others: if that one is whole and another is split,
+some ranks skip the step and some do not, and their weights differ from then on.
 """
 
 from __future__ import annotations
@@ -11,14 +13,24 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sbpc._compat import local_of, on_dtensors, tree_map
+from sbpc._compat import detached, local_of, on_dtensors, tree_map
 from sbpc.errors import PlanError
 
 aten = torch.ops.aten
 FUSED = [getattr(op, name) for op in (aten._fused_adagrad_, aten._fused_sgd_) for name in ("default", "tensor_lr")]
+
+
+@functools.lru_cache(maxsize=1)
+def install() -> None:
+    """Has torch call the functions below. Once in a process: torch keeps every hook that it is given."""
+    for op in FUSED:
+        on_dtensors(op, on_shards)
+    on_dtensors(aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
+    on_dtensors(aten.detach.default, detached)
+    register_optimizer_step_post_hook(count_writes)
 
 
 def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -39,9 +51,12 @@ def count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     increment_version([each for each in stepped if isinstance(each, DTensor) and each.grad is not None])
 
 
-@functools.lru_cache(maxsize=1)
-def install() -> None:
-    """Has torch call both. Once in a process: torch keeps every hook that it is given."""
-    for op in FUSED:
-        on_dtensors(op, on_shards)
-    register_optimizer_step_post_hook(count_writes)
+def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them."""
+    gradients, infinite, scale = args
+    op([gradient.to_local() for gradient in gradients], infinite, scale)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
+        layouts = [gradient.placements for gradient in gradients if gradient.device_mesh == mesh]
+        whole = [all(isinstance(state, Replicate) for state in states) for states in zip(*layouts)]
+        over: list[Placement] = [Replicate() if each else Partial("max") for each in whole]
+        infinite.copy_(DTensor.from_local(infinite, mesh, over, run_check=False).full_tensor())

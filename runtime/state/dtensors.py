@@ -33,13 +33,8 @@ def sharded(whole: Tensor, layout: Layout, mesh: Mesh, where: torch.device) -> D
         process_groups.device_mesh(mesh, where.type),
         placements(layout, mesh.sizes),
         shape=whole.shape,
-        stride=contiguous_stride(whole.shape),
+        stride=torch.empty(whole.shape, device="meta").stride(),
     )
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a dense row-major tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:

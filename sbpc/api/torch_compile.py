@@ -120,9 +120,10 @@ class LiftedGraph(nn.Module):
             else:
                 fake = faked(example, mode)
                 if isinstance(example, nn.Parameter) or "_buffers[" in source:
-                    name = self.named(source)
-                    kind = PARAMETER if isinstance(example, nn.Parameter) else BUFFER
-                    place_tensor(self.weights, name, nn.Parameter(fake, example.requires_grad) if kind == PARAMETER else fake)
+                    name, kind = self.named(source), BUFFER
+                    if isinstance(example, nn.Parameter):
+                        fake, kind = nn.Parameter(fake, example.requires_grad), PARAMETER
+                    place_tensor(self.weights, name, fake)
                     port = Port(kind, f"weights.{name}")
                 else:
                     port = Port(INPUT, str(len(self.inputs)))
