@@ -1,4 +1,4 @@
-"""What joins a plan to the user's objects: parameters and buffers by name, arguments by place, results in their structure."""
+"""Match a plan to the user's objects: parameters and buffers by name, arguments by place, results by structure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sbpc.plans.rank_programs import Programs
 
 
 def check_plan(plan: Any) -> None:
-    """Refuse what is no plan."""
+    """Raises PlanError for what is no plan."""
     if not isinstance(plan, (Plan, Programs)):
         raise PlanError(f"the plan is {shown(plan)}\n  Give what sbpc.plan or sbpc.load returns.")
 
 
 def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
-    """The parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
+    """Returns the parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     known = {*planned, *plan.ports.tied, *plan.ports.unused}
-    missing = [name for name in planned if name not in held]
+    missing = [name for name in planned if name not in tensors]
     more = [name for name in dict(model.named_parameters()) if name not in known]
     if missing or more:
         raise PlanError(
@@ -36,15 +36,15 @@ def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
             "  Give the model that was planned, or plan this one."
         )
     for name, (_, value) in planned.items():
-        check(f"parameter {name}", held[name], value)
+        check(f"parameter {name}", tensors[name], value)
     for name, first in plan.ports.tied.items():
-        if name in held and first in held and held[name] is not held[first]:
+        if name in tensors and first in tensors and tensors[name] is not tensors[first]:
             raise PlanError(f"{name} was tied to {first} when planned, and is not\n  Tie them, or plan this model.")
-    return {port: held[name] for name, (port, _) in planned.items()}
+    return {port: tensors[name] for name, (port, _) in planned.items()}
 
 
 def arguments(plan: Plan | Programs, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
-    """The tensor leaves of the arguments. Raises PlanError if structure, shapes or dtypes are not those planned."""
+    """Returns the tensor leaves of the arguments. Raises PlanError if their structure is not the planned one."""
     args = args if isinstance(args, (tuple, list)) else (args,)
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
     if structure != plan.ports.arguments:
@@ -56,7 +56,7 @@ def arguments(plan: Plan | Programs, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None) -> None:
-    """Raise PlanError unless a tensor has the planned dtype, and the planned shape or another one given."""
+    """Raises PlanError unless a tensor has the planned dtype and shape, or the planned dtype and `shape`."""
     shape = tuple(planned.shape if shape is None else shape)
     if tuple(given.shape) != shape or given.dtype != planned.dtype:
         raise PlanError(
@@ -66,7 +66,7 @@ def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None
 
 
 def default_tangents(plan: Plan | Programs, tangents: Any) -> list[Tensor]:
-    """The tangents as a list, ones for those not given."""
+    """Returns the tangents as a list, or ones if there are none."""
     planned = [value for port, value in plan.shapes.items() if port.kind == TANGENT]
     if tangents is None:
         return [torch.ones(value.shape, dtype=value.dtype) for value in planned]
@@ -79,12 +79,12 @@ def default_tangents(plan: Plan | Programs, tangents: Any) -> list[Tensor]:
 
 
 def outputs(plan: Plan | Programs, results: Mapping[Port, Any]) -> Any:
-    """The results in the structure that the model returns."""
+    """Returns the results in the structure that the model returns."""
     count = sum(port.kind == OUTPUT for port in plan.ports.outputs)
     return unflatten(plan.ports.results, [results[Port(OUTPUT, str(at))] for at in range(count)])
 
 
 def gradients(plan: Plan | Programs, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Gradients by parameter in the order of `names`; unused parameters have None, frozen ones are absent."""
-    found = {port.name: value for port, value in results.items() if port.kind == GRADIENT}
-    return {name: found.get(name) for name in names if name in found or name in plan.ports.unused}
+    """Returns gradients by parameter in the order of `names`. Unused parameters have None, frozen ones are absent."""
+    computed = {port.name: value for port, value in results.items() if port.kind == GRADIENT}
+    return {name: computed.get(name) for name in names if name in computed or name in plan.ports.unused}

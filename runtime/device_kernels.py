@@ -1,12 +1,12 @@
-"""The ops of a program for the device on which it runs: attention as CPUs have it becomes what other devices have.
+"""Adapt a program to the device on which it runs: replace the attention ops of CPUs by kernels of that device.
 
-A plan made on the meta device, or on a machine without a GPU, holds the attention ops of CPUs.
+A plan that was made on the meta device, or on a machine without a GPU, holds the attention ops of CPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from sbpc.graph.operands import named_arguments
 aten = torch.ops.aten
 AHEAD = aten._scaled_dot_product_flash_attention_for_cpu.default
 BACK = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+OPERANDS = ("query", "key", "value", "attn_mask")
 Choice = Callable[[list[Tensor], Tensor | None, bool], str]
 
 
 def placed(gm: GraphModule, where: torch.device) -> GraphModule:
-    """The program as it runs on `where`, whatever device it was captured on: its factories, its attention.
+    """Returns the program with its factories and its attention on `where`, whatever device it was captured on.
 
-    Raises PlanError for an op that is not there.
+    Raises PlanError for an op that this device lacks.
     """
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -35,7 +36,7 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
         if isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": where}
     if where.type != "cpu":
-        attend(graph, lambda parts, mask, causal: fastest(parts, mask, causal, where))
+        attend(graph, lambda operands, mask, causal: fastest(operands, mask, causal, where))
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and not has_kernel(node.target, where.type):
             what = f"%{node.name} is an op that is not there on {where.type}: the plan was made for another device"
@@ -46,48 +47,58 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
 
 
 def attend(graph: Graph, choose: Choice) -> None:
-    """Put the kernels of `choose` in the place of the attention of CPUs.
+    """Replaces the attention ops of CPUs by the kernels of `choose`.
 
-    They agree in their results but for the logsumexp, which is padded by some; where anything but the backward of the
-    same attention reads it, such as a collective, the formula is taken.
+    The kernels agree in their results but for the logsumexp, which some of them pad. If anything but the backward of the
+    same attention reads the logsumexp, such as a collective, the formula is taken.
     """
-    ahead = [node for node in graph.nodes if node.target is AHEAD]
-    back = {node: named_arguments(BACK, node.args, node.kwargs) for node in graph.nodes if node.target is BACK}
-    kernels: dict[Node, str] = {}
-    for node in ahead:
-        given = named_arguments(AHEAD, node.args, node.kwargs)
-        operands = [given[name] for name in ("query", "key", "value")]
-        sums = [user for user in node.users if user.args[1] == 1]
-        own = all(back[user]["logsumexp"] in sums if user in back else False for part in sums for user in part.users)
-        known = all(isinstance(part.meta.get("val"), Tensor) for part in operands)
-        mask = given["attn_mask"]
-        value = None if mask is None else mask.meta.get("val")
-        chosen = own and known and (mask is None or value is not None)
-        kernel = choose([part.meta["val"] for part in operands], value, given["is_causal"]) if chosen else "formula"
-        kernels |= dict.fromkeys(sums, kernel)
-        rewritten(node, KERNELS[kernel][0], [*operands, mask, given["is_causal"], given["scale"]])
+    back = {node: named(node) for node in graph.nodes if node.target is BACK}
+    kernels: dict[Node, str] = {}  # by the node of the logsumexp
+    for node in graph.nodes:
+        if node.target is AHEAD:
+            given = named(node)
+            sums = [user for user in node.users if user.args[1] == 1]
+            readers = [reader for each in sums for reader in each.users]
+            private = all(reader in back and back[reader]["logsumexp"] in sums for reader in readers)
+            kernel = kernel_of(given, choose) if private else "formula"
+            kernels |= dict.fromkeys(sums, kernel)
+            replace_call(node, KERNELS[kernel][0], given, ("query", "key", "value", "attn_mask", "is_causal", "scale"))
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp", "attn_mask", "is_causal", "scale")
     for node, given in back.items():
-        operands = [given[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")]
-        kernel = kernels.get(given["logsumexp"], "formula")
-        rewritten(node, KERNELS[kernel][1], [*operands, given["attn_mask"], given["is_causal"], given["scale"]])
+        replace_call(node, KERNELS[kernels.get(given["logsumexp"], "formula")][1], given, names)
 
 
-def rewritten(node: Node, function: Callable[..., Any], args: list[Any]) -> None:
-    """Have a node call something else."""
-    node.target, node.args, node.kwargs = function, tuple(args), {}
+def kernel_of(given: dict[str, Any], choose: Choice) -> str:
+    """Returns the kernel that `choose` names for an attention; the formula where an operand's shape is not known."""
+    values: list[Any] = [None if given[name] is None else given[name].meta.get("val") for name in OPERANDS]
+    *operands, mask = values
+    known = all(isinstance(value, Tensor) for value in operands) and (given["attn_mask"] is None or mask is not None)
+    return choose(operands, mask, given["is_causal"]) if known else "formula"
 
 
-def fastest(parts: list[Tensor], mask: Tensor | None, causal: bool, where: torch.device) -> str:
-    """Which kernel of a GPU takes operands of these looks, as torch has it."""
-    query, key, value = (torch.empty(part.shape, dtype=part.dtype, device=where, requires_grad=True) for part in parts)
+def named(node: Node) -> dict[str, Any]:
+    """Returns the arguments of a call by name, defaults included."""
+    return named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def replace_call(node: Node, function: Callable[..., Any], given: dict[str, Any], names: Sequence[str]) -> None:
+    """Makes a node call a function with the arguments of these names."""
+    node.target, node.args, node.kwargs = function, tuple(given[name] for name in names), {}
+
+
+def fastest(operands: list[Tensor], mask: Tensor | None, causal: bool, where: torch.device) -> str:
+    """Returns the kernel of a GPU that torch takes for operands of these shapes and dtypes."""
+    query, key, value = (torch.empty(x.shape, dtype=x.dtype, device=where, requires_grad=True) for x in operands)
     bias = None if mask is None else torch.empty(mask.shape, dtype=query.dtype, device=where)
     asked = SDPAParams(query, key, value, bias, 0.0, causal, query.shape[1] != key.shape[1])
-    return "flash" if can_use_flash_attention(asked) else "efficient" if can_use_efficient_attention(asked) else "formula"
+    if can_use_flash_attention(asked):
+        return "flash"
+    return "efficient" if can_use_efficient_attention(asked) else "formula"
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    found = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+    return out, logsumexp
 
 
 def flash_back(
@@ -99,7 +110,7 @@ def flash_back(
 
 
 def bias_of(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask as the efficient kernel reads it: rows that begin at multiples of 8 elements."""
+    """Returns the mask as the efficient kernel reads it: rows that begin at multiples of 8 elements."""
     if mask is None:
         return None
     rows = torch.nn.functional.pad(mask.to(q.dtype).contiguous(), (0, -k.shape[2] % 8))[..., : k.shape[2]]
@@ -109,9 +120,9 @@ def bias_of(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
 def efficient(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    bias = bias_of(q, k, mask)
-    found = aten._scaled_dot_product_efficient_attention.default(q, k, v, bias, True, 0.0, causal, scale=scale)
-    return found[0], found[1]
+    attention, bias = aten._scaled_dot_product_efficient_attention.default, bias_of(q, k, mask)
+    out, logsumexp, *_ = attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, logsumexp
 
 
 def efficient_back(
@@ -123,22 +134,23 @@ def efficient_back(
 
 
 def scores_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    found = q @ k.mT * scale
-    found = found if mask is None else found + mask
+    """Returns the masked scores of which attention takes the softmax."""
+    scores = q @ k.mT * scale
+    scores = scores if mask is None else scores + mask
     if causal:
-        found = found.masked_fill(torch.ones(found.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    return found
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores
 
 
-def widened(*parts: Tensor) -> list[Tensor]:
-    """16-bit numbers as float32, in which they are summed."""
-    return [part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts]
+def widened(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors with 16-bit numbers as float32, in which they are summed."""
+    return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 
 
 def formula(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T + mask) v, and the logarithm of the sum in the softmax."""
+    """Computes softmax(scale q k^T + mask) v and the logarithm of the sum in the softmax."""
     dtype, r = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = widened(q, k.repeat_interleave(r, 1), v.repeat_interleave(r, 1))
     scores = scores_of(q, k, mask, causal, scale or 1 / math.sqrt(q.shape[-1]))
@@ -148,13 +160,13 @@ def formula(
 def formula_back(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Any, causal: bool, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v from the output and the logsumexp, as Dao et al. (2022) have it."""
+    """Computes the gradients of q, k and v from the output and the logsumexp, as in Dao et al. (2022)."""
     dtype, r, scale = q.dtype, q.shape[1] // k.shape[1], scale or 1 / math.sqrt(q.shape[-1])
     g, q, k, v, out = widened(g, q, k.repeat_interleave(r, 1), v.repeat_interleave(r, 1), out)
     scores = scores_of(q, k, mask, causal, scale)
     p = (scores - lse.unsqueeze(-1)).exp().masked_fill(scores == -math.inf, 0.0)
     ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) * scale
-    dk, dv = (part.unflatten(1, (-1, r)).sum(2) for part in (ds.mT @ q, p.mT @ g))
+    dk, dv = (each.unflatten(1, (-1, r)).sum(2) for each in (ds.mT @ q, p.mT @ g))  # a head of k, v serves r of q
     return (ds @ k).to(dtype), dk.to(dtype), dv.to(dtype)
 
 

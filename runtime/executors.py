@@ -1,7 +1,8 @@
-"""Executors: what runs a program. Each makes a function of one list, which it empties, so that values die early."""
+"""Make functions of programs. Each function takes one list and empties it, so that no caller keeps values alive."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,20 +17,21 @@ from sbpc.errors import NanError, PlanError, at_node
 from sbpc.graph.operands import nodes_in
 
 aten = torch.ops.aten
-Run = Callable[[list[Tensor]], tuple[Any, ...]]
+BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
+Executor = Callable[[GraphModule], BoxedFunction]
 
 
-class Boxed(CodeGen):
-    """Code of a function that takes its arguments out of one list: nobody else then holds them while it runs."""
+class BoxedCodeGen(CodeGen):
+    """Generates a function that takes its arguments out of one list: nobody else then holds them while it runs."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
-        """The first lines of the function."""
+        """Returns the first lines of the function."""
         names = [text.split(":")[0].strip() for text in free_vars if text != "self"]
         taken = f"\n    {', '.join(names)}, = given\n    given.clear()" if names else ""
         return f"def forward(self, given){maybe_return_annotation}:{taken}"
 
 
-BOUND: dict[Any, Callable[..., Any]] = {
+BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
     aten.addmm.default: torch.addmm,
     aten.bmm.default: torch.bmm,
@@ -45,85 +47,64 @@ BOUND: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: torch.sub,
     aten.sum.dim_IntList: torch.sum,
 }
-"""Functions of Python that call just this op when given its arguments: in half the time that it takes by its name."""
+"""Python functions of torch that call just this op when given its arguments, in half the time that the op object takes."""
 
 
-def code(gm: GraphModule) -> Run:
-    """The code that fx generates: every value is dropped after its last use."""
+def code(gm: GraphModule) -> BoxedFunction:
+    """Runs the code that fx generates, which drops every value after its last use."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
-        node.target = BOUND.get(node.target, node.target)
-    graph.set_codegen(Boxed())
+        node.target = BINDINGS.get(node.target, node.target)
+    graph.set_codegen(BoxedCodeGen())
     return GraphModule(gm, graph).forward
 
 
-def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> Run:
-    """fx's interpreter: slower, every node can be watched."""
+def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> BoxedFunction:
+    """Runs fx's interpreter: it is slower, and every node can be watched."""
     run = kind(gm).run
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
-        taken = given.copy()
+        values = given.copy()
         given.clear()
-        return run(*taken)
+        return run(*values)
 
     return boxed
 
 
-def inductor(gm: GraphModule) -> Run:
-    """Inductor's kernels, compiled at the first call; it needs a C++ compiler, on GPUs triton.
+def inductor(gm: GraphModule) -> BoxedFunction:
+    """Runs Inductor's kernels, compiled at the first call. They need a C++ compiler, on GPUs triton.
 
-    What a program only hands on, such as weights that are saved for the backward, goes around them: each would be made
-    anew as a view.
+    Placeholders that the program returns, such as weights that are saved for the backward, go around the kernels:
+    Inductor would make a new view of each.
     """
     graph = Graph()
-    ends: Any = graph.graph_copy(gm.graph, {})
+    results: Any = graph.graph_copy(gm.graph, {})
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
-    graph.output(tuple(node for node in ends if node not in places))
-    order = [places.get(node) for node in ends]
-    handed = [at for at in places.values() if at in order]
+    graph.output(tuple(node for node in results if node not in places))
+    sources = [places.get(node) for node in results]  # the placeholder that a result is; None for a computed result
     inner, compiled = GraphModule(gm, graph), list[Callable[..., Any]]()
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         if not compiled:
             compiled.append(inductor_compile(inner, list(given)))
-        kept = {at: given[at] for at in handed}
-        made = iter(compiled[0](given))
-        return tuple(next(made) if at is None else kept[at] for at in order)
+        handed_on = {at: given[at] for at in sources if at is not None}
+        computed = iter(compiled[0](given))
+        return tuple(next(computed) if at is None else handed_on[at] for at in sources)
 
     return boxed
 
 
-def nans(gm: GraphModule) -> Run:
-    """The interpreter that stops at the first node which makes NaN."""
-    return interpreter(gm, NanCheck)
-
-
-EXECUTORS: dict[str, Callable[[GraphModule], Run]] = {
-    "code": code,
-    "inductor": inductor,
-    "interpreter": interpreter,
-    "nans": nans,
-}
-
-
-def executor_of(name: str) -> Callable[[GraphModule], Run]:
-    """The executor of that name. Raises PlanError if there is none."""
-    if name not in EXECUTORS:
-        raise PlanError(f"no executor {name!r} is known\n  Known are {', '.join(EXECUTORS)}.")
-    return EXECUTORS[name]
-
-
-WITHOUT_VALUES = ("aten.empty", "aten.new_empty")  # their memory holds whatever was there
+UNINITIALISED = ("aten.empty", "aten.new_empty")  # ops whose results may hold NaN from earlier use of the memory
 
 
 class NanCheck(Interpreter):
-    """Runs a program node by node; the first value with a NaN ends it with an error that names its node and this rank."""
+    """Runs a program node by node. The first value with a NaN ends it with an error that names its node and this rank."""
 
     def run_node(self, n: Node) -> Any:
-        """One node, its value looked at."""
+        """Runs one node and looks at its value."""
         value = super().run_node(n)
-        if n.op == "output" or str(n.target).startswith(WITHOUT_VALUES) or not has_nan(value):
+        if n.op == "output" or str(n.target).startswith(UNINITIALISED) or not has_nan(value):
             return value
         rank = os.environ.get("RANK", "0")
         if n.op == "placeholder":
@@ -138,7 +119,7 @@ class NanCheck(Interpreter):
 
 
 def operands(run: Interpreter, n: Node) -> str:
-    """The operands of a node with the range of their values."""
+    """Returns a line for each operand of a node with the range of its values."""
     lines = []
     for used in dict.fromkeys(nodes_in((n.args, n.kwargs))):
         value = run.env.get(used)
@@ -149,8 +130,23 @@ def operands(run: Interpreter, n: Node) -> str:
 
 
 def has_nan(value: Any) -> bool:
-    """Whether a value is a tensor with a NaN, or holds one."""
+    """Returns whether a value is a tensor with a NaN, or holds one."""
     if isinstance(value, (tuple, list)):
         return any(map(has_nan, value))
     floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
     return floating and bool(torch.isnan(value).any())
+
+
+EXECUTORS: dict[str, Executor] = {
+    "code": code,
+    "inductor": inductor,
+    "interpreter": interpreter,
+    "nans": functools.partial(interpreter, kind=NanCheck),
+}
+
+
+def executor_of(name: str) -> Executor:
+    """Returns the executor of that name. Raises PlanError if there is none."""
+    if name not in EXECUTORS:
+        raise PlanError(f"no executor {name!r} is known\n  Known are {', '.join(EXECUTORS)}.")
+    return EXECUTORS[name]

@@ -1,7 +1,7 @@
-"""Exported files: the programs of every rank, which run with no planning and without the model's source.
+"""Load exported files: the programs of every rank, which run without planning and without the model's source.
 
-The file is that of a plan (JSON with a checksum; see `codec`), with the programs added; opening it runs no code and
-unpickles nothing. Weights lie beside it as safetensors.
+The file is a plan's file (JSON with a checksum, see `plan_file`) to which the programs are added. Opening it runs no code
+and unpickles nothing. Weights lie beside it as safetensors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from torch import nn
 from sbpc.errors import PlanError
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
-from sbpc.plans import plan_file as codec
-from sbpc.plans import rank_programs as programs
+from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.program_check import verify_local
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.state.weight_files import reader, tree
-
-STEPS = ("train", "inference")
 
 
 def load_programs(path: str | Path, step: str | None = None) -> Programs:
@@ -33,7 +30,7 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
 
     Raises PlanError if the file is no exported one, is damaged, or does not fit this sbpc and torch.
     """
-    decoder = codec.decode(path)
+    decoder = plan_file.decode(path)
     with decoder.reading():
         bodies = steps_of(decoder.body)
         if step is None:
@@ -41,37 +38,37 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
         if step not in bodies:
             raise PlanError(f"{path} holds no step {step!r}\n  It holds {', '.join(bodies) or 'a plan alone: export it'}.")
         decoder.body = bodies[step]
-        found = programs.decode(decoder)
-        for program in found.kinds:
+        programs = rank_programs.decode(decoder)
+        for program in programs.kinds:
             verify_local(program)
-        check_structures(found)
-    return found
+        check_structures(programs)
+    return programs
 
 
 def steps_of(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The steps of a file by name; none in the file of a plan alone."""
+    """Returns the steps of a file by name, none for the file of a plan alone."""
     if "programs" not in body:
         return {}
-    found = {name_of(body): body}
+    steps = {name_of(body): body}
     for name, other in body["steps"].items():
-        if name in found or name != name_of(other):
+        if name in steps or name != name_of(other):
             raise PlanError(f"a step is called {name!r}\n  Export anew.")
-        found[name] = other
-    return found
+        steps[name] = other
+    return steps
 
 
 def name_of(body: dict[str, Any]) -> str:
-    """The name of a step."""
-    return STEPS[0] if body["options"]["train"] else STEPS[1]
+    """Returns the name of a step."""
+    return "train" if body["options"]["train"] else "inference"
 
 
-def check_structures(found: Programs) -> None:
-    """Check that arguments and results can be taken apart and put together, and that modes are of modules."""
+def check_structures(programs: Programs) -> None:
+    """Raises PlanError unless arguments and results have numbers and a structure, and modes and buffers have names."""
     for key in ("eval", "left_out"):
-        if not all(isinstance(name, str) for name in found.options.get(key, ())):
+        if not all(isinstance(name, str) for name in programs.options.get(key, ())):
             raise PlanError(f"what is listed under {key} has no names\n  Export anew.")
-    for kind, structure in ((INPUT, found.ports.arguments), (OUTPUT, found.ports.results)):
-        ports = found.ports.inputs if kind == INPUT else found.ports.outputs
+    for kind, structure in ((INPUT, programs.ports.arguments), (OUTPUT, programs.ports.results)):
+        ports = programs.ports.inputs if kind == INPUT else programs.ports.outputs
         count = sum(port.kind == kind for port in ports)
         if [port.name for port in ports if port.kind == kind] != [str(at) for at in range(count)]:
             raise PlanError(f"the {kind}s are not numbered\n  Export anew.")
@@ -103,21 +100,21 @@ def load_module(
 
 
 def weights_beside(path: str | Path) -> Path:
-    """Where the weights of an exported file lie."""
+    """Returns where the weights of an exported file lie."""
     return Path(path).with_suffix(".safetensors")
 
 
 def inputs_beside(path: str | Path) -> Path:
-    """Where the arguments lie with which a file was exported."""
+    """Returns where the arguments lie with which a file was exported."""
     return Path(path).with_suffix(".inputs.safetensors")
 
 
-def module_of(found: Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
-    """The parallel module of some programs with the weights in a file, or zeros."""
-    values = {port.name: value for port, value in found.shapes.items() if port.kind in (PARAMETER, BUFFER)}
+def module_of(programs: Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
+    """Returns the parallel module of programs with the weights in a file, or zeros."""
+    values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)
-    names = [port.name for port in found.shapes if port.kind == PARAMETER]
-    module = tree(values, found.ports.tied, names, found.ports.frozen, found.options.get("left_out", ()))
-    for name, part in module.named_modules():
-        part.training = name not in found.options.get("eval", ())
-    return parallelize(module, found, weights=read, executor=executor, device=device)
+    names = [port.name for port in programs.shapes if port.kind == PARAMETER]
+    module = tree(values, programs.ports.tied, names, programs.ports.frozen, programs.options.get("left_out", ()))
+    for name, each in module.named_modules():
+        each.training = name not in programs.options.get("eval", ())
+    return parallelize(module, programs, weights=read, executor=executor, device=device)

@@ -1,4 +1,4 @@
-"""parallelize: the user's module with DTensor parameters, whose forward and backward run a plan's programs."""
+"""Make of the user's module one with DTensor parameters whose forward and backward run a plan's programs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import HOOKS, detached, on_dtensors, slots
+from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError, shown
 from sbpc.graph.ports import PARAMETER
 from sbpc.graph.random_bits import wrap
-from sbpc.mesh.layout import broadcast
+from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
-from sbpc.runtime.state import dtensor_optimizers as optimizers
-from sbpc.runtime.state import grad_scaler as scaler
-from sbpc.runtime.state.deferred_init import Recording, agreed, same_start
+from sbpc.runtime.state import dtensor_optimizers
+from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
-from sbpc.runtime.step import Held, Runner
+from sbpc.runtime.step import ModuleWeights, Runner
 
-HELD, RANDOM = "_sbpc_held", "_sbpc_random"
+WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 
 
 def parallelize(
@@ -74,22 +72,16 @@ def parallelize(
     """
     run = executor_of(executor)
     check_plans(model, plan, evaluate)
-    where = groups.start(device)
-    groups.check_ranks(plan.mesh)
+    where = process_groups.start(device)
+    process_groups.check_ranks(plan.mesh)
     agree(plan)
-    groups.bind(plan.mesh)
-    tensors = bind.stored(plan, model)
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    process_groups.bind(plan.mesh)
+    if any(isinstance(tensor, DTensor) for tensor in bind.stored(plan, model).values()):
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
-    if weights is not None:
-        value: Callable[[str], Tensor] = lambda name: of_rank_zero(weights(name), where)  # noqa: E731
-    else:
-        value = recorded(init, plan) if init is not None else copied_of(model, where)
-    scaler.mend()
-    optimizers.mend()
-    on_dtensors(torch.ops.aten.detach.default, detached)
+    value = source_of_weights(model, plan, init, weights, where)
+    dtensor_optimizers.install()
     result = skeleton(model)
     fill(result, plan, value, where)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
@@ -98,28 +90,33 @@ def parallelize(
     return result
 
 
-def recorded(init: Callable[[], nn.Module], plan: Plan | Programs) -> Callable[[str], Tensor]:
-    """The tensors by name that one device would hold after `init()`, each made when it is asked for."""
-    same_start()
-    recording = Recording(init)
-    agreed(recording)
-    bind.stored(plan, recording.model)
-    return recording.tensor
-
-
-def copied_of(model: nn.Module, where: torch.device) -> Callable[[str], Tensor]:
-    """The tensors by name that rank 0 holds. Raises PlanError for a model on the meta device."""
-    held = {name: table[key] for name, table, key in slots(model)}
-    if any(tensor.is_meta for tensor in held.values()):
+def source_of_weights(
+    model: nn.Module,
+    plan: Plan | Programs,
+    init: Callable[[], nn.Module] | None,
+    weights: Callable[[str], Tensor] | None,
+    where: torch.device,
+) -> Callable[[str], Tensor]:
+    """Returns the function from a name to the whole tensor, the same on all ranks: of `weights`, of `init`, or of the model."""
+    if weights is not None:
+        return lambda name: of_rank_zero(weights(name), where)
+    if init is not None:
+        same_start()
+        recording = Recording(init)
+        check_agreement(recording)
+        bind.stored(plan, recording.model)
+        return recording.tensor
+    tensors = {name: table[key] for name, table, key in slots(model)}
+    if any(tensor.is_meta for tensor in tensors.values()):
         raise PlanError(
             "the model is on the meta device: there is nothing to distribute\n"
             "  Say what builds it on one device, init=Model, or give it weights: model.to_empty(device='cpu')."
         )
-    return lambda name: of_rank_zero(held[name], where)
+    return lambda name: of_rank_zero(tensors[name], where)
 
 
 def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
-    """Refuse what is no module, what is no plan, and two plans that store the parameters differently."""
+    """Raises PlanError for what is no module, for what is no plan, and for two plans that store the parameters differently."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
     for given in (plan,) if evaluate is None else (plan, evaluate):
@@ -138,17 +135,18 @@ def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
 
 
 def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
-    """The subclass of a model's class whose forward runs programs; a deep copy runs them on weights of its own."""
+    """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        held: Held | None = self.__dict__.get(HELD)
-        if held is None:
-            held = self.__dict__[HELD] = Held.of(self, runners[0].plan)
-        return held.runner_of(runners).step(self, held, self.__dict__[RANDOM], args, kwargs)
+        weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
+        if weights is None:
+            weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners[0].plan)
+        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs)
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in self.__dict__.items() if key != HELD)
+        own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
+        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
         return made
 
     def pickled(self: nn.Module, protocol: Any) -> Any:
@@ -157,7 +155,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
             "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
         )
 
-    own = {
+    members = {
         "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
@@ -166,18 +164,16 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
-    return type(f"Parallel{cls.__name__}", (cls,), own)
+    return type(f"Parallel{cls.__name__}", (cls,), members)
 
 
 def agreed_seed(where: torch.device) -> int:
-    """The seed that rank 0's torch was started with."""
-    seed = torch.tensor(wrap(torch.initial_seed()), device=where)
-    dist.broadcast(seed, 0)
-    return int(seed)
+    """Returns the seed that rank 0's torch was started with."""
+    return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
 
 
 def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
-    """Makes the module draw on as the one did whose `random_state()` this is. Raises PlanError if it is none."""
+    """Makes the module draw on from a `random_state`. Raises PlanError if it is none."""
     known = isinstance(state, dict) and list(state) == ["seed", "step"]
     if not known or not all(type(number) is int for number in state.values()):
         raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
@@ -185,37 +181,38 @@ def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """A copy of the tree of modules that shares no table with it, and no hook that the plan holds already."""
-    made: dict[int, nn.Module] = {}
+    """Copies the tree of modules. The copy shares no table with it and has no hooks: the plan holds what they do."""
+    copies: dict[int, nn.Module] = {}
 
     def copied(old: nn.Module) -> nn.Module:
-        if id(old) not in made:
-            new = made[id(old)] = old.__class__.__new__(old.__class__)  # copy.copy is what parametrized modules refuse
-            new.__dict__.update((key, copy.copy(table) if isinstance(table, dict) else table) for key, table in vars(old).items())
+        if id(old) not in copies:
+            new = copies[id(old)] = old.__class__.__new__(old.__class__)  # parametrized modules refuse copy.copy
+            for key, value in vars(old).items():
+                new.__dict__[key] = copy.copy(value) if isinstance(value, dict) else value
             for kind in HOOKS:
                 new.__dict__[kind].clear()
             children = new.__dict__["_modules"]
             children.update((name, None if child is None else copied(child)) for name, child in list(children.items()))
-        return made[id(old)]
+        return copies[id(old)]
 
     return copied(module)
 
 
 def fill(result: nn.Module, plan: Plan | Programs, value: Callable[[str], Tensor], where: torch.device) -> None:
-    """Put this rank's shards of `value(name)` in the place of weights; parameters that are not planned are whole."""
+    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters that are not planned stay whole."""
     layouts = {port.name: layout for port, layout in plan.given.items() if port.kind == PARAMETER}
-    whole, placed = broadcast(plan.mesh.axes), {}
-    homes: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    homes: dict[str, dict[str, Layout]] = {}
     for name, table, key in list(slots(result)):
         first, old = plan.ports.tied.get(name, name), table[key]
-        home = layouts.get(first, whole)
-        if first not in placed:
-            found: Any = value(first)
+        home = layouts.get(first, broadcast(plan.mesh.axes))
+        if first not in made:
+            tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
-                found = nn.Parameter(sharded(found, home, plan.mesh, where), old.requires_grad)
-            placed[first] = found.to(where)
-        table[key] = placed[first]
-        if isinstance(placed[first], nn.Parameter):
+                tensor = nn.Parameter(sharded(tensor, home, plan.mesh, where), old.requires_grad)
+            made[first] = tensor.to(where)
+        table[key] = made[first]
+        if isinstance(made[first], nn.Parameter):
             homes.setdefault(name.rpartition(".")[0], {})[key] = home
     for path, named in homes.items():
         take_state(result.get_submodule(path), named, plan.mesh, where)

@@ -1,9 +1,9 @@
-"""Cut a joint program into its forward and its backward, with what the one saves for the other."""
+"""Cut a joint program into its forward and its backward, and find what the forward saves for the backward."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,13 @@ BACKWARD = (GRADIENT, INPUT_GRADIENT)
 
 @dataclass(frozen=True)
 class Partition:
-    """forward: every placeholder but the tangents -> the results, then `saved` more values. backward: these, then the
-    tangents -> the gradients. inference: as forward, without the saved values.
+    """The programs of forward and backward.
+
+    forward: every placeholder but the tangents -> the results, then the values saved for the backward.
+    backward: the saved values, then the tangents -> the gradients. inference: the forward without the saved values.
 
     No two gradients share memory, nor do a gradient and a saved value: a training loop adds to gradients in place.
-    Likewise no differentiable result is a placeholder, or twice the same tensor.
+    Likewise no result is a placeholder, and no two results are the same tensor object.
     """
 
     forward: GraphModule
@@ -34,41 +36,43 @@ class Partition:
 
 
 def partition(gm: GraphModule) -> Partition:
-    """The two halves of a local program; a node of the backward is one marked `phase: backward` or fed by one."""
-    ports = gm.meta["ports"]
-    nodes = list(gm.graph.nodes)
+    """Cuts a local program into its forward and its backward."""
+    nodes, late = list(gm.graph.nodes), backward_nodes(gm)
     tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
-    late = set(tangents)
-    for node in nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        inputs = node.all_input_nodes
-        follows = any(used in late for used in inputs)
-        own = node.meta.get("phase") == "backward" and node.target is not operator.getitem
-        if follows or own:
-            late.add(node)
-    pairs = list(zip(ports.outputs, results(gm)))
-    early_results = [node for port, node in pairs if port.kind not in BACKWARD]
-    late_results = [node for port, node in pairs if port.kind in BACKWARD]
+    by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
+    early_results = [node for backward, node in by_kind if not backward]
+    late_results = [node for backward, node in by_kind if backward]
     used = [n for node in nodes if node in late for n in nodes_in((node.args, node.kwargs))]
     used += [node for node in late_results if node is not None]
     saved = list(dict.fromkeys(node for node in used if node not in late))
-    first = [node for node in nodes if node.op == "placeholder" and node not in late]
+    inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
-    forward = extract(gm, first, body, [*early_results, *saved])
-    inference = extract(gm, first, body, early_results)
+    forward = extract(gm, inputs, body, [*early_results, *saved])
+    inference = extract(gm, inputs, body, early_results)
     backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    apart(forward, range(len(early_results)), aten.alias.default, lambda node: node)
-    apart(inference, range(len(early_results)), aten.alias.default, lambda node: node)
-    apart(backward, range(len(late_results)), aten.clone.default, memory_of)
+    separate(forward, len(early_results), aten.alias.default, lambda node: node)
+    separate(inference, len(early_results), aten.alias.default, lambda node: node)
+    separate(backward, len(late_results), aten.clone.default, memory_of)
     return Partition(forward, backward, inference)
 
 
+def backward_nodes(gm: GraphModule) -> set[Node]:
+    """Returns the tangents and the nodes of the backward: those marked `phase: backward`, and all that depend on either."""
+    late = {node for port, node in placeholders(gm).items() if port.kind == TANGENT}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        marked = node.meta.get("phase") == "backward" and node.target is not operator.getitem
+        if marked or any(used in late for used in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
 def late_waits(body: list[Node]) -> list[Node]:
-    """The nodes with each wait, and the views of what it gives, right before the first that computes with it.
+    """Moves each wait, and the views of its result, right before the first node that computes with it.
 
     Until then the collective runs beside the computation: on a GPU on a stream of its own, with gloo on another thread.
-    Collectives are started in the order in which they were, on all ranks alike.
+    Collectives still start in the order of `body`, which is the same on all ranks.
     """
     order: list[Node] = []
     waiting: set[Node] = set()
@@ -93,25 +97,24 @@ def late_waits(body: list[Node]) -> list[Node]:
     return order
 
 
-def apart(gm: GraphModule, places: Iterable[int], op: OpOverload, root: Callable[[Node], Node]) -> None:
-    """Put `op` on each output at `places` whose root is a placeholder, or that of an earlier output."""
+def separate(gm: GraphModule, count: int, op: OpOverload, root: Callable[[Node], Node]) -> None:
+    """Applies `op` to each of the first `count` outputs whose root is a placeholder, or that of an earlier output."""
     end = gm.graph.output_node()
     values = list(results(gm))
-    seen = [node for node in gm.graph.nodes if node.op != "call_function"]
+    roots = {node for node in gm.graph.nodes if node.op != "call_function"}
     with gm.graph.inserting_before(end):
-        for at in places:
-            value = values[at]
+        for at, value in enumerate(values[:count]):
             if value is None:
                 continue
-            if root(value) in seen:
+            if root(value) in roots:
                 values[at] = gm.graph.call_function(op, (value,))
-            seen.append(root(value))
+            roots.add(root(value))
     end.args = (tuple(values),)
     gm.recompile()
 
 
 def memory_of(node: Node) -> Node:
-    """The node whose memory a value may lie in: itself, or what it is a view of."""
+    """Returns the node in whose memory a value may lie: itself, or what it is a view of."""
     call = node.all_input_nodes[0] if node.target is operator.getitem else node
     if call.op != "call_function" or not isinstance(call.target, OpOverload):  # a function of `sbpc.runtime.device_kernels`
         return node
@@ -124,7 +127,7 @@ def memory_of(node: Node) -> Node:
 
 
 def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:
-    """The part of a program that computes `outputs` from `inputs` by the calls in `body`."""
+    """Returns the program that computes `outputs` from `inputs` by the calls in `body`."""
     graph = Graph()
     made: dict[Node, Node] = {}
     for node in inputs:

@@ -1,11 +1,11 @@
-"""One step of a plan on this rank: the user's tensors in, the programs run, results and gradients out."""
+"""Run one step of a plan on this rank: from the user's tensors to results and gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, keeps_graph, local_of, slots, storage_of, with_local, writes_of
@@ -37,16 +36,16 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.device_kernels import placed
-from sbpc.runtime.executors import Run
+from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.partition import Partition, partition
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.dtensors import placements
 
 
 class Runner:
-    """Runs a plan's programs on this rank. It holds no weights: they come from the module that it steps."""
+    """Runs a plan's programs on this rank. It holds no weights: they come with every step."""
 
-    def __init__(self, plan: Plan | Programs, executor: Callable[[GraphModule], Run], where: torch.device) -> None:
+    def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:
         self.plan, self.executor, self.where = plan, executor, where
         rank, ports = dist.get_rank(), plan.ports
         self.coordinates = plan.mesh.coordinates(rank)
@@ -69,41 +68,39 @@ class Runner:
 
     @functools.cached_property
     def halves(self) -> Partition:
-        """The programs of this rank."""
+        """Cuts the program of this rank into its forward and backward."""
         return partition(placed(self.plan.local_at(dist.get_rank()), self.where))
 
     @functools.cached_property
-    def forward(self) -> Run:
-        """The forward, with what it saves for the backward."""
+    def forward(self) -> BoxedFunction:
+        """Compiles the forward, with what it saves for the backward."""
         return self.executor(self.halves.forward)
 
     @functools.cached_property
-    def backward(self) -> Run:
-        """The backward."""
+    def backward(self) -> BoxedFunction:
+        """Compiles the backward."""
         return self.executor(self.halves.backward)
 
     @functools.cached_property
-    def inference(self) -> Run:
-        """The forward alone, which saves nothing."""
+    def inference(self) -> BoxedFunction:
+        """Compiles the forward alone, which saves nothing."""
         return self.executor(self.halves.inference)
 
     @functools.cached_property
     def modes(self) -> frozenset[str]:
-        """The submodules that were in eval mode when the model was planned."""
+        """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
 
-    def step(
-        self, module: nn.Module, held: Held, random: dict[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The forward of the module; its backward is recorded with autograd. `random` counts the steps that draw."""
+    def step(self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw."""
         train = self.trains and torch.is_grad_enabled()
-        given = held.weights(self, train)
+        given = weights.by_port(self, train)
         for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
-            given[port] = self.taken(port, leaf, train)
+            given[port] = self.shard_of(port, leaf, train)
         return self.run(given, random, train)
 
     def run(self, given: dict[Port, Any], random: dict[str, int], train: bool) -> Any:
-        """The results, in the model's structure, from parameters, buffers and arguments; buffers get their new values."""
+        """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers."""
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
             random["step"] += 1
@@ -113,9 +110,10 @@ class Runner:
         with no_autocast(self.where):
             if train:
                 others: list[Tensor] = []
-                held = [given[port] for port in self.parameters]
-                found = Step.apply(self, values, others, held, *(given[port] for port in self.gradients))
-                results = merge(found, others, self.differentiable)
+                parameters = [given[port] for port in self.parameters]
+                leaves = (given[port] for port in self.gradients)
+                differentiable = StepFunction.apply(self, values, others, parameters, *leaves)
+                results = merge(differentiable, others, self.differentiable)
             else:
                 with torch.no_grad():
                     results = list(self.inference(values))
@@ -126,19 +124,19 @@ class Runner:
                     given[Port(BUFFER, port.name)].copy_(value)
         return bind.outputs(self.plan, named)
 
-    def writes(self, held: list[Any], saved: Sequence[Tensor]) -> list[tuple[str, Any, int]]:
-        """The parameters whose memory the backward reads, each with how often it has been written.
+    def writes(self, parameters: list[Any], saved: Sequence[Tensor]) -> list[tuple[str, Any, int]]:
+        """Returns the parameters whose memory the backward reads, each with how often autograd has seen it written.
 
-        Which these are is the same at every step. What is saved is a DTensor's part, and only of the whole does autograd
-        count writes.
+        Which these are is the same at every step. `saved` holds shards, and autograd counts writes of the DTensor alone,
+        so parameters are found by their storage.
         """
         if self.read_again is None:
             memory = {storage_of(tensor) for tensor in saved}
-            self.read_again = [at for at, each in enumerate(held) if storage_of(local_of(each)) in memory]
-        return [(self.parameters[at].name, held[at], writes_of(held[at])) for at in self.read_again]
+            self.read_again = [at for at, each in enumerate(parameters) if storage_of(local_of(each)) in memory]
+        return [(self.parameters[at].name, parameters[at], writes_of(parameters[at])) for at in self.read_again]
 
     def check_autocast(self) -> None:
-        """Raise PlanError under an autocast other than the planned one."""
+        """Raises PlanError under an autocast other than the planned one."""
         planned = self.plan.options.get("dtype")
         if torch.is_autocast_enabled(self.where.type):
             wanted = str(torch.get_autocast_dtype(self.where.type)).removeprefix("torch.")
@@ -150,20 +148,20 @@ class Runner:
 
     @functools.cached_property
     def inputs(self) -> list[Port]:
-        """The ports of the arguments, in the order of their leaves."""
+        """Returns the ports of the arguments, in the order of their leaves."""
         return [Port(INPUT, str(at)) for at in range(sum(port.kind == INPUT for port in self.takes))]
 
     @functools.cached_property
     def local_shapes(self) -> dict[Port, tuple[int, ...]]:
-        """What this rank holds of every parameter, buffer and argument."""
+        """Returns the shape of this rank's shard of every parameter, buffer and argument."""
         sizes = self.plan.mesh.sizes
         return {
             port: self.layouts[port].local_shape(self.shapes[port].shape, sizes, self.coordinates)
             for port in self.takes
         }
 
-    def taken(self, port: Port, given: Tensor, train: bool) -> Tensor:
-        """This rank's part of an argument. A DTensor says itself how it is laid out, and is laid out as planned."""
+    def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
+        """Returns this rank's shard of an argument. A DTensor is brought to the planned layout, others are in it already."""
         planned = self.shapes[port]
         if train and given.requires_grad and port not in self.gradients:
             raise PlanError(
@@ -172,14 +170,14 @@ class Runner:
             )
         if isinstance(given, DTensor):
             bind.check(f"argument {port.name}", given, planned)
-            mesh = groups.device_mesh(self.plan.mesh, self.where.type)
-            there = placements(self.layouts[port], self.plan.mesh.sizes)
+            mesh = process_groups.device_mesh(self.plan.mesh, self.where.type)
+            home = placements(self.layouts[port], self.plan.mesh.sizes)
             if given.device_mesh != mesh:
                 raise PlanError(
                     f"argument {port.name} is a DTensor on {given.device_mesh}, the plan is for {self.plan.mesh}\n"
                     "  Make it on mesh.device_mesh(), or give this rank's shard as a plain tensor."
                 )
-            return given.redistribute(mesh, there).to_local(grad_placements=there)
+            return given.redistribute(mesh, home).to_local(grad_placements=home)
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
         if given.device.type != self.where.type and (given.is_meta or given.dim()):
             raise PlanError(
@@ -188,76 +186,101 @@ class Runner:
             )
         return given
 
+    def check_weight(self, port: Port, value: Any, train: bool) -> None:
+        """Raises PlanError for a parameter or buffer that is no longer as it was planned."""
+        fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
+        local, planned = local_of(value), self.shapes[port]
+        if fits and local.device.type != self.where.type:
+            raise PlanError(
+                f"{port.kind} {port.name} is on {local.device}, this rank computes on {self.where}\n"
+                "  Leave the parallel module where it is."
+            )
+        if not fits or local.dtype != planned.dtype or local.shape != self.local_shapes[port]:
+            is_now = f"{value.dtype} {tuple(value.shape)}" if fits else f"a {type(value).__name__}"
+            raise PlanError(
+                f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {self.layouts[port]}\n"
+                "  Plan and parallelize the model as it is to be trained."
+            )
+        flipped = train and port.kind == PARAMETER and value.requires_grad != (port in self.gradients)
+        if flipped and port.name not in self.plan.ports.unused:  # one without influence may be trained or frozen
+            now = "asks" if value.requires_grad else "does not ask"
+            raise PlanError(
+                f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
+                "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
+            )
 
-def merge(found: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:
-    """The results in order: those with a gradient at `places`, the others around them."""
-    rest, firsts = iter(others), dict(zip(places, found))
-    return [firsts[at] if at in firsts else next(rest) for at in range(len(found) + len(others))]
+
+def merge(differentiable: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:
+    """Returns the results in order: the differentiable ones at `places`, the others around them."""
+    rest, placed = iter(others), dict(zip(places, differentiable))
+    return [placed[at] if at in placed else next(rest) for at in range(len(differentiable) + len(others))]
 
 
 def no_autocast(where: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: programs hold the casts that were planned."""
+    """Turns autocast off while this lasts: programs hold the casts that were planned."""
     on = torch.is_autocast_enabled(where.type)
     return torch.autocast(where.type, enabled=False) if on else contextlib.nullcontext()
 
 
-class Step(Function):
+class StepFunction(Function):
     """One step of a plan as an autograd function of what gets gradients: DTensor parameters, and arguments."""
 
     clear_saved_tensors_on_access = True
 
     @staticmethod
     def forward(
-        ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], held: list[Tensor], *leaves: Tensor
+        ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
     ) -> Any:
-        """Run the forward program on `values`; keep what the backward program reads.
+        """Runs the forward program on `values` and saves what the backward program reads.
 
-        others: results without gradient. held: the parameters.
+        others: a list to which the results without gradient are added.
         """
-        found = runner.forward(values)
-        count = len(runner.results)
-        ctx.save_for_backward(*found[count:])
-        ctx.runner, ctx.leaves, ctx.kept, ctx.writes = runner, leaves, None, runner.writes(held, found[count:])
-        others += [value for at, value in enumerate(found[:count]) if at not in runner.differentiable]
-        return tuple(found[at] for at in runner.differentiable)
+        outputs = runner.forward(values)
+        results, saved = outputs[: len(runner.results)], outputs[len(runner.results) :]
+        ctx.save_for_backward(*saved)
+        ctx.runner, ctx.leaves, ctx.retained, ctx.writes = runner, leaves, None, runner.writes(parameters, saved)
+        others += [value for at, value in enumerate(results) if at not in runner.differentiable]
+        return tuple(results[at] for at in runner.differentiable)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Run the backward program; values saved for it die at their last use, unless the graph is retained."""
+        """Runs the backward program. Values saved for it die at their last use, unless the graph is retained."""
         with torch.no_grad():
-            found = Step.gradients(ctx, [grad.detach() for grad in grads])
-        return (None, None, None, None, *(Once.apply(*(each.requires_grad_() for each in found)) if torch.is_grad_enabled() else found))
+            gradients = StepFunction.gradients(ctx, [grad.detach() for grad in grads])
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = NoSecondGradient.apply(*(each.requires_grad_() for each in gradients))
+        return None, None, None, None, *gradients
 
     @staticmethod
     def gradients(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
-        """What the backward program computes, in the order of the leaves."""
+        """Returns what the backward program computes, in the order of the leaves."""
         runner: Runner = ctx.runner
-        for name, held, writes in ctx.writes:
-            if writes_of(held) != writes:
+        for name, parameter, writes in ctx.writes:
+            if writes_of(parameter) != writes:
                 raise PlanError(
                     f"parameter {name} was written between a forward and its backward, which reads it\n"
                     "  Call backward before optimizer.step(), or run the forward again."
                 )
-        values = list(ctx.saved_tensors) if ctx.kept is None else ctx.kept
-        ctx.kept = values.copy() if keeps_graph() else None
+        values = list(ctx.saved_tensors) if ctx.retained is None else ctx.retained
+        ctx.retained = values.copy() if keeps_graph() else None
         values += [grad.contiguous() for grad in grads]
         with no_autocast(runner.where):
-            found = runner.backward(values)
-        triples = zip(runner.gradients.values(), ctx.leaves, found)
-        return [with_local(leaf, value) if held else value for held, leaf, value in triples]
+            gradients = runner.backward(values)
+        triples = zip(runner.gradients.values(), ctx.leaves, gradients)
+        return [with_local(leaf, value) if is_parameter else value for is_parameter, leaf, value in triples]
 
 
-class Once(Function):
-    """Gradients that were asked for with create_graph=True: no program computes theirs, and none is taken for zero."""
+class NoSecondGradient(Function):
+    """Gradients that were asked for with create_graph=True. No program computes theirs, so they refuse a backward."""
 
     @staticmethod
     def forward(ctx: Any, *gradients: Tensor) -> Any:
-        """The same, as results that ask for a gradient."""
+        """Returns the same gradients, as results that ask for a gradient."""
         return tuple(gradient.detach() for gradient in gradients)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raise PlanError."""
+        """Raises PlanError."""
         raise PlanError(
             "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
             "  Leave out create_graph=True, or compute such a term, as a gradient penalty, by a model on one device."
@@ -265,46 +288,45 @@ class Once(Function):
 
 
 @dataclass
-class Held:
-    """Where a parallel module keeps its weights, looked up once: by port, a table and the key in it.
+class ModuleWeights:
+    """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
 
-    accepted: what was found right last. modes, runner: the modes of the submodules last, and the runner for these.
+    accepted: what `weights` last found as planned. modes, runner: the last modes of the submodules, and their runner.
     """
 
     places: dict[Port, tuple[dict[str, Any], str]]
     tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
-    parts: dict[str, nn.Module]
+    submodules: dict[str, nn.Module]
     accepted: Sequence[Any] = ()
     modes: Sequence[bool] = ()
     runner: Runner | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, plan: Plan | Programs) -> Held:
-        """The places in a module. Raises PlanError if a parameter of the plan is not there."""
+    def of(cls, module: nn.Module, plan: Plan | Programs) -> ModuleWeights:
+        """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan."""
         named = {name: (table, key) for name, table, key in slots(module)}
-        ports = [port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)]
-        lost = [port.name for port in ports if port.name not in named]
+        ports = {port.name: port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)}
+        lost = [name for name in ports if name not in named]
         if lost:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
-        places = {port: named[port.name] for port in ports}
-        kinds = {port.name: port for port in ports}
-        tied = [(name, named[name], kinds[first]) for name, first in plan.ports.tied.items() if name in named]
+        places = {port: named[name] for name, port in ports.items()}
+        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
         return cls(places, tied, dict(module.named_modules()))
 
     def runner_of(self, runners: list[Runner]) -> Runner:
-        """The runner whose plan was made with every submodule in the mode in which it is now. Raises PlanError."""
-        modes = [part.training for part in self.parts.values()]
+        """Returns the runner whose plan was made in the modes in which the submodules are now. Raises PlanError if there is none."""
+        modes = [module.training for module in self.submodules.values()]
         if self.runner is None or modes != self.modes:
             self.runner, self.modes = self.in_mode(runners), modes
         return self.runner
 
     def in_mode(self, runners: list[Runner]) -> Runner:
-        """As `runner_of`, by the names of the submodules that are in eval mode."""
-        modes = frozenset(name for name, part in self.parts.items() if not part.training)
+        """Does the same by the names of the submodules that are in eval mode."""
+        modes = frozenset(name for name, module in self.submodules.items() if not module.training)
         for runner in runners:
-            if modes == runner.modes & self.parts.keys():
+            if modes == runner.modes & self.submodules.keys():
                 return runner
-        planned = runners[0].modes & self.parts.keys()
+        planned = runners[0].modes & self.submodules.keys()
         name = min(modes ^ planned)
         mode = {True: "eval", False: "train"}
         raise PlanError(
@@ -314,62 +336,37 @@ class Held:
             " and give it as parallelize(..., evaluate=)."
         )
 
-    def weights(self, runner: Runner, train: bool) -> dict[Port, Any]:
-        """The parameters and buffers by port. Raises PlanError where they are no longer what was planned.
+    def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
+        """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.
 
-        That takes as long as a small model's step, so it is looked at again only when something is another object.
+        The check takes as long as a small model's step, so it is done again only when something is another object.
         """
-        found = [table[key] for table, key in self.places.values()]
+        tensors = [table[key] for table, key in self.places.values()]
         tied = (table[key] for _, (table, key), _ in self.tied)
-        asked = (getattr(value, "requires_grad", None) for value in found)  # a parameter may have become None
-        now = [runner, train, RemovableHandle.next_id, *found, *map(local_of, found), *asked, *tied]
-        given = dict(zip(self.places, found))
+        trained = (getattr(value, "requires_grad", None) for value in tensors)  # a parameter may have become None
+        now = [runner, train, RemovableHandle.next_id, *tensors, *map(local_of, tensors), *trained, *tied]
+        given = dict(zip(self.places, tensors))
         if len(now) != len(self.accepted) or not all(map(operator.is_, now, self.accepted)):
             self.check(runner, train, given)
             self.accepted = now
         return given
 
     def check(self, runner: Runner, train: bool, given: dict[Port, Any]) -> None:
-        """Raise PlanError for what is no longer as it was planned."""
+        """Raises PlanError for what is no longer as it was planned."""
         for name, (table, key), port in self.tied:
             if table[key] is not given[port]:
                 raise PlanError(
                     f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
                 )
         for port, value in given.items():
-            fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
-            local, planned = local_of(value), runner.shapes[port]
-            if fits and local.device.type != runner.where.type:
-                raise PlanError(
-                    f"{port.kind} {port.name} is on {local.device}, this rank computes on {runner.where}\n"
-                    "  Leave the parallel module where it is."
-                )
-            if not fits or local.dtype != planned.dtype or local.shape != runner.local_shapes[port]:
-                is_now = f"{value.dtype} {tuple(value.shape)}" if fits else f"a {type(value).__name__}"
-                home = runner.layouts[port]
-                raise PlanError(
-                    f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {home}\n"
-                    "  Plan and parallelize the model as it is to be trained."
-                )
-            if train and port.kind == PARAMETER and value.requires_grad != (port in runner.gradients):
-                self.refuse_flip(runner, port, value)
+            runner.check_weight(port, value, train)
         self.refuse_hooks()
 
-    def refuse_flip(self, runner: Runner, port: Port, value: Tensor) -> None:
-        """Raise PlanError for a parameter that is trained, or frozen, only now; one without influence may be either."""
-        if port.name in runner.plan.ports.unused:
-            return
-        now = "asks" if value.requires_grad else "does not ask"
-        raise PlanError(
-            f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
-        )
-
     def refuse_hooks(self) -> None:
-        """Raise PlanError for a hook on a submodule: nothing would call it."""
-        for name, part in self.parts.items():
+        """Raises PlanError for a hook on a submodule: nothing would call it."""
+        for name, module in self.submodules.items():
             for kind in HOOKS if name else ():
-                if getattr(part, kind, None):
+                if getattr(module, kind, None):
                     raise PlanError(
                         f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
                         "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."

@@ -19,7 +19,7 @@ from sbpc.boxing.steps import Step, steps
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, P, Partial, Split, State
-from sbpc.runtime.one_process.lockstep import Run, lockstep
+from sbpc.runtime.one_process.lockstep import LockstepResult, lockstep
 
 NAMES = ("a", "b", "c", "d")
 LOCAL = ("slice", "keep", "pad", "crop")  # steps that send nothing
@@ -110,7 +110,7 @@ def positions(mesh: Mesh, rank: int) -> list[Tensor]:
     return [torch.tensor([at]) for at in mesh.coordinates(rank)]
 
 
-def run_boxing(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, parts: Sequence[Tensor]) -> Run:
+def run_boxing(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh, parts: Sequence[Tensor]) -> LockstepResult:
     """Take some steps on all ranks, which hold `parts`."""
     programs = [program(steps, shape, mesh, rank) for rank in range(mesh.ranks)]
     inputs = [[part, *positions(mesh, rank)] for rank, part in enumerate(parts)]

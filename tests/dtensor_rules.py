@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, TupleStrategy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sbpc.mesh.states
-from sbpc._compat import fake_group, tree_leaves, tree_map
+from sbpc._compat import tree_leaves, tree_map
 from sbpc.mesh.states import B, P, Split, State
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.proof.prove import Case
@@ -27,6 +29,23 @@ RANKS = 2
 MOST = 100  # tuples of hints that are tried; where there are more, those that are alike
 KINDS = (Replicate(), Partial("sum"), Partial("avg"), Partial("max"), Partial("min"))
 Row = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """While this lasts, a process group of so many ranks whose collectives do nothing."""
+    distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def local_ranks(ranks: int) -> Iterator[None]:
+    """While this lasts, DTensors hold the shards of all ranks of a mesh in this process."""
+    with fake_group(ranks), LocalTensorMode(ranks):
+        yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import sbpc
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.dtensors import placements
 
 MESH = {"a": 2, "b": 2}
@@ -126,7 +126,7 @@ class Ranks(Alone):
     def placed(self, tensor: Tensor, layout: str) -> Tensor:
         found = sbpc.Layout.parse(layout, self.mesh.axes)
         there = placements(found, self.mesh.sizes)
-        mesh, part = groups.device_mesh(self.mesh, "cpu"), self.part(tensor, layout)
+        mesh, part = process_groups.device_mesh(self.mesh, "cpu"), self.part(tensor, layout)
         local = DTensor.from_local(part, mesh, there, shape=tensor.shape, stride=tensor.stride())
         return local.detach().requires_grad_(tensor.requires_grad)
 

@@ -20,11 +20,11 @@ from sbpc.cli.main import main
 from sbpc.errors import CheckpointError
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.runtime.module import parallelize
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.state import checkpoint
-from sbpc.runtime.state.blocks import part_of, whole_state
-from sbpc.runtime.state.checkpoint import Checkpoints, whole_model, whole_steps
-from sbpc.runtime.state.dtensors import distribute
+from sbpc.runtime.state.blocks import block_of
+from sbpc.runtime.state.checkpoint import Checkpoints, weights_in, whole_steps
+from sbpc.runtime.state.dtensors import sharded
 from sbpc.runtime.state.weight_files import read_tensors, save_weights, weights_of
 from tests import models
 from tests.processes import run_ranks
@@ -45,32 +45,32 @@ class Stored(nn.Module):
                 layout = Layout.parse(names[(at + turn) % len(names)], mesh.axes)
                 layout = layout if all(dim < len(shape) for dim in layout.cuts) else broadcast(mesh.axes)
                 values = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 100 * number + at
-                held = distribute(values * fill, layout, mesh, torch.device("cpu"))
-                self.register_parameter(f"p{number}_{at}", held)
+                stored = nn.Parameter(sharded(values * fill, layout, mesh, torch.device("cpu")))
+                self.register_parameter(f"p{number}_{at}", stored)
 
 
 def save_layouts(folder: str) -> str:
     """On a rank: save tensors in many layouts."""
     mesh = Mesh(x=2, y=2)
-    groups.bind(mesh)
+    process_groups.bind(mesh)
     checkpoints = Checkpoints(folder)
     checkpoints.save(3, Stored(mesh, 0, 1.0))
     checkpoints.wait()
-    groups.stop()
+    process_groups.stop()
     return "saved"
 
 
 def load_layouts(folder: str, axes: dict[str, int]) -> list[str]:
     """On a rank: load them in other layouts on another mesh; the names of those that came out wrong."""
     mesh = Mesh(**axes)
-    groups.bind(mesh)
+    process_groups.bind(mesh)
     found, expected = Stored(mesh, 2, 0.0), Stored(mesh, 2, 1.0)
     assert Checkpoints(folder).load(found) == 3
     pairs = zip(found.named_parameters(), expected.parameters())
     wrong = [name for (name, one), other in pairs if not torch.equal(one.to_local(), other.to_local())]  # type: ignore[operator]
-    whole = whole_state(found)
-    wrong += [name for name, value in whole.items() if not torch.equal(value, whole_model(folder)[name])]
-    groups.stop()
+    saved = weights_in(folder).state_dict()
+    wrong += [name for name, value in found.named_parameters() if not torch.equal(value.full_tensor(), saved[name])]  # type: ignore[operator]
+    process_groups.stop()
     return wrong
 
 
@@ -123,7 +123,7 @@ def train_on(folder: str, axes: dict[str, int] | None, name: str, steps: int) ->
     checkpoints.save(start + steps, model, optimizer, extra={"schedule": schedule.state_dict()})
     checkpoints.wait()
     if axes is not None:
-        groups.stop()
+        process_groups.stop()
     return losses
 
 
@@ -137,7 +137,7 @@ def test_training_goes_on_over_2_then_4_then_3_ranks_as_if_uninterrupted(tmp_pat
         assert all(part == found[0] for part in found), found
         losses += found[0]
     assert losses == pytest.approx(expected, rel=1e-6)
-    one, many = whole_model(tmp_path / "one"), whole_model(tmp_path / "many")
+    one, many = weights_in(tmp_path / "one").state_dict(), weights_in(tmp_path / "many").state_dict()
     model, _ = models.mlp()
     model.load_state_dict(many)
     assert one.keys() == many.keys() and all(torch.allclose(one[key], many[key], rtol=1e-6) for key in one)
@@ -146,7 +146,7 @@ def test_training_goes_on_over_2_then_4_then_3_ranks_as_if_uninterrupted(tmp_pat
 def killed_while_saving(folder: str) -> str:
     """On a rank: save twice; rank 1 is killed in the middle of the second."""
     mesh = Mesh(x=2)
-    groups.bind(mesh)
+    process_groups.bind(mesh)
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, Stored(mesh, 0, 1.0))
     checkpoints.wait()
@@ -165,8 +165,8 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_
     found = run_ranks(killed_while_saving, 2, str(tmp_path))
     assert found[1] is None and "was not written" in found[0], found
     assert whole_steps(tmp_path) == [1] and list(tmp_path.glob("*.part"))
-    assert torch.equal(whole_model(tmp_path)["p2_0"], torch.arange(64.0).reshape(8, 8) + 200)
-    model = nn.ParameterDict(whole_model(tmp_path))
+    assert torch.equal(weights_in(tmp_path).state_dict()["p2_0"], torch.arange(64.0).reshape(8, 8) + 200)
+    model = nn.ParameterDict(weights_in(tmp_path).state_dict())
     assert Checkpoints(tmp_path).load(model) == 1
     assert not list(tmp_path.glob("*.part"))
 
@@ -186,8 +186,8 @@ def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path
     assert "saved with AdamW" in refused(CheckpointError, lambda: checkpoints.load(model, sgd))
     assert "no checkpoint" in refused(CheckpointError, lambda: checkpoints.load(model, step=1))
     assert "which the model has not" in refused(CheckpointError, lambda: checkpoints.save(5, nn.Linear(1, 1), optimizer))
-    refused(CheckpointError, lambda: whole_model(tmp_path / "nothing"))
-    assert part_of(model.weight).shape == (2, 3)
+    refused(CheckpointError, lambda: weights_in(tmp_path / "nothing").state_dict())
+    assert block_of(model.weight).shape == (2, 3)
 
 
 def drop_on(folder: str, steps: int) -> list[float]:
@@ -208,7 +208,7 @@ def drop_on(folder: str, steps: int) -> list[float]:
         losses.append(loss.item())
     checkpoints.save(start + steps, module, optimizer)
     checkpoints.wait()
-    groups.stop()
+    process_groups.stop()
     return losses
 
 
@@ -287,7 +287,7 @@ def train_tied(folder: str, axes: dict[str, int] | None, steps: int) -> tuple[li
     checkpoints.save(start + steps, model, optimizer)
     checkpoints.wait()
     if axes is not None:
-        groups.stop()
+        process_groups.stop()
     return losses, list(model.state_dict())
 
 
@@ -311,7 +311,7 @@ def test_tied_weights_and_buffers_go_over_2_then_4_then_3_ranks_and_back_to_one_
 def names_in_file(path: str) -> list[str]:
     """On a rank: the names in the state of a module from an exported file."""
     found = list(sbpc.load_module(path).state_dict())
-    groups.stop()
+    process_groups.stop()
     return found
 
 
@@ -384,7 +384,7 @@ def test_damaged_checkpoint_is_refused_in_two_lines(
     checkpoints.save(1, model, torch.optim.AdamW(model.parameters()), extra={2: 1.5, 10: None})
     checkpoints.wait()
     spoilt(tmp_path / "step-000000001" / name, change)
-    for read in (lambda: whole_model(tmp_path), lambda: checkpoints.load(nn.Linear(3, 2))):
+    for read in (lambda: weights_in(tmp_path).state_dict(), lambda: checkpoints.load(nn.Linear(3, 2))):
         message = refused(CheckpointError, read)
         assert said in message and message.count("\n") == 1, message
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import sbpc
 from sbpc import Mesh
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -25,7 +25,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         yield
-        groups.stop()
+        process_groups.stop()
 
 
 @pytest.mark.parametrize("executor", ["code", "inductor"])

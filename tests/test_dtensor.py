@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import sbpc
 from sbpc import Mesh
-from sbpc._compat import local_ranks
+from tests.dtensor_rules import local_ranks
 
 
 class Loss(nn.Module):

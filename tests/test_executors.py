@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule
 
 import sbpc
 from sbpc._compat import TorchDispatchMode
-from sbpc.runtime.executors import BOUND, inductor
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.executors import BINDINGS, inductor
+from sbpc.runtime.start import process_groups
 from tests import models
 from tests.processes import run_ranks
 
@@ -49,12 +49,12 @@ class Calls(TorchDispatchMode):
 
 
 def test_functions_in_the_place_of_ops_run_the_same_ops() -> None:
-    assert BOUND.keys() == CASES.keys()
+    assert BINDINGS.keys() == CASES.keys()
     for op, args in CASES.items():
         with Calls() as named:
             expected = op(*args)
         with Calls() as bound:
-            found = BOUND[op](*args)
+            found = BINDINGS[op](*args)
         assert named.ops == bound.ops and (op in named.ops or op is aten.reshape.default), op
         pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)))
         assert all(torch.equal(one, other) for one, other in pairs), op
@@ -101,7 +101,7 @@ def train(executor: str) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    groups.stop()
+    process_groups.stop()
     return losses
 
 

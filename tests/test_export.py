@@ -22,7 +22,7 @@ from sbpc.errors import PlanError
 from sbpc.graph.ports import PARAMETER
 from sbpc.graph.pytree import flatten
 from sbpc.plans.rank_programs import Programs
-from sbpc.runtime.state.checkpoint import whole_model
+from sbpc.runtime.state.checkpoint import weights_in
 from sbpc.runtime.state.weight_files import read_tensors, reader, save_tensors, save_weights, tree, weights_of
 from tests import models
 from tests.compare import eager, largest_error, relative_error
@@ -246,7 +246,7 @@ def test_the_command_line_exports_trains_goes_on_and_infers_from_files_alone(
         found.append(json.loads(capfd.readouterr().out))
     assert [run["start"] for run in found] == [0, 3]
     assert found[0]["losses"] + found[1]["losses"] == pytest.approx(losses, rel=1e-5)
-    save_tensors(whole_model(folder), tmp_path / "trained.safetensors")
+    save_tensors(weights_in(folder).state_dict(), tmp_path / "trained.safetensors")
     weights = ["--weights", str(tmp_path / "trained.safetensors"), "--output", str(out)]
     assert main(["run", str(file), "--infer", "--json", *weights]) == 0
     assert read_tensors(out)["0"].item() == pytest.approx(model(*args).item(), rel=1e-5)

@@ -37,11 +37,11 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_s
 
 STUCK = """
 import torch
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank
 with as_rank():
-    groups.start(timeout=10)
-    groups.bind(__import__("sbpc").Mesh(x=2))
+    process_groups.start(timeout=10)
+    process_groups.bind(__import__("sbpc").Mesh(x=2))
     if rank == 1:
         time.sleep(600)
     torch.distributed.all_reduce(torch.ones(1))

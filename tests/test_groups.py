@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from sbpc import Mesh
 from sbpc._compat import gloo_in_turn
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from tests.processes import run_ranks
 
 
@@ -23,10 +23,10 @@ def threads(group: Any) -> int:
 
 def threads_of_groups() -> tuple[list[int], bool, bool]:
     """The threads of a group of torch's, one of ours, one of programs; whether a DTensor's mesh takes the last, and gathers right."""
-    mesh = groups.device_mesh(Mesh(x=2, y=1), "cpu")
-    bound, whole = [groups.bound[Mesh(x=2, y=1).group_name([axis])] for axis in range(2)], torch.arange(6.0)
+    mesh = process_groups.device_mesh(Mesh(x=2, y=1), "cpu")
+    bound, whole = [process_groups.bound[Mesh(x=2, y=1).group_name([axis])] for axis in range(2)], torch.arange(6.0)
     gathered = distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).full_tensor()
-    counts = [threads(group) for group in (dist.new_group(), groups.new(), *bound)]
+    counts = [threads(group) for group in (dist.new_group(), process_groups.new_group(), *bound)]
     return counts, mesh.get_all_groups() == bound, torch.equal(gathered, whole)
 
 

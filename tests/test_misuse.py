@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from tests.processes import run_ranks
 
 
@@ -187,7 +187,7 @@ def on_ranks() -> dict[str, Any]:
             found[name] = case()
         except BaseException as problem:  # the test of that name fails with it
             found[name] = repr(problem)
-    groups.stop()
+    process_groups.stop()
     return found
 
 

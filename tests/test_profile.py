@@ -13,7 +13,7 @@ from sbpc.cli.main import main
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES
 from sbpc.runtime import measure_cluster as module
-from sbpc.runtime.measure_cluster import Line, Message, Team, fit, measure, profile, rates, straight
+from sbpc.runtime.measure_cluster import Grouping, LinearCost, Message, fit, measure, profile, rates, straight
 from tests.processes import run_ranks
 
 
@@ -39,14 +39,14 @@ def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
 
 
 def test_what_small_messages_take_is_told_of_a_group_size_however_its_lines_were_fitted() -> None:
-    teams = [Team(2, stride, None) for stride in (1, 2)]  # type: ignore[arg-type]
-    lines = {("all_reduce", teams[0]): Line(1e-3, 5e7, 7e-3), ("all_reduce", teams[1]): Line(6.8e-3, 5e7, 0.0)}
+    groupings = [Grouping(2, stride, None) for stride in (1, 2)]  # type: ignore[arg-type]
+    lines = {("all_reduce", groupings[0]): LinearCost(1e-3, 5e7, 7e-3), ("all_reduce", groupings[1]): LinearCost(6.8e-3, 5e7, 0.0)}
     (rate,) = rates(lines, CLUSTERS["ethernet"])
     assert rate.least == pytest.approx(6.9e-3) and rate.latency == pytest.approx(3.9e-3 / 2)
 
 
 def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    team = Team(2, 1, None)  # type: ignore[arg-type]
+    grouping = Grouping(2, 1, None)  # type: ignore[arg-type]
     asked: list[int] = []
 
     def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeyp
         slow = 50.0 if 48 + 16 < len(asked) <= 48 + 32 else 1.0  # in the second of five turns
         return slow * (1e-3 + message.textbook / 5e7), 1.5 * message.textbook
 
-    for name, other in (("timed_once", timed_once), ("teams", lambda world: [team]), ("everyone", lambda mine: [mine, mine])):
+    for name, other in (("timed_once", timed_once), ("groupings", lambda world: [grouping]), ("from_all_ranks", lambda mine: [mine, mine])):
         monkeypatch.setattr(module, name, other)
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 2)
     sizes = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 25)
@@ -70,8 +70,8 @@ def on_one_machine(monkeypatch: pytest.MonkeyPatch, seconds: float, moved: float
     """Two ranks, whose messages take so long and move so much, per byte."""
     figures = {
         "timed_once": lambda message, work: (seconds * message.textbook, moved * message.textbook),
-        "teams": lambda world: [Team(2, 1, None)],  # type: ignore[arg-type]
-        "everyone": lambda mine: [mine, mine],
+        "groupings": lambda world: [Grouping(2, 1, None)],  # type: ignore[arg-type]
+        "from_all_ranks": lambda mine: [mine, mine],
     }
     for name, other in figures.items():
         monkeypatch.setattr(module, name, other)

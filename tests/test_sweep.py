@@ -11,13 +11,13 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.sweep import Row, meshes
+from sbpc.api.sweep import SweepRow, meshes
 from sbpc.cli.main import main
 from tests import models
 from tests.matmul_bound import matmul_words
 
 
-def product(m: int, n: int, k: int, devices: int, **options: Any) -> list[Row]:
+def product(m: int, n: int, k: int, devices: int, **options: Any) -> list[SweepRow]:
     """The meshes for one linear layer [m, k] -> [m, n], every matrix stored once."""
     with torch.device("meta"):
         model, x = nn.Linear(k, n, bias=False), torch.empty(m, k)

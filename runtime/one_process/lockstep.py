@@ -1,13 +1,13 @@
-"""All ranks in one process: one fx program per rank, run in lockstep, with collectives as plain Python over the ranks.
+"""Run all ranks in one process: one fx program per rank in lockstep, with collectives as plain Python over the ranks.
 
-It needs no process group and no cost model: bytes are counted message by message as a ring would send them, memory
-storage by storage. Each rank runs up to its next collective; once all ranks of a group stand at it, it is done.
+Each rank runs up to its next collective, which is done once all ranks of its group have reached it. No process group and
+no cost model is needed: bytes are counted message by message as a ring would send them, memory storage by storage.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from sbpc._compat import tree_leaves
 from sbpc.errors import VerifyError, at_node, where
 from sbpc.mesh.states import REDUCE
 
 c10d = torch.ops._c10d_functional
+Groups = Mapping[str, Sequence[Sequence[int]]]  # by the name in the programs, the ranks of each group in order
+Collective = Callable[[list[Tensor], list[tuple[Any, ...]]], tuple[list[Tensor], int]]
 REPORT = "All ranks of a group run the same collectives in the same order: mend the pass that wrote these programs."
 
 
 @dataclass(frozen=True)
-class Run:
+class LockstepResult:
     """The flat outputs of every rank; of the busiest rank, the bytes sent by group name and the peak of live bytes."""
 
     outputs: list[list[Any]]
@@ -35,8 +38,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective at which a rank stands, with the tensor it brings."""
+class PendingCollective:
+    """A collective at which a rank waits, with the tensor that it brings and the further arguments."""
 
     node: Node
     tensor: Tensor
@@ -44,16 +47,12 @@ class Call:
 
     @property
     def group(self) -> str:
-        """The name of the group: the last argument of every functional collective."""
+        """Returns the name of the group: the last argument of every functional collective."""
         return self.rest[-1]
 
 
-def lockstep(
-    programs: Sequence[GraphModule],
-    inputs: Sequence[Sequence[Any]],
-    groups: Mapping[str, Sequence[Sequence[int]]],
-) -> Run:
-    """Run one program per rank; `groups` gives, by the name in the programs, the ranks of each group in order.
+def lockstep(programs: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], groups: Groups) -> LockstepResult:
+    """Runs one program per rank.
 
     Raises VerifyError where the ranks of a group disagree on a collective, or wait for each other for ever.
     """
@@ -61,7 +60,7 @@ def lockstep(
     sent: list[Counter[str]] = [Counter() for _ in programs]
     with torch.no_grad():
         ranks = [run_rank(*each) for each in zip(programs, inputs, memory)]
-        waiting: dict[int, Call] = {}
+        waiting: dict[int, PendingCollective] = {}
         outputs: dict[int, list[Any]] = {}
         answers: list[tuple[int, Tensor | None]] = [(rank, None) for rank in range(len(programs))]
         while answers:
@@ -75,11 +74,14 @@ def lockstep(
                 del waiting[rank]
     if waiting:
         raise VerifyError(stuck(waiting, outputs))
-    return Run([outputs[rank] for rank in range(len(programs))], busiest(sent, groups), max(m.peak for m in memory))
+    peak = max(each.peak for each in memory)
+    return LockstepResult([outputs[rank] for rank in range(len(programs))], busiest(sent, groups), peak)
 
 
-def run_rank(gm: GraphModule, inputs: Sequence[Any], memory: Memory) -> Generator[Call, Tensor | None, list[Any]]:
-    """Interpret one program, yielding at each collective and going on with its result; returns the flat outputs."""
+def run_rank(
+    gm: GraphModule, inputs: Sequence[Any], memory: Memory
+) -> Generator[PendingCollective, Tensor | None, list[Any]]:
+    """Interprets one program. It yields each collective, goes on with its result, and returns the flat outputs."""
     places = sum(node.op == "placeholder" for node in gm.graph.nodes)
     if len(inputs) != places:
         raise VerifyError(f"{len(inputs)} inputs for a program with {places} placeholders\n  Give one for each.")
@@ -89,14 +91,14 @@ def run_rank(gm: GraphModule, inputs: Sequence[Any], memory: Memory) -> Generato
     for node in gm.graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "output":
-            return list(leaves(args[0]))
+            return tree_leaves(args[0])
         if node.op == "placeholder":
             value = next(given)
             memory.hold(value)  # once more, for the caller: inputs stay alive
         elif node.op == "get_attr":
-            value = attribute(gm, node)
+            value = operator.attrgetter(str(node.target))(gm)
         elif node.target in COLLECTIVES:
-            value = yield Call(node, args[0], tuple(args[1:]))
+            value = yield PendingCollective(node, args[0], tuple(args[1:]))
         else:
             value = run_node(node, args, kwargs)
         values[node] = value
@@ -108,7 +110,7 @@ def run_rank(gm: GraphModule, inputs: Sequence[Any], memory: Memory) -> Generato
 
 
 def run_node(node: Node, args: Any, kwargs: Any) -> Any:
-    """Run one node that is no collective, and say which one it was if it fails."""
+    """Runs one node that is no collective. Raises VerifyError that names the node if it fails."""
     if node.target is c10d.wait_tensor.default:
         return args[0]
     if node.op != "call_function" or not callable(node.target):
@@ -123,51 +125,36 @@ def run_node(node: Node, args: Any, kwargs: Any) -> Any:
         raise VerifyError(at_node(what, node, "Mend the pass that wrote this node.")) from error
 
 
-def attribute(gm: GraphModule, node: Node) -> Any:
-    """The value that a get_attr node names."""
-    value: Any = gm
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of nested tuples and lists, in order."""
-    if isinstance(value, (tuple, list)):
-        yield from itertools.chain.from_iterable(map(leaves, value))
-    else:
-        yield value
-
-
 class Memory:
-    """The live bytes of one rank, each storage counted once however many values share it, and their peak."""
+    """The live bytes of one rank and their peak. A storage counts once, however many values share it."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.holders: Counter[int] = Counter()
 
     def hold(self, value: Any) -> None:
-        """Count the storages of a new value."""
-        for tensor in leaves(value):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.holders[storage.data_ptr()] += 1
-                self.live += storage.nbytes() if self.holders[storage.data_ptr()] == 1 else 0
+        """Counts the storages of a new value."""
+        for storage in storages(value):
+            self.holders[storage.data_ptr()] += 1
+            self.live += storage.nbytes() if self.holders[storage.data_ptr()] == 1 else 0
         self.peak = max(self.peak, self.live)
 
     def drop(self, value: Any) -> None:
-        """Take a value back."""
-        for tensor in leaves(value):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.holders[storage.data_ptr()] -= 1
-                self.live -= storage.nbytes() if self.holders[storage.data_ptr()] == 0 else 0
+        """Takes a value back."""
+        for storage in storages(value):
+            self.holders[storage.data_ptr()] -= 1
+            self.live -= storage.nbytes() if self.holders[storage.data_ptr()] == 0 else 0
+
+
+def storages(value: Any) -> list[torch.UntypedStorage]:
+    """Returns the storages of the tensors in a value."""
+    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def meet(
-    waiting: dict[int, Call], groups: Mapping[str, Sequence[Sequence[int]]], sent: list[Counter[str]]
+    waiting: dict[int, PendingCollective], groups: Groups, sent: list[Counter[str]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Do every collective at which all ranks of the group stand; the ranks with their results."""
+    """Does every collective at which all ranks of the group wait, and yields the ranks with their results."""
     done: set[int] = set()
     for rank in sorted(waiting):
         call = waiting[rank]
@@ -182,17 +169,16 @@ def meet(
         calls = [waiting[member] for member in members if member in waiting and waiting[member].group == call.group]
         if len(calls) == len(members):
             check(members, calls)
-            results, total = COLLECTIVES[call.node.target](
-                [each.tensor for each in calls], [each.rest for each in calls]
-            )
+            collective = COLLECTIVES[call.node.target]
+            results, total = collective([each.tensor for each in calls], [each.rest for each in calls])
             done.update(members)
             for member, result in zip(members, results):
                 sent[member][call.group] += total
                 yield member, result
 
 
-def check(members: Sequence[int], calls: Sequence[Call]) -> None:
-    """Raise VerifyError unless the calls are one legal collective: the same op, arguments, dtype and shape."""
+def check(members: Sequence[int], calls: Sequence[PendingCollective]) -> None:
+    """Raises VerifyError unless the calls are one legal collective: the same op, arguments, dtype and shape."""
     first, rest, ranks = calls[0], calls[0].rest, len(calls)
     target: Any = first.node.target
     uneven = target is c10d.all_to_all_single.default
@@ -201,8 +187,8 @@ def check(members: Sequence[int], calls: Sequence[Call]) -> None:
         if not uneven:
             same = same and (call.tensor.shape, call.rest) == (first.tensor.shape, rest)
         if not same:
-            found = f"rank {rank} is at {call.node.target} of {list(call.tensor.shape)} with {call.rest}"
-            what = f"{found}, rank {members[0]} at {target} of {list(first.tensor.shape)} with {rest}"
+            other = f"rank {rank} is at {call.node.target} of {list(call.tensor.shape)} with {call.rest}"
+            what = f"{other}, rank {members[0]} at {target} of {list(first.tensor.shape)} with {rest}"
             raise VerifyError(at_node(f"{what}\n{where(call.node)}", first.node, REPORT))
     sent = [call.rest[1] for call in calls] if uneven else []
     wrong = {
@@ -221,8 +207,8 @@ def check(members: Sequence[int], calls: Sequence[Call]) -> None:
         raise VerifyError(at_node(what, first.node, REPORT))
 
 
-def stuck(waiting: Mapping[int, Call], outputs: Mapping[int, Any]) -> str:
-    """The message about ranks that wait for ranks that stand elsewhere or have ended."""
+def stuck(waiting: Mapping[int, PendingCollective], outputs: Mapping[int, Any]) -> str:
+    """Returns the message about ranks that wait for ranks which wait elsewhere or have ended."""
     rank = min(waiting)
     places = [f"rank {other} at %{call.node.name}" for other, call in sorted(waiting.items()) if other != rank]
     places += [f"rank {other} at its end" for other in sorted(outputs)]
@@ -230,57 +216,57 @@ def stuck(waiting: Mapping[int, Call], outputs: Mapping[int, Any]) -> str:
     return at_node(what, waiting[rank].node, REPORT)
 
 
-def busiest(sent: Sequence[Counter[str]], groups: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
-    """By group name, the bytes of the busiest rank: its group's total divided by the size of the group."""
-    found = {}
+def busiest(sent: Sequence[Counter[str]], groups: Groups) -> dict[str, float]:
+    """Returns by group name the bytes of the busiest rank: its group's total divided by the size of the group."""
+    most = {}
     for name, members in groups.items():
         size = {rank: len(group) for group in members for rank in group}
-        found[name] = max((sent[rank][name] / size[rank] for rank in size), default=0.0)
-    return found
+        most[name] = max((sent[rank][name] / size[rank] for rank in size), default=0.0)
+    return most
 
 
-# The collectives: what the ranks of a group bring, and their arguments -> what they get, and the bytes of all messages.
+# Collectives: the tensors of the ranks of a group, and their arguments -> the results, and the bytes of all messages.
 
 
 def all_gather(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:
-    """Every chunk goes once round the ring: p - 1 messages."""
+    """Sends every chunk once round the ring: p - 1 messages."""
     return [torch.cat(tensors) for _ in tensors], sum(t.nbytes for t in tensors for _ in tensors[1:])
 
 
 def all_reduce(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:
-    """A reduce-scatter of chunks, then an all-gather of them: twice p - 1 messages for each chunk."""
+    """Reduce-scatters chunks, then all-gathers them: twice p - 1 messages for each chunk."""
     total = reduced(tensors, rest[0][0])
     chunks = total.flatten().chunk(len(tensors))
     return [total.clone() for _ in tensors], sum(2 * chunk.nbytes for chunk in chunks for _ in tensors[1:])
 
 
 def reduce_scatter(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:
-    """Every chunk goes once round the ring, added to on its way: p - 1 messages."""
+    """Sends every chunk once round the ring, where each rank adds to it: p - 1 messages."""
     ranks = len(tensors)
     chunks = reduced(tensors, rest[0][0]).tensor_split(ranks)
     return [chunk.clone() for chunk in chunks], sum(chunk.nbytes for chunk in chunks for _ in tensors[1:])
 
 
 def all_to_all(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:
-    """Every rank sends one piece to each other rank."""
+    """Sends one piece from every rank to every other rank."""
     pieces = [tensor.split(splits[1]) for tensor, splits in zip(tensors, rest)]
     total = sum(piece.nbytes for at, row in enumerate(pieces) for to, piece in enumerate(row) if to != at)
     return [torch.cat([row[to] for row in pieces]) for to in range(len(tensors))], total
 
 
 def broadcast(tensors: list[Tensor], rest: list[tuple[Any, ...]]) -> tuple[list[Tensor], int]:
-    """One rank's tensor goes once round the ring."""
+    """Sends one rank's tensor once round the ring."""
     source = tensors[rest[0][0]]
     return [source.clone() for _ in tensors], sum(source.nbytes for _ in tensors[1:])
 
 
 def reduced(tensors: list[Tensor], op: str) -> Tensor:
-    """The elementwise sum, max or min."""
+    """Returns the elementwise sum, max or min."""
     combine: Any = REDUCE[op]
     return functools.reduce(combine, tensors[1:], tensors[0].clone())
 
 
-COLLECTIVES: dict[Any, Callable[[list[Tensor], list[tuple[Any, ...]]], tuple[list[Tensor], int]]] = {
+COLLECTIVES: dict[Any, Collective] = {
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.all_reduce.default: all_reduce,
     c10d.all_to_all_single.default: all_to_all,

@@ -1,4 +1,4 @@
-"""simulate: run all ranks of a plan in this process, with collectives in plain Python, and count what moves and lives."""
+"""Simulate a step: run all ranks of a plan in this process, and count the bytes that they send and hold."""
 
 from __future__ import annotations
 
@@ -63,56 +63,57 @@ def simulate(
     bind.check_plan(plan)
     check_kinds(PlanError, seed=(seed, "an integer"))
     mesh = plan.mesh
-    given, layouts = whole_inputs(plan, model, args, kwargs, tangents, seed), plan.given
-    ranks: list[list[Tensor]] = [[] for _ in range(mesh.ranks)]
-    for port in plan.ports.inputs:
-        parts = layouts[port].shards(given[port], mesh.sizes)
-        for held, part in zip(ranks, parts):
-            held.append(own(part))
-    for rank, held in enumerate(ranks):
-        held += [torch.tensor([at]) for at in mesh.coordinates(rank)]
+    inputs = shards_of(plan, whole_inputs(plan, model, args, kwargs, tangents, seed))
     groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
-    with torch.no_grad():
-        run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], ranks, groups)
+    run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], inputs, groups)
     results = {
         port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
         for at, (port, layout) in enumerate(plan.left.items())
     }
-    trained = [name for name, _ in model.named_parameters()]
+    there = [(port, value) for port, value in results.items() if value is not None]
     return Simulation(
         bind.outputs(plan, results),
-        bind.gradients(plan, results, trained),
-        {port.name: value for port, value in results.items() if port.kind == MUTATION and value is not None},
+        bind.gradients(plan, results, [name for name, _ in model.named_parameters()]),
+        {port.name: value for port, value in there if port.kind == MUTATION},
         {alias.split("::")[-1]: sent for alias, sent in run.bytes_sent.items()},
         run.peak_memory,
-        {int(port.name): value for port, value in results.items() if port.kind == INPUT_GRADIENT and value is not None},
+        {int(port.name): value for port, value in there if port.kind == INPUT_GRADIENT},
     )
+
+
+def shards_of(plan: Plan | Programs, given: Mapping[Port, Tensor]) -> list[list[Tensor]]:
+    """Returns by rank the inputs of its program: its shards of the placeholders, then its coordinates."""
+    mesh, layouts = plan.mesh, plan.given
+    by_port = [layouts[port].shards(given[port], mesh.sizes) for port in plan.ports.inputs]
+    return [
+        [*(own(shards[rank]) for shards in by_port), *(torch.tensor([at]) for at in mesh.coordinates(rank))]
+        for rank in range(mesh.ranks)
+    ]
 
 
 def whole_inputs(
     plan: Plan | Programs, model: nn.Module, args: Sequence[Any], kwargs: Any, tangents: Any, seed: int
 ) -> dict[Port, Tensor]:
-    """Every placeholder's whole tensor, checked against the plan."""
-    found = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
+    """Returns the whole tensor of every placeholder, checked against the plan."""
+    given = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
     leaves = bind.arguments(plan, args, kwargs)
     free = iter(bind.default_tangents(plan, tangents))
     for port, planned in plan.shapes.items():
         if port.kind == INPUT:
             bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
-            found[port] = leaves[int(port.name)].detach()
+            given[port] = leaves[int(port.name)].detach()
         elif port.kind == SEED:
-            found[port] = torch.tensor(wrap(seed))
-        elif port not in found:
-            found[port] = next(free)
-    real = [tensor for port, tensor in found.items() if port.kind == PARAMETER]
-    if any(tensor.is_meta for tensor in real):
+            given[port] = torch.tensor(wrap(seed))
+        elif port not in given:
+            given[port] = next(free)
+    if any(tensor.is_meta for port, tensor in given.items() if port.kind == PARAMETER):
         raise PlanError(
             "the model is on the meta device: there is nothing to simulate with\n  Give it weights: model.to_empty(device='cpu')."
         )
-    return found
+    return given
 
 
 def own(shard: Tensor) -> Tensor:
-    """The shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
+    """Returns the shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
     whole = shard.untyped_storage().nbytes() > shard.nbytes
     return shard.clone(memory_format=torch.contiguous_format) if whole else shard

@@ -1,7 +1,8 @@
-"""Start the ranks of a mesh as processes on this machine, watch them, and end them all when one fails."""
+"""Start the ranks of a mesh as processes on this machine, watch them, and end all of them when one fails."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,16 +23,15 @@ import torch.distributed as dist
 from sbpc.errors import SbpcError
 
 log = logging.getLogger("sbpc")
-RECORDS, ALIVE = (
-    "SBPC_RECORDS",
-    "SBPC_ALIVE",
-)  # variables of a rank: the folder for its error, the pipe its launcher holds
+Process = subprocess.Popen[bytes]
+RECORDS = "SBPC_RECORDS"  # variable of a rank: the folder for the record of its error
+ALIVE = "SBPC_ALIVE"  # variable of a rank: the pipe whose other end its launcher holds
 POLL, GRACE = 0.05, 3.0  # seconds between two looks at the ranks, and for a rank to end when told to
 TAIL = 4000  # characters shown of what a rank wrote before it died without a word
 
 
 class RankError(SbpcError):
-    """A rank failed. rank: the first that did. code: how it ended, negative for a signal."""
+    """A rank failed. rank: the first one that failed. code: its exit code, negative for a signal."""
 
     def __init__(self, message: str, rank: int, code: int) -> None:
         super().__init__(message)
@@ -40,38 +39,48 @@ class RankError(SbpcError):
 
 
 def launch(arguments: Sequence[str], ranks: int) -> None:
-    """Run `python *arguments` once per rank, with the variables that torchrun sets; return when all have ended well.
+    """Runs `python *arguments` once per rank, with the variables that torchrun sets, and returns when all have ended well.
 
-    Rank 0 writes to the streams of this process, what the others write is shown only if they fail. When a rank fails,
-    when this process is interrupted, or even killed, no rank is left behind.
+    Rank 0 writes to the streams of this process. What the others write is shown only if they fail. No rank is left
+    behind when a rank fails, or when this process is interrupted or killed.
 
     Raises RankError with the message of the rank that failed first.
     """
     # The store lives in this process, on a port that the system chose: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     alive, held = os.pipe()
-    team: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="sbpc-ranks-") as folder, terminable():
         try:
             for rank in range(ranks):
-                team.append(start(arguments, rank, ranks, Path(folder), store.port, alive))
-            failed = watch(team)
+                processes.append(start(arguments, rank, ranks, Path(folder), store.port, alive))
+            failed = watch(processes)
             error = first_error(failed, Path(folder)) if failed else None
         finally:
-            end(team)
+            end(processes)
             os.close(alive)
             os.close(held)
     if error is not None:
         raise error
 
 
-def start(
-    arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int
-) -> subprocess.Popen[bytes]:
-    """One rank, in a session of its own, so that it and all it starts can be ended together."""
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    env = {
-        "OMP_NUM_THREADS": str(threads),
+def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: int, alive: int) -> Process:
+    """Starts one rank in a session of its own, so that it and all its children can be ended together."""
+    command = [sys.executable, *arguments]
+    log.info("rank %d: %s", rank, " ".join(command))
+    with contextlib.ExitStack() as stack:
+        # Rank 0 writes to the streams of this process.
+        out = stack.enter_context((folder / f"{rank}.log").open("wb")) if rank else None
+        return subprocess.Popen(
+            command, env=variables(rank, ranks, folder, port, alive), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            pass_fds=(alive,), start_new_session=True,
+        )  # fmt: skip
+
+
+def variables(rank: int, ranks: int, folder: Path, port: int, alive: int) -> dict[str, str]:
+    """Returns the environment of one rank: what torchrun sets, and what `as_rank` reads."""
+    return {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -79,65 +88,51 @@ def start(
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # all ranks are clients of the store above
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # all ranks are clients of the launcher's store
         "TORCHELASTIC_RESTART_COUNT": "0",
         RECORDS: str(folder),
         ALIVE: str(alive),
     }
-    command = [sys.executable, *arguments]
-    log.info("rank %d: %s", rank, " ".join(command))
-    if rank == 0:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=(alive,), start_new_session=True)
-    with (folder / f"{rank}.log").open("wb") as out:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=(alive,),
-            start_new_session=True,
-        )
 
 
-def watch(team: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all ranks have ended well, or until one has not: the exit codes of those that failed."""
+def watch(processes: Sequence[Process]) -> dict[int, int]:
+    """Waits until all ranks have ended or one has failed, and returns the exit codes of those that failed, by rank."""
     while True:
-        codes = [process.poll() for process in team]
+        codes = [process.poll() for process in processes]
         if any(codes):
-            time.sleep(2 * POLL)  # whoever died at the same moment
-            return {rank: process.returncode for rank, process in enumerate(team) if process.poll()}
+            time.sleep(2 * POLL)  # for others that failed at the same moment
+            return {rank: process.returncode for rank, process in enumerate(processes) if process.poll()}
         if all(code == 0 for code in codes):
             return {}
         time.sleep(POLL)
 
 
-def end(team: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all ranks and whatever they have started."""
-    for process in team:
+def end(processes: Sequence[Process]) -> None:
+    """Ends all ranks and their children."""
+    for process in processes:
         signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
-    for process in team:
+    for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             log.warning("rank process %d does not end when told to: it is killed", process.pid)
-    for process in team:
+    for process in processes:
         signal_group(process, signal.SIGKILL)
         process.wait()
 
 
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a rank and to whatever it has started, if any of it still runs."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+def signal_group(process: Process, number: int) -> None:
+    """Sends a signal to a rank and its children, if any of them still runs."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(process.pid, number)
 
 
 def first_error(failed: dict[int, int], folder: Path) -> RankError:
-    """The error of the rank that failed first.
+    """Returns the error of the rank that failed first.
 
-    A rank that raised has recorded when. One that died without a record (killed, out of memory) comes first: what the
-    others say is then that they have lost it.
+    A rank that raised an error has recorded when. A rank that died without a record, as when it is killed, comes before
+    those: their errors say that they have lost it.
     """
     records = {rank: record(folder / f"{rank}.json") for rank in failed}
     rank = min(failed, key=lambda rank: (records[rank].get("time", 0.0), rank))
@@ -145,32 +140,30 @@ def first_error(failed: dict[int, int], folder: Path) -> RankError:
     if text is not None:
         return RankError(f"rank {rank}: {text}", rank, code)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    written = tail(folder / f"{rank}.log") or "  It left no message." + " Was there memory enough?" * (
-        code == -signal.SIGKILL
-    )
-    return RankError(f"rank {rank} {how}\n{written}", rank, code)
+    without = "  It left no message." + " Was there memory enough?" * (code == -signal.SIGKILL)
+    return RankError(f"rank {rank} {how}\n{tail(folder / f'{rank}.log') or without}", rank, code)
 
 
 def record(path: Path) -> dict[str, Any]:
-    """What a rank recorded, nothing if it did not."""
+    """Returns the record of a rank's error, empty if there is none."""
     try:
-        found = json.loads(path.read_text())
+        recorded = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return recorded if isinstance(recorded, dict) else {}
 
 
 def tail(path: Path) -> str:
-    """The end of what a rank wrote."""
+    """Returns the end of what a rank wrote."""
     try:
         return path.read_bytes().decode(errors="replace")[-TAIL:].rstrip()
     except OSError:
         return ""
 
 
-@contextmanager
+@contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM leaves the block by an exception, as Ctrl-C does, so that what it has started is ended."""
+    """Makes SIGTERM raise an exception in the block, as Ctrl-C does, so that what the block started is ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -185,11 +178,11 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
+@contextlib.contextmanager
 def as_rank() -> Iterator[None]:
-    """In a rank: end with the launcher, and end at once on an error, which the launcher is told.
+    """Runs the block as a rank: it ends with its launcher, and at once on an error, which it records for the launcher.
 
-    The process ends without teardown: other ranks may be stuck in a collective with this one.
+    On an error the process ends without teardown, because other ranks may be stuck in a collective with this one.
     """
     if ALIVE in os.environ:
         threading.Thread(target=follow, args=(int(os.environ[ALIVE]),), daemon=True).start()
@@ -201,9 +194,9 @@ def as_rank() -> Iterator[None]:
         rank = os.environ.get("RANK", "?")
         if RECORDS in os.environ:
             path = Path(os.environ[RECORDS], f"{rank}.json")
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps({"time": time.time(), "text": text}))
-            part.replace(path)
+            unfinished = path.with_suffix(".part")
+            unfinished.write_text(json.dumps({"time": time.time(), "text": text}))
+            unfinished.replace(path)
         else:
             print(f"sbpc: rank {rank}: {text}", file=sys.stderr)
         sys.stdout.flush()
@@ -216,19 +209,19 @@ LOST = {
     "  See what the others do and say, or allow more.",
     "Connection closed by peer": "lost another rank\n  See what the others say.",
 }
-"""What gloo says when other ranks do not answer -> what that means, and what to do."""
+"""A text of gloo's errors when other ranks do not answer -> what it means, and what to do."""
 
 
 def text_of(error: BaseException) -> str:
-    """What is told of an error that ends a rank."""
+    """Returns the message about an error that ends a rank."""
     if isinstance(error, SbpcError):
         return str(error)
-    said = [text for part, text in LOST.items() if part in str(error)]
-    return "\n".join([*said, "".join(traceback.format_exception(error))])
+    meanings = [meaning for text, meaning in LOST.items() if text in str(error)]
+    return "\n".join([*meanings, "".join(traceback.format_exception(error))])
 
 
 def follow(alive: int) -> None:
-    """End this rank and whatever it has started when the launcher is gone: nobody else holds the pipe's other end."""
+    """Ends this rank and its children when the launcher is gone: only the launcher holds the pipe's other end."""
     while os.read(alive, 1):
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)

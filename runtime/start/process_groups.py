@@ -1,4 +1,4 @@
-"""Process groups for the groups that programs name: made once per mesh, bound under their names, awaited and freed."""
+"""Make the process groups that programs name, once per mesh, and free them at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.runtime.start.rendezvous import store_of_attempt
 
 TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
-waiting = {"seconds": TIMEOUT}
+
+# The state of this process, like torch's own table of groups: a group name means one process group in a process, every
+# module and every plan there shares it, and `stop` ends them all. So none of it can belong to one plan or module.
 bound: dict[str, dist.ProcessGroup] = {}
+meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
+waiting = {"seconds": TIMEOUT}
 
 
 def limit() -> timedelta:
-    """How long a rank waits for another one."""
+    """Returns how long a rank waits for another one."""
     return timedelta(seconds=waiting["seconds"])
 
 
@@ -42,14 +46,14 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
             raise MeshError("there is no process group\n  Run under torchrun --nproc-per-node N, or use sbpc.simulate.")
         store = store_of_attempt(waiting["seconds"])
         place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        about: dict[str, Any] = {} if store is None else {"store": store, **place}
+        options: dict[str, Any] = {} if store is None else {"store": store, **place}
         with gloo_in_turn():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **about)
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **options)
     return where
 
 
 def device_of(kind: str) -> torch.device:
-    """The device of this rank: of GPUs the one with the number of the rank on its machine. Raises MeshError."""
+    """Returns the device of this rank: the GPU with the rank's number on its machine, or the CPU. Raises MeshError without that GPU."""
     if kind != "cuda":
         return torch.device(kind)
     local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -60,7 +64,7 @@ def device_of(kind: str) -> torch.device:
 
 
 def check_ranks(mesh: Mesh) -> None:
-    """Raise MeshError unless there is one process for every rank of the mesh."""
+    """Raises MeshError unless there is one process for every rank of the mesh."""
     there = dist.get_world_size() if dist.is_initialized() else 1
     if there != mesh.ranks:
         raise MeshError(
@@ -69,7 +73,7 @@ def check_ranks(mesh: Mesh) -> None:
 
 
 def bind(mesh: Mesh) -> None:
-    """Make the process groups of a mesh and bind each under its name; those that exist already are kept.
+    """Makes the process groups of a mesh that do not exist yet and binds each under its name.
 
     Every rank must call this at the same point: making groups is a collective.
     """
@@ -78,16 +82,23 @@ def bind(mesh: Mesh) -> None:
         if name in bound:
             continue
         for ranks in mesh.groups(axes):
-            group = new(ranks)
+            group = new_group(ranks)
             if dist.get_rank() in ranks:
                 bound[name] = group
         register_process_group(name, bound[name])
 
 
-def new(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-    """A process group of these ranks, of all where none are named. Every rank must call this at the same point."""
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """Makes a process group of these ranks, or of all. Every rank must call this at the same point."""
     with gloo_in_turn():
         return dist.new_group(ranks, timeout=limit(), backend=backend)
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Returns the values of all ranks, by rank. Every rank must call this at the same point."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def stop() -> None:
@@ -100,14 +111,11 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
-
-
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """The torch DeviceMesh of a mesh, made once, over the groups that its programs use. Collective where they are not bound."""
+    """Returns the torch DeviceMesh of a mesh over the groups that its programs use; the first call for a mesh is a collective."""
     if (mesh, kind) not in meshes:
         bind(mesh)
-        over = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
+        groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
         ranks = torch.arange(mesh.ranks).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(over, kind, ranks, mesh_dim_names=mesh.axes)
+        meshes[mesh, kind] = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=mesh.axes)
     return meshes[mesh, kind]

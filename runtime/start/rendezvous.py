@@ -1,8 +1,7 @@
-"""How the ranks of one attempt find each other in a store that may still hold what earlier attempts left there.
+"""Bring the ranks of one attempt together in a store that may still hold the keys of earlier attempts.
 
-torchrun keeps one store over all restarts, and does not clear it: a rank that starts again can read the address of one
-that is dead. So each rank greets under a name that nobody had before, rank 0 answers to that name, and all go on
-under the name of this meeting.
+torchrun keeps one store over all restarts and does not clear it, so a restarted rank can read the address of a dead one.
+Therefore each rank greets under a fresh name, rank 0 answers to that name, and all go on under a prefix that rank 0 made.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PAUSE = 0.02  # seconds between two looks at the store
 
 
 def store_of_attempt(seconds: float) -> Store | None:
-    """The part of torchrun's store for this attempt; None where torchrun keeps none, and rank 0 makes a new one.
+    """Returns the part of torchrun's store for this attempt, or None if torchrun keeps no store.
 
     Every rank must call this at the same point. Raises MeshError if one does not come within `seconds`.
     """
@@ -33,7 +32,7 @@ def store_of_attempt(seconds: float) -> Store | None:
 
 
 def meet(store: Store, rank: int, ranks: int, seconds: float) -> str:
-    """A name that the ranks which meet now have in common, and that no earlier meeting had."""
+    """Returns the name of this attempt, the same on all ranks and new in the store."""
     own = uuid.uuid4().hex
     if rank == 0:
         welcome(store, own, ranks, seconds)
@@ -49,15 +48,15 @@ def meet(store: Store, rank: int, ranks: int, seconds: float) -> str:
 
 
 def welcome(store: Store, name: str, ranks: int, seconds: float) -> None:
-    """As rank 0: answer every greeting, those of the dead too, until all ranks are here."""
-    others, heard, limit = range(1, ranks), dict[int, str](), time.monotonic() + seconds
+    """Answers every greeting as rank 0, those of dead ranks too, until all ranks are here."""
+    others, answered, limit = range(1, ranks), dict[int, str](), time.monotonic() + seconds
     while not all(store.check([f"sbpc/{name}/here/{other}"]) for other in others):
         for other in others:
             if store.check([f"sbpc/hello/{other}"]):
                 greeting = store.get(f"sbpc/hello/{other}").decode()
-                if heard.get(other) != greeting:
+                if answered.get(other) != greeting:
                     store.set(f"sbpc/welcome/{greeting}", name)
-                    heard[other] = greeting
+                    answered[other] = greeting
         if time.monotonic() > limit:
             late = [other for other in others if not store.check([f"sbpc/{name}/here/{other}"])]
             raise MeshError(f"ranks {late[:8]} did not come within {seconds:g} s\n  See what they say, or raise --timeout.")

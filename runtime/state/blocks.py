@@ -1,4 +1,4 @@
-"""What a rank holds of whole tensors: blocks by name, in any layout, of a module and of its optimizer."""
+"""Find which block of every tensor of a module and its optimizer this rank holds, in any layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sbpc.mesh.states import Split, chunk_sizes
 
 
 @dataclass(frozen=True)
-class Part:
-    """The block `local` of a whole tensor of `shape`, from `start` on.
+class TensorBlock:
+    """The block `local` of a whole tensor of `shape`, which begins at the indices `start`.
 
-    replica: the number of this rank among those that hold the same block; replicas: how many these are.
+    replica: the number of this rank among the `replicas` ranks that hold the same block.
     """
 
     local: Tensor
@@ -33,11 +33,11 @@ class Part:
     replicas: int = 1
 
 
-def part_of(tensor: Tensor) -> Part:
-    """What this rank holds of a tensor; one that is no DTensor is whole on every rank."""
+def block_of(tensor: Tensor) -> TensorBlock:
+    """Returns the block of a tensor that this rank holds; every rank holds the whole of a tensor that is no DTensor."""
     if not isinstance(tensor, DTensor):
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        return Part(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks)
+        return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks)
     layout, sizes = layout_of(tensor), tuple(map(int, tensor.device_mesh.shape))
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
@@ -48,16 +48,15 @@ def part_of(tensor: Tensor) -> Part:
             lengths = chunk_sizes(shape[dim], sizes[axis])
             start[dim] += sum(lengths[: coordinates[axis]])
             shape[dim] = lengths[coordinates[axis]]
-    free = [axis for axis in range(len(sizes)) if axis not in layout.order]
-    replica = 0
-    for axis in free:
-        replica = replica * sizes[axis] + coordinates[axis]
-    replicas = math.prod(sizes[axis] for axis in free)
-    return Part(tensor.to_local().detach(), tuple(tensor.shape), tuple(start), replica, replicas)
+    replica, replicas = 0, 1
+    for axis in range(len(sizes)):
+        if axis not in layout.order:
+            replica, replicas = replica * sizes[axis] + coordinates[axis], replicas * sizes[axis]
+    return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(start), replica, replicas)
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """The layout of a DTensor. A strided shard says how many ranks cut before it, which tells the order of cuts."""
+    """Returns the layout of a DTensor. A strided shard says how many ranks cut before it, which tells the order of the cuts."""
     names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(tensor.device_mesh.ndim))
     sizes, states = tuple(tensor.device_mesh.shape), list(broadcast(names).states)
     factors: dict[int, int] = {}
@@ -74,30 +73,30 @@ def layout_of(tensor: DTensor) -> Layout:
 
 
 def cut_before(axis: int, order: Sequence[int], states: Sequence[Any], sizes: Sequence[int]) -> int:
-    """Among how many ranks of inner axes a dim is cut before `axis` cuts it."""
+    """Returns among how many ranks of inner axes a dim is cut before `axis` cuts it."""
     before = order[: order.index(axis)]
     return math.prod(sizes[other] for other in before if other > axis and states[other] == states[axis])
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """The first name of every parameter."""
+    """Returns the first name of every parameter."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Part]:
-    """By name what this rank holds: `model/NAME` of parameters and buffers, `optimizer/NAME/KEY` of their state."""
+def blocks_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, TensorBlock]:
+    """Returns this rank's blocks: `model/NAME` of parameters and buffers, `optimizer/NAME/KEY` of the optimizer's state."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    found = {f"model/{name}": part_of(tensor) for name, tensor in tensors.items()}
+    blocks = {f"model/{name}": block_of(tensor) for name, tensor in tensors.items()}
     for name, state in states_of(model, optimizer):
-        found |= {f"optimizer/{name}/{key}": part_of(v) for key, v in state.items() if isinstance(v, Tensor)}
-    return found
+        blocks |= {f"optimizer/{name}/{key}": block_of(v) for key, v in state.items() if isinstance(v, Tensor)}
+    return blocks
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, dict[str, Any]]]:
-    """The optimizer's state of every parameter that has one, by the parameter's name."""
+    """Returns the name and the optimizer's state of every parameter that the optimizer steps."""
     if optimizer is None:
         return []
-    names, found = names_of(model), []
+    names, states = names_of(model), []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -105,41 +104,5 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list
                     "the optimizer holds a parameter of another model, which the model has not\n"
                     "  Make the optimizer from the parameters of the parallel module."
                 )
-            found.append((names[parameter], optimizer.state.get(parameter, {})))
-    return found
-
-
-def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of another dtype in the layout of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return torch.zeros_like(parameter, dtype=dtype).detach()
-    return DTensor.from_local(
-        torch.zeros_like(parameter.to_local(), dtype=dtype).detach(),
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def whole(part: Part) -> Tensor:
-    """The whole tensor of which every rank holds a part, on all ranks, bit for bit."""
-    found = torch.zeros(part.shape, dtype=part.local.dtype, device=part.local.device)
-    if part.replica == 0:
-        block(found, part).copy_(part.local)
-    if dist.is_initialized() and found.numel():
-        dist.all_reduce(found.reshape(-1).view(torch.uint8))  # one rank brings a byte, the others zeros
-    return found
-
-
-def block(tensor: Tensor, part: Part) -> Tensor:
-    """The view of a whole tensor that a part stands for."""
-    for dim, (start, size) in enumerate(zip(part.start, part.local.shape)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters and buffers of a parallel module by name, on every rank: a plain one-device state dict."""
-    held = parts_of(model)
-    return {name.removeprefix("model/"): whole(part) for name, part in held.items()}
+            states.append((names[parameter], optimizer.state.get(parameter, {})))
+    return states

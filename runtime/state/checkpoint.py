@@ -1,8 +1,8 @@
-"""Checkpoints: a folder of steps, each whole or not there, that are loaded on any mesh and in any layout.
+"""Save the state of training in checkpoints, and load them on any mesh and in any layout.
 
-A step is written by `torch.distributed.checkpoint` into a folder of another name, which is renamed once all ranks have
-written; `state.json` in it says what it holds. The metadata of torch.distributed.checkpoint is a pickle: load
-checkpoints of your own, and take weights of strangers as safetensors.
+`torch.distributed.checkpoint` writes a step into a folder of another name, which is renamed once all ranks have written,
+so that a checkpoint is complete or absent. `state.json` in it says what it holds. The metadata of
+torch.distributed.checkpoint is a pickle: load only checkpoints of your own, and take the weights of others as safetensors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbpc.errors import CheckpointError
 from sbpc.graph.pytree import flatten, unflatten
-from sbpc.runtime.start import process_groups as groups
-from sbpc.runtime.state.blocks import Part, empty_like, names_of, parts_of, states_of
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.state.blocks import TensorBlock, blocks_of, names_of, states_of
 from sbpc.runtime.state.weight_files import Weights, weights_of
 
 FORMAT, VERSION, MARKER = "sbpc checkpoint", 1, "state.json"
@@ -41,51 +41,51 @@ NAME = re.compile(r"step-(\d{9})")
 
 
 class Saver(DefaultSavePlanner):
-    """Writes parts, each block by one of the ranks that hold it."""
+    """Writes blocks, each by one of the ranks that hold it."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, blocks: Mapping[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.parts = parts
+        self.blocks = blocks
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank writes."""
-        turns = enumerate(self.parts.items())
-        mine = {name: part for at, (name, part) in turns if part.replica == at % part.replicas and part.local.numel()}
-        self.plan = SavePlan([write_item(name, part) for name, part in mine.items()])
+        """Returns what this rank writes: the ranks that hold the same block take turns from tensor to tensor."""
+        turns = enumerate(self.blocks.items())
+        mine = {name: each for at, (name, each) in turns if each.replica == at % each.replicas and each.local.numel()}
+        self.plan = SavePlan([write_item(name, block) for name, block in mine.items()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """What is written."""
-        return self.parts[write_item.index.fqn].local
+        """Returns the tensor to write."""
+        return self.blocks[write_item.index.fqn].local
 
 
-def write_item(name: str, part: Part) -> WriteItem:
-    """One block of one tensor."""
-    start, chunk = torch.Size(part.start), ChunkStorageMetadata(torch.Size(part.start), part.local.shape)
-    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part.local), torch.Size(part.shape))
+def write_item(name: str, block: TensorBlock) -> WriteItem:
+    """Returns how torch.distributed.checkpoint describes one block of a tensor."""
+    start, chunk = torch.Size(block.start), ChunkStorageMetadata(torch.Size(block.start), block.local.shape)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(block.local), torch.Size(block.shape))
     return WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data)
 
 
 class Loader(DefaultLoadPlanner):
-    """Reads parts, whatever the blocks were in which they were written."""
+    """Reads blocks, whatever the blocks were in which they were written."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, blocks: Mapping[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.parts = parts
+        self.blocks = blocks
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads."""
+        """Returns what this rank reads."""
         items = []
-        for name, part in self.parts.items():
-            if part.local.numel():
+        for name, block in self.blocks.items():
+            if block.local.numel():
                 assert self.metadata is not None
-                chunk = ChunkStorageMetadata(torch.Size(part.start), part.local.shape)
+                chunk = ChunkStorageMetadata(torch.Size(block.start), block.local.shape)
                 items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])  # type: ignore[arg-type]
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where what is read goes."""
-        return self.parts[index.fqn].local
+        """Returns the tensor to read into."""
+        return self.blocks[index.fqn].local
 
 
 class Checkpoints:
@@ -109,7 +109,7 @@ class Checkpoints:
         self.extra: Any = None
         self.alone = not dist.is_initialized()
         self.first = self.alone or dist.get_rank() == 0
-        self.group = None if self.alone else groups.new(backend="gloo")
+        self.group = None if self.alone else process_groups.new_group(backend="gloo")
         self.writer = ThreadPoolExecutor(1, "sbpc-checkpoint")
         self.pending: Future[None] | None = None
 
@@ -121,11 +121,11 @@ class Checkpoints:
         Raises CheckpointError, also for an earlier save that failed.
         """
         self.wait()
-        held = parts_of(model, optimizer)
-        about = describe(step, held, model, optimizer, extra)
+        blocks = blocks_of(model, optimizer)
+        record = describe(step, blocks, model, optimizer, extra)
         if self.asynchronous:
-            held = {name: replace(part, local=part.local.to("cpu", copy=True)) for name, part in held.items()}
-        self.pending = self.writer.submit(self.write, step, held, about)
+            blocks = {name: replace(each, local=each.local.to("cpu", copy=True)) for name, each in blocks.items()}
+        self.pending = self.writer.submit(self.write, step, blocks, record)
         if not self.asynchronous:
             self.wait()
 
@@ -141,27 +141,27 @@ class Checkpoints:
                 f"the checkpoint in {self.folder} was not written: {cause(error)}\n  The one before it is whole; mend the cause."
             ) from error
 
-    def write(self, step: int, held: dict[str, Part], about: dict[str, Any]) -> None:
-        """Write one checkpoint, on all ranks together; runs in a thread of its own."""
-        part, final = (self.folder / f"step-{step:09d}{end}" for end in (".part", ""))
+    def write(self, step: int, blocks: dict[str, TensorBlock], record: dict[str, Any]) -> None:
+        """Writes one checkpoint on all ranks together, in the thread of `self.writer`."""
+        unfinished, final = (self.folder / f"step-{step:09d}{end}" for end in (".part", ""))
         if self.first:
-            remove(part)
-            part.mkdir(parents=True)
-        self.together()
-        tensors = {name: each.local for name, each in held.items()}
-        about_writer: dict[str, Any] = {"process_group": self.group, "no_dist": self.alone}
-        save(tensors, storage_writer=FileSystemWriter(part), planner=Saver(held), **about_writer)
+            remove(unfinished)
+            unfinished.mkdir(parents=True)
+        self.barrier()
+        tensors = {name: block.local for name, block in blocks.items()}
+        ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.alone}
+        save(tensors, storage_writer=FileSystemWriter(unfinished), planner=Saver(blocks), **ranks)
         if self.first:
-            write_synced(part / MARKER, json.dumps(about | {"sha256": digest(about)}, allow_nan=False))
+            write_synced(unfinished / MARKER, json.dumps(record | {"sha256": digest(record)}, allow_nan=False))
             remove(final)
-            part.rename(final)
+            unfinished.rename(final)
             sync(self.folder)
             for old in sorted(whole_steps(self.folder))[: -self.keep]:
                 remove(self.folder / f"step-{old:09d}")
-        self.together()
+        self.barrier()
 
-    def together(self) -> None:
-        """All ranks stand here."""
+    def barrier(self) -> None:
+        """Waits until all ranks are here."""
         if self.group is not None:
             dist.barrier(self.group)
 
@@ -174,37 +174,38 @@ class Checkpoints:
         self.wait()
         chosen = torch.tensor([-1 if step is None else step])
         if self.first:
-            clean(self.folder)
+            for unfinished in self.folder.glob("step-*.part"):
+                remove(unfinished)
             chosen[0] = max(whole_steps(self.folder), default=-1) if step is None else step
         if self.group is not None:
             dist.broadcast(chosen, 0, group=self.group)
         if chosen.item() < 0:
             return 0
         folder = self.folder / f"step-{int(chosen):09d}"
-        about = read_marker(folder)
+        record = read_marker(folder)
         if optimizer is not None:
-            prepare(model, optimizer, about, folder)
-        held = as_saved(parts_of(model, optimizer), model, about)
-        check(held, about["tensors"], folder)
-        read(folder, held, {"process_group": self.group, "no_dist": self.alone})
-        self.extra = unflatten(about["extra"], ())
-        draw_on = getattr(model, "set_random_state", None)  # a parallel module has it
-        if about["random"] is not None and draw_on is not None:
-            draw_on(about["random"])
-        return int(about["step"])
+            prepare(model, optimizer, record, folder)
+        blocks = as_saved(blocks_of(model, optimizer), model, record)
+        check(blocks, record["tensors"], folder)
+        read(folder, blocks, {"process_group": self.group, "no_dist": self.alone})
+        self.extra = unflatten(record["extra"], ())
+        set_random_state = getattr(model, "set_random_state", None)  # a parallel module has it
+        if record["random"] is not None and set_random_state is not None:
+            set_random_state(record["random"])
+        return int(record["step"])
 
 
-def read(folder: Path, held: Mapping[str, Part], about_reader: Mapping[str, Any]) -> None:
-    """Read parts from the folder of one checkpoint."""
-    tensors = {name: part.local for name, part in held.items()}
+def read(folder: Path, blocks: Mapping[str, TensorBlock], ranks: Mapping[str, Any]) -> None:
+    """Reads blocks from the folder of one checkpoint."""
+    tensors = {name: block.local for name, block in blocks.items()}
     try:
-        load(tensors, storage_reader=FileSystemReader(folder), planner=Loader(held), **about_reader)
+        load(tensors, storage_reader=FileSystemReader(folder), planner=Loader(blocks), **ranks)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be read: {cause(error)}\n  Remove it: an earlier one is loaded then.") from error
 
 
 def cause(error: BaseException) -> str:
-    """What has failed, in a line; torch.distributed.checkpoint gives the tracebacks of all ranks as one text."""
+    """Returns in one line what has failed. torch.distributed.checkpoint gives the tracebacks of all ranks as one text."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = min(error.failures.items())
         return f"rank {rank}: {cause(first)}"
@@ -212,16 +213,16 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def digest(about: Mapping[str, Any]) -> str:
-    """The SHA-256 of what `state.json` says."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+def digest(record: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of what `state.json` says."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def describe(
-    step: int, held: Mapping[str, Part], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+    step: int, blocks: Mapping[str, TensorBlock], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
 ) -> dict[str, Any]:
-    """What `state.json` says of a checkpoint."""
-    tensors = {name: [str(p.local.dtype).removeprefix("torch."), list(p.shape)] for name, p in held.items()}
+    """Returns what `state.json` says of a checkpoint."""
+    tensors = {name: dtype_and_shape(block) for name, block in blocks.items()}
     groups, names = [], names_of(model)
     for group in [] if optimizer is None else optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -243,107 +244,113 @@ def describe(
     }  # fmt: skip
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any], folder: Path) -> None:
-    """Give an optimizer the settings of a checkpoint and, for every tensor of state in it, one to be filled."""
-    saved, names = about["optimizer"], names_of(model)
-    there = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
+def dtype_and_shape(block: TensorBlock) -> list[Any]:
+    """Returns the dtype of a tensor as text and its whole shape, as `state.json` has them."""
+    return [str(block.local.dtype).removeprefix("torch."), list(block.shape)]
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any], folder: Path) -> None:
+    """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled."""
+    saved, names = record["optimizer"], names_of(model)
+    groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     if not saved["groups"]:
         raise CheckpointError(
             f"{folder} holds weights alone, nothing of an optimizer\n"
             "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights FILE.safetensors."
         )
-    if saved["class"] != type(optimizer).__name__ or [group["names"] for group in saved["groups"]] != there:
+    if saved["class"] != type(optimizer).__name__ or [group["names"] for group in saved["groups"]] != groups:
         raise CheckpointError(
             f"{folder} was saved with {saved['class']} over {[len(g['names']) for g in saved['groups']]} parameters, "
-            f"this is {type(optimizer).__name__} over {[len(group) for group in there]}\n"
+            f"this is {type(optimizer).__name__} over {[len(group) for group in groups]}\n"
             "  Make the optimizer that was saved, or load the model alone."
         )
-    kept: dict[str, dict[str, Any]] = {}
-    for full, about_tensor in about["tensors"].items():
-        kind, _, name = full.partition("/")
-        if kind == "optimizer":
-            name, _, key = name.rpartition("/")
-            kept.setdefault(name, {})[key] = about_tensor
+    tensors = tensors_of_state(record)
     for group, old in zip(optimizer.param_groups, saved["groups"]):
         group.update(unflatten(old["settings"], [torch.tensor(value) for value in old["values"]]))
+        step_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
         for parameter in group["params"]:
             state = dict(saved["plain"].get(names[parameter], {}))
-            where = parameter.device if group.get("fused") or group.get("capturable") else None
-            for key, (dtype, shape) in kept.get(names[parameter], {}).items():
-                like = tuple(shape) == tuple(parameter.shape) and key != "step"
+            for key, (dtype, shape) in tensors.get(names[parameter], {}).items():
                 kind = getattr(torch, dtype)
-                state[key] = empty_like(parameter, kind) if like else torch.zeros(shape, dtype=kind, device=where)
+                if tuple(shape) == tuple(parameter.shape) and key != "step":
+                    state[key] = torch.zeros_like(parameter, dtype=kind)
+                else:
+                    state[key] = torch.zeros(shape, dtype=kind, device=parameter.device if step_device else None)
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
 
 
-def as_saved(held: Mapping[str, Part], model: nn.Module, about: Mapping[str, Any]) -> dict[str, Part]:
-    """Parts by the names that a checkpoint has for them.
+def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns dtype and shape of the tensors of an optimizer's state in a checkpoint, by parameter and key."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for full, dtype_and_shape in record["tensors"].items():
+        kind, _, name_and_key = full.partition("/")
+        if kind == "optimizer":
+            name, _, key = name_and_key.rpartition("/")
+            tensors.setdefault(name, {})[key] = dtype_and_shape
+    return tensors
 
-    It may have a tied tensor under another of its names, and need not have buffers that state_dict leaves out: weights
-    from elsewhere lack them, and the model's constructor has made them.
+
+def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:
+    """Returns blocks by the names that a checkpoint has for them.
+
+    A checkpoint may have a tied tensor under another of its names. It may lack buffers that state_dict leaves out, as
+    weights from elsewhere do: the model's constructor has made them, and they stay as they are.
     """
-    weights, there, tied = weights_of(model), about["tensors"], about.get("tied", {})
-    found: dict[str, Part] = {}
-    for full, part in held.items():
+    weights, saved, tied = weights_of(model), record["tensors"], record.get("tied", {})
+    renamed: dict[str, TensorBlock] = {}
+    for full, block in blocks.items():
         name = full.removeprefix("model/")
-        if full not in there and name in weights.tensors:
+        if full not in saved and name in weights.tensors:
             names = [name, *(other for other, first in weights.tied.items() if first == name)]
             others = [f"model/{tied.get(other, other)}" for other in names]
-            if not any(other in there for other in others) and name in weights.left_out:
+            if not any(other in saved for other in others) and name in weights.left_out:
                 continue
-            full = next((other for other in others if other in there and other not in held), full)
-        found[full] = part
-    return found
+            full = next((other for other in others if other in saved and other not in blocks), full)
+        renamed[full] = block
+    return renamed
 
 
-def check(held: Mapping[str, Part], tensors: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError unless a checkpoint holds what is asked for."""
-    for name, part in held.items():
-        found = tensors.get(name)
-        here = [str(part.local.dtype).removeprefix("torch."), list(part.shape)]
-        if found != here:
-            what = "lacks it" if found is None else f"has {found[0]} {found[1]}"
+def check(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless a checkpoint holds what is asked for."""
+    for name, block in blocks.items():
+        saved, here = tensors.get(name), dtype_and_shape(block)
+        if saved != here:
+            what = "lacks it" if saved is None else f"has {saved[0]} {saved[1]}"
             raise CheckpointError(
                 f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this model."
             )
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises CheckpointError if it is none."""
+    """Returns what `state.json` says of a checkpoint. Raises CheckpointError if the folder holds none."""
     try:
-        about = json.loads((folder / MARKER).read_text())
+        record = json.loads((folder / MARKER).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
-    if not isinstance(about, dict) or (about.get("format"), about.get("version")) != (FORMAT, VERSION):
+    if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(f"{folder} is no checkpoint of version {VERSION}\n  Name one that this sbpc wrote.")
-    written = about.pop("sha256", None)
-    if written not in (None, digest(about)):  # one of before has none
+    written = record.pop("sha256", None)
+    if written not in (None, digest(record)):  # early versions wrote no digest
         raise CheckpointError(f"{folder / MARKER} is damaged\n  Remove {folder}: an earlier checkpoint is loaded then.")
-    return about
+    return record
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The steps of which a whole checkpoint lies in a folder."""
-    found = [NAME.fullmatch(path.name) for path in folder.glob("step-*") if (path / MARKER).is_file()]
-    return sorted(int(match[1]) for match in found if match is not None)
-
-
-def clean(folder: Path) -> None:
-    """Remove what saves that were cut short have left."""
-    for path in folder.glob("step-*.part"):
-        remove(path)
+    """Returns the steps of the complete checkpoints in a folder, ascending."""
+    matches = [NAME.fullmatch(path.name) for path in folder.glob("step-*") if (path / MARKER).is_file()]
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, its marker first: what is half removed is not taken for whole."""
+    """Removes a checkpoint, `state.json` first, so that what is half removed does not count as complete."""
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on the disk when this returns."""
+    """Writes a file and returns when it is on the disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -351,7 +358,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """See to it that the names in a folder are on the disk."""
+    """Returns when the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -359,24 +366,19 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def whole_model(folder: str | Path, step: int | None = None) -> dict[str, Tensor]:
-    """A plain one-device state dict out of a checkpoint, read in one process."""
-    return weights_in(folder, step).state_dict()
-
-
 def weights_in(folder: str | Path, step: int | None = None) -> Weights:
-    """The whole parameters and buffers of a checkpoint, read in one process."""
+    """Reads the whole parameters and buffers of a checkpoint in one process. Without `step` it is the last one."""
     folder = Path(folder)
     steps = whole_steps(folder)
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{folder} holds no checkpoint{'' if step is None else f' of step {step}'}\n  It holds {steps}.")
     folder /= f"step-{steps[-1] if step is None else step:09d}"
-    about = read_marker(folder)
-    found = {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, shape) in about["tensors"].items()
+    record = read_marker(folder)
+    blocks = {
+        name: TensorBlock(torch.zeros(shape, dtype=getattr(torch, dtype)), tuple(shape), (0,) * len(shape))
+        for name, (dtype, shape) in record["tensors"].items()
         if name.startswith("model/")
     }
-    read(folder, {name: Part(t, tuple(t.shape), (0,) * t.dim()) for name, t in found.items()}, {"no_dist": True})
-    tensors = {name.removeprefix("model/"): tensor for name, tensor in found.items()}
-    return Weights(tensors, about.get("tied", {}), tuple(about.get("left_out", ())))
+    read(folder, blocks, {"no_dist": True})
+    tensors = {name.removeprefix("model/"): block.local for name, block in blocks.items()}
+    return Weights(tensors, record.get("tied", {}), tuple(record.get("left_out", ())))

@@ -1,9 +1,9 @@
-"""Weights of a model too large to be built: its constructor is recorded on fake tensors, then replayed one tensor at a time.
+"""Make the weights of a model that is too large for one device: record its constructor, then replay it tensor by tensor.
 
-Three passes. The constructor runs on tensors without data, and every op is noted. Then its random ops are run, alone, in
-their order, and the state of the generator before each is noted. Then each tensor is computed from the ops that it
-depends on, random ones from the state that they had: the numbers are those that one device draws. The idea of a recorded
-constructor is torchdistX's (`deferred_init`, 2022).
+First the constructor runs on fake tensors, and every op is recorded. Then its random ops alone run in their order, and the
+state of the generator before each of them is recorded. Then each tensor is computed from the ops that it depends on, where
+random ops start from their recorded state: the numbers are those that one device would draw.
+The idea of a recorded constructor is torchdistX's (`deferred_init`, 2022).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from sbpc._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, storage_of, tree_flatten, tree_map
+from sbpc._compat import FakeTensor, FakeTensorMode, TorchDispatchMode, schema_of, storage_of, tree_leaves, tree_map
 from sbpc.errors import PlanError
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.state.dtensors import of_rank_zero
 
 aten = torch.ops.aten
 DRAWS = {
@@ -26,20 +27,23 @@ DRAWS = {
     *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.cauchy_.default, aten.log_normal_.default),
     *(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
 }
-"""Random ops whose draws depend on the sizes of their arguments alone."""
+"""Random ops whose draws depend only on the sizes of their arguments."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A value of the recording, in the place of a tensor."""
+    """The number of a recorded tensor, which stands for it in arguments."""
 
     number: int
 
 
 @dataclass
-class Call:
-    """One op: its arguments with slots for tensors, the slots of its results, the storages that it makes or changes and
-    those that it reads; of a random op the tensor that it draws into, and the generator's state before it."""
+class RecordedOp:
+    """One call of an op, with slots in the place of tensors.
+
+    results: the numbers of the results. makes, reads: the storages that it makes or writes, and that it reads.
+    drawn: shape, strides and dtype of what a random op draws. state: the state of the generator before it.
+    """
 
     op: Any
     args: Any
@@ -47,18 +51,18 @@ class Call:
     results: list[int]
     makes: set[int]
     reads: set[int]
-    drawn: Any = None
+    drawn: tuple[Any, Any, torch.dtype] | None = None
     state: Tensor | None = None
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every op on fake tensors."""
+    """Records every op on fake tensors. It keeps all tensors and storages alive, so that no id is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedOp] = []
         self.numbers: dict[int, int] = {}
-        self.held: list[Tensor] = []  # and below their storages, so that no id is used twice
+        self.tensors: list[Tensor] = []
         self.storages: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,24 +72,23 @@ class Recorder(TorchDispatchMode):
                 f"the constructor calls {func}, whose random draws depend on values\n"
                 "  Initialise with normal_, uniform_ and the like, or give a model that has its weights."
             )
-        taken = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        reads = {storage_of(leaf) for leaf in taken if isinstance(leaf, FakeTensor)}
+        reads = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)}
         slots: tuple[Any, Any] = tree_map(self.slot, (args, kwargs))
         result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         written = [
             storage_of(value)
             for argument, value in zip(schema_of(func).arguments, args)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
         ]
-        call = Call(func, *slots, [self.number(leaf) for leaf in made], {*map(storage_of, made), *written}, reads)
+        call = RecordedOp(func, *slots, [self.number(leaf) for leaf in made], {*map(storage_of, made), *written}, reads)
         if func in DRAWS:
             call.drawn = made[0].shape, made[0].stride(), made[0].dtype
         self.calls.append(call)
         return result
 
     def slot(self, value: Any) -> Any:
-        """A fake tensor's slot; a real one, which the constructor took from elsewhere, as it is."""
+        """Returns the slot of a fake tensor. Any other value is a constant of the constructor."""
         if not isinstance(value, FakeTensor):
             return value
         if id(value) not in self.numbers:
@@ -95,16 +98,16 @@ class Recorder(TorchDispatchMode):
         return Slot(self.numbers[id(value)])
 
     def number(self, value: Tensor) -> int:
-        """The number of a result."""
+        """Returns the number of a result, a new one if it has none."""
         if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.held)
-            self.held.append(value)
+            self.numbers[id(value)] = len(self.tensors)
+            self.tensors.append(value)
             self.storages.append(value.untyped_storage())
         return self.numbers[id(value)]
 
 
 class Recording:
-    """A constructor's ops, and the model that it made, on fake tensors. Its tensors are computed by `tensor`."""
+    """The ops of a constructor, and the model of fake tensors that it made. `tensor` computes the real ones."""
 
     def __init__(self, init: Callable[[], nn.Module]) -> None:
         state = torch.get_rng_state()
@@ -121,7 +124,7 @@ class Recording:
             raise PlanError("init= seeds torch or draws outside of torch's ops\n  Seed before parallelize.")
         if not isinstance(self.model, nn.Module):
             raise PlanError(f"init= returns {self.model!r:.80}\n  Return the module, as in init=Model.")
-        self.calls, self.held, self.storages = recorder.calls, recorder.held, recorder.storages
+        self.recorder, self.calls = recorder, recorder.calls
         self.named: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         self.named |= dict(self.model.named_buffers(remove_duplicate=False))
         for name, value in self.named.items():
@@ -132,12 +135,12 @@ class Recording:
                 draw(call)
 
     def digest(self) -> str:
-        """What ranks must agree on."""
+        """Returns the SHA-256 of the recorded ops."""
         text = [f"{call.op} {call.args} {call.kwargs} {call.drawn}" for call in self.calls]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
     def tensor(self, name: str) -> Tensor:
-        """The values of a parameter or buffer, from the ops that they depend on alone."""
+        """Returns a parameter or buffer, computed by the ops that it depends on and no others."""
         fake = self.named[name]
         needed, chosen = {storage_of(fake)}, []
         for call in reversed(self.calls):
@@ -151,25 +154,26 @@ class Recording:
                 if call.state is not None:
                     torch.set_rng_state(call.state)
                 args, kwargs = tree_map(lambda leaf: real(leaf, values), (call.args, call.kwargs))
-                made = tree_flatten(call.op(*args, **kwargs))[0]
-                tensors = (leaf for leaf in made if isinstance(leaf, Tensor))
-                values.update(zip(call.results, tensors))
+                made = tree_leaves(call.op(*args, **kwargs))
+                values.update(zip(call.results, (leaf for leaf in made if isinstance(leaf, Tensor))))
         torch.set_rng_state(ended)
-        base = next(value for number, value in values.items() if storage_of(self.held[number]) == storage_of(fake))
+        recorded = self.recorder.tensors
+        base = next(value for number, value in values.items() if storage_of(recorded[number]) == storage_of(fake))
         return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
 
 def real(leaf: Any, values: dict[int, Tensor]) -> Any:
-    """The value in a slot; a copy of a constant, which a later op may change."""
+    """Returns the value in a slot. A constant tensor is copied, as a later op may write it."""
     if isinstance(leaf, Slot):
         return values[leaf.number]
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def draw(call: Call) -> None:
-    """Note the generator's state before a random op, and draw what it draws."""
+def draw(call: RecordedOp) -> None:
+    """Records the generator's state before a random op, and draws what the op draws."""
     if call.kwargs.get("generator") is not None:
         raise PlanError("init= draws from a generator of its own\n  Draw from torch's, and seed it before parallelize.")
+    assert call.drawn is not None
     call.state = torch.get_rng_state()
     shape, stride, dtype = call.drawn
     scratch = torch.empty_strided(shape, stride, dtype=dtype)
@@ -177,17 +181,14 @@ def draw(call: Call) -> None:
     call.op(*args, **call.kwargs)
 
 
-def agreed(recording: Recording) -> None:
-    """Raise PlanError on all ranks unless all have recorded the same."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, recording.digest())
-    if len(set(digests)) > 1:
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+def check_agreement(recording: Recording) -> None:
+    """Raises PlanError on all ranks unless all have recorded the same ops."""
+    digests = process_groups.from_all_ranks(recording.digest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
         raise PlanError(f"init= builds another model on the ranks {others} than on rank 0\n  Build the same on all.")
 
 
 def same_start() -> None:
-    """Give every rank the state of rank 0's generator."""
-    state = torch.get_rng_state()
-    dist.broadcast(state, 0)
-    torch.set_rng_state(state)
+    """Gives every rank the state of rank 0's generator."""
+    torch.set_rng_state(of_rank_zero(torch.get_rng_state(), torch.device("cpu")))

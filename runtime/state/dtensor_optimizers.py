@@ -1,7 +1,9 @@
-"""torch.optim over DTensors: fused steps that torch has for plain tensors alone, and writes that it does not count.
+"""Make torch.optim and torch.amp.GradScaler right for DTensors, which torch 2.13 gets wrong in three ways.
 
-Found in 2.13: `_fused_sgd_` and `_fused_adagrad_` of DTensors are refused, and ops on lists of DTensors (foreach, fused)
-leave `_version` as it is, so that nobody sees that a parameter was written between a forward and its backward.
+It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not raise
+`_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler looks for
+infinities over the ranks that split the first gradient and over no others: if that one is whole and another is split,
+some ranks skip the step and some do not, and their weights differ from then on.
 """
 
 from __future__ import annotations
@@ -11,25 +13,30 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sbpc._compat import local_of, on_dtensors, tree_map
+from sbpc._compat import detached, local_of, on_dtensors, tree_map
 from sbpc.errors import PlanError
 
 aten = torch.ops.aten
-FUSED = (
-    aten._fused_adagrad_.default,
-    aten._fused_adagrad_.tensor_lr,
-    aten._fused_sgd_.default,
-    aten._fused_sgd_.tensor_lr,
-)
+FUSED = [getattr(op, name) for op in (aten._fused_adagrad_, aten._fused_sgd_) for name in ("default", "tensor_lr")]
 
 
-def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pointwise op in place on lists, as of parameters, gradients and momenta: each rank steps what it holds of them."""
-    for of_one in zip(*(given for given in args if given)):
-        layouts = {each.placements for each in of_one if isinstance(each, DTensor)}
+@functools.lru_cache(maxsize=1)
+def install() -> None:
+    """Has torch call the functions below. Once in a process: torch keeps every hook that it is given."""
+    for op in FUSED:
+        on_dtensors(op, on_shards)
+    on_dtensors(aten._amp_foreach_non_finite_check_and_unscale_.default, unscale)
+    on_dtensors(aten.detach.default, detached)
+    register_optimizer_step_post_hook(count_writes)
+
+
+def on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs a pointwise op in place on this rank's shards in lists of parameters, gradients and momenta."""
+    for of_one_parameter in zip(*(tensors for tensors in args if tensors)):
+        layouts = {each.placements for each in of_one_parameter if isinstance(each, DTensor)}
         if len(layouts) > 1:
             raise PlanError(
                 f"{op.name()} of a parameter, its gradient or its state in different layouts: {layouts}\n"
@@ -39,14 +46,17 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Count a step as a write of every DTensor parameter that has a gradient."""
+    """Counts a step as a write of every DTensor parameter that has a gradient."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     increment_version([each for each in stepped if isinstance(each, DTensor) and each.grad is not None])
 
 
-@functools.lru_cache(maxsize=1)
-def mend() -> None:
-    """Have torch call both."""
-    for op in FUSED:
-        on_dtensors(op, on_parts)
-    register_optimizer_step_post_hook(count_writes)
+def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them."""
+    gradients, infinite, scale = args
+    op([gradient.to_local() for gradient in gradients], infinite, scale)
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
+        layouts = [gradient.placements for gradient in gradients if gradient.device_mesh == mesh]
+        whole = [all(isinstance(state, Replicate) for state in states) for states in zip(*layouts)]
+        over: list[Placement] = [Replicate() if each else Partial("max") for each in whole]
+        infinite.copy_(DTensor.from_local(infinite, mesh, over, run_check=False).full_tensor())

@@ -1,8 +1,8 @@
-"""Weights as a safetensors file, the form for strangers' files: names and numbers, no code, on one device or on many.
+"""Read and write weights as safetensors files, which hold names and numbers and no code.
 
-A file that sbpc writes says the SHA-256 of each of its tensors, with name, dtype and shape, in its metadata: whatever is
-read is held to that. It tells of damage and of mix-ups; who changes a file on purpose can write other digests. A
-stranger's file says none, and is read as it is.
+sbpc writes into the metadata the SHA-256 of each tensor with its name, dtype and shape, and checks it on reading. That
+detects damage and mix-ups, not intent: whoever changes a file on purpose can write other digests. A file that another
+program wrote has no digests and is read without this check.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from sbpc._compat import left_out_of
 from sbpc.errors import PlanError
 
 RECORD, SEAL = "sbpc", "sbpc.sha256"
-"""Keys of the metadata: what sbpc says of the tensors, as JSON; the digest of that text."""
+"""Keys of the metadata: the record of the tensors as JSON, and the digest of that text."""
 
 
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a model by first name.
 
-    tied: every further name of one -> its first. left_out: names that `state_dict` leaves out (buffers that are not
-    persistent).
+    tied: every further name of a tensor -> its first. left_out: the buffers that `state_dict` leaves out.
     """
 
     tensors: dict[str, Tensor]
@@ -39,13 +38,13 @@ class Weights:
     left_out: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `state_dict` of the model on one device gives: tied tensors under all their names, one tensor."""
-        found = self.tensors | {name: self.tensors[first] for name, first in self.tied.items()}
-        return {name: tensor for name, tensor in found.items() if name not in self.left_out}
+        """Returns the `state_dict` of the model on one device, in which a tied tensor has all its names."""
+        named = self.tensors | {name: self.tensors[first] for name, first in self.tied.items()}
+        return {name: tensor for name, tensor in named.items() if name not in self.left_out}
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """The parameters and buffers of a module, also what `state_dict` leaves out."""
+    """Returns the parameters and buffers of a module, including those that `state_dict` leaves out."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -59,15 +58,15 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def save_weights(weights: Weights, path: str | Path) -> None:
-    """Write whole tensors, tied ones once; the file is moved into place, so that a reader never sees half of it."""
+    """Writes whole tensors, tied ones once. The file is moved into place, so that a reader never sees half of it."""
     path = Path(path)
-    part = path.with_name(path.name + ".part")
-    owned = {name: plain(tensor) for name, tensor in weights.tensors.items()}
-    digests = {name: digest(name, tensor) for name, tensor in owned.items()}
+    unfinished = path.with_name(path.name + ".part")
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.tensors.items()}
+    digests = {name: digest(name, tensor) for name, tensor in copies.items()}
     text = json.dumps({"sha256": digests, "tied": weights.tied, "left_out": weights.left_out})
     try:
-        save_file(owned, part, {"format": "pt", RECORD: text, SEAL: sealed(text)})
-        part.replace(path)
+        save_file(copies, unfinished, {"format": "pt", RECORD: text, SEAL: sealed(text)})
+        unfinished.replace(path)
     except KeyError as error:
         raise PlanError(
             f"{path} cannot be written: safetensors has no {error}\n  Keep such tensors in a checkpoint: sbpc run --checkpoint."
@@ -77,30 +76,25 @@ def save_weights(weights: Weights, path: str | Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write whole tensors by name."""
+    """Writes whole tensors by name."""
     save_weights(Weights(dict(tensors)), path)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """A copy of a tensor whose memory holds its numbers in order."""
-    return tensor.detach().cpu().contiguous().clone()
-
-
 def digest(name: str, tensor: Tensor) -> str:
-    """The SHA-256 of a contiguous tensor on the CPU, with its name, dtype and shape."""
-    found = hashlib.sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    """Returns the SHA-256 of a contiguous tensor on the CPU, with its name, dtype and shape."""
+    sha = hashlib.sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+    sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def sealed(text: str) -> str:
-    """The SHA-256 of a text."""
+    """Returns the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """An open safetensors file. digests: by name, none in a stranger's. tied, left_out: as in `Weights`."""
+    """An open safetensors file. digests: by name, none unless sbpc wrote the file. tied, left_out: as in `Weights`."""
 
     path: Path
     file: Any
@@ -110,24 +104,24 @@ class TensorFile:
     left_out: tuple[str, ...]
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, which is not read."""
+        """Returns the shape of a tensor without reading it."""
         return list(self.file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """A tensor. Raises PlanError if it is not the one that was written."""
-        found: Tensor = self.file.get_tensor(name)
+        """Returns a tensor. Raises PlanError if it is not the one that was written."""
+        tensor: Tensor = self.file.get_tensor(name)
         wanted = self.digests.get(name)
-        if wanted is not None and digest(name, found) != wanted:
+        if wanted is not None and digest(name, tensor) != wanted:
             raise PlanError(
-                f"{name} in {self.path} is not what sbpc wrote there: its sha256 is {digest(name, found)[:16]}, not {wanted[:16]}\n"
+                f"{name} in {self.path} is not what sbpc wrote there: its sha256 is {digest(name, tensor)[:16]}, not {wanted[:16]}\n"
                 "  The file is damaged, or was changed: copy it or write it anew; without the metadata "
                 f"{RECORD!r} it is read as it is."
             )
-        return found
+        return tensor
 
 
 def opened(path: str | Path) -> TensorFile:
-    """A safetensors file. Raises PlanError if it is none, or if what sbpc wrote of its tensors is damaged."""
+    """Opens a safetensors file. Raises PlanError if it is none, or if its metadata is damaged."""
     try:
         file: Any = safe_open(path, framework="pt")
         names, about = tuple(file.keys()), file.metadata() or {}
@@ -136,6 +130,12 @@ def opened(path: str | Path) -> TensorFile:
     if RECORD not in about and SEAL not in about:
         tied = {name: first for name, first in about.items() if first in names and name not in names}  # by save_model
         return TensorFile(Path(path), file, names, {}, tied, ())
+    record = record_of(path, names, about)
+    return TensorFile(Path(path), file, names, record["sha256"], record["tied"], tuple(record["left_out"]))
+
+
+def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what sbpc wrote of the tensors `names` into a file's metadata. Raises PlanError if it is damaged."""
     text = about.get(RECORD, "")
     if sealed(text) != about.get(SEAL):
         raise damaged(path, "its metadata is not what sbpc wrote")
@@ -149,22 +149,22 @@ def opened(path: str | Path) -> TensorFile:
     others = sorted(digests.keys() ^ set(names))
     if others or not digests.keys() >= set(tied.values()):
         raise damaged(path, f"its metadata is of other tensors: {', '.join(others[:3])}")
-    return TensorFile(Path(path), file, names, digests, tied, left_out)
+    return {"sha256": digests, "tied": tied, "left_out": left_out}
 
 
 def damaged(path: str | Path, why: str) -> PlanError:
-    """What is said of a file whose metadata is not to be trusted."""
+    """Returns the error about a file whose metadata is not to be trusted."""
     return PlanError(f"{path} is damaged: {why}\n  Copy it or write it anew.")
 
 
 def read_weights(path: str | Path) -> Weights:
-    """All that a safetensors file holds. Raises PlanError if it is none, or is damaged."""
+    """Reads a safetensors file. Raises PlanError if it is none, or is damaged."""
     file = opened(path)
     return Weights({name: file.read(name) for name in file.names}, file.tied, file.left_out)
 
 
 def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or those of some names. Raises PlanError as `opened` does, or if it lacks one."""
+    """Reads the tensors of a safetensors file, or those of some names. Raises PlanError as `opened` does, or if it lacks one."""
     file = opened(path)
     wanted = file.names if names is None else list(names)
     missing = [name for name in wanted if name not in file.names]
@@ -174,14 +174,14 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
 
 
 def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    """What reads one tensor of a safetensors file at a time. Raises PlanError if one is absent or not like that wanted."""
+    """Returns a function that reads one tensor of a safetensors file. Raises PlanError if one is absent or unlike the wanted one."""
     file = opened(path)
-    there = {**{name: name for name in file.names}, **file.tied}
-    missing = [name for name in wanted if name not in there]
+    stored = {**{name: name for name in file.names}, **file.tied}
+    missing = [name for name in wanted if name not in stored]
     if missing:
         raise PlanError(f"{path} lacks {', '.join(missing[:3])}\n  Give the weights of the model that was exported.")
     for name, value in wanted.items():
-        shape = file.shape(there[name])
+        shape = file.shape(stored[name])
         if shape != list(value.shape):
             raise PlanError(
                 f"{name} is {shape} in {path}, and {list(value.shape)} in the programs\n"
@@ -189,10 +189,10 @@ def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Te
             )
 
     def read(name: str) -> Tensor:
-        found = file.read(there[name])
-        if found.dtype != wanted[name].dtype:
-            raise PlanError(f"{name} is {found.dtype} in {path}, not {wanted[name].dtype}\n  Give it in that type.")
-        return found
+        tensor = file.read(stored[name])
+        if tensor.dtype != wanted[name].dtype:
+            raise PlanError(f"{name} is {tensor.dtype} in {path}, not {wanted[name].dtype}\n  Give it in that type.")
+        return tensor
 
     return read
 
@@ -204,21 +204,26 @@ def tree(
     frozen: Iterable[str] = (),
     left_out: Iterable[str] = (),
 ) -> nn.Module:
-    """A module of plain modules that holds tensors under qualified names; those of `parameters` as parameters."""
+    """Returns a module of plain modules that holds tensors under qualified names, those of `parameters` as parameters."""
     root = nn.Module()
     trained, fixed, unsaved = set(parameters), set(frozen), set(left_out)
     made = {
         name: nn.Parameter(tensor, name not in fixed) if name in trained else tensor for name, tensor in tensors.items()
     }
     for name, first in [*((name, name) for name in made), *tied.items()]:
-        *path, leaf = name.split(".")
-        parent = root
-        for part in path:
-            if part not in dict(parent.named_children()):
-                parent.register_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        if first in trained:
-            parent.register_parameter(leaf, made[first])
-        else:
-            parent.register_buffer(leaf, made[first], persistent=name not in unsaved)
+        place_tensor(root, name, made[first], persistent=name not in unsaved)
     return root
+
+
+def place_tensor(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Registers a parameter or a buffer under a qualified name, and makes the modules on the way to it."""
+    *path, leaf = name.split(".")
+    owner = root
+    for child in path:
+        if child not in dict(owner.named_children()):
+            owner.register_module(child, nn.Module())
+        owner = owner.get_submodule(child)
+    if isinstance(tensor, nn.Parameter):
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor, persistent=persistent)

@@ -1,4 +1,4 @@
-"""Every mesh of a number of devices, and the plan on each, best first: the step is captured once."""
+"""Plan one step on every mesh of a number of devices. The step is captured once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, Mesh], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A mesh and the plan on it. cost: what was minimised, a number: seconds, or bytes that the busiest rank sends.
 
     `plan.cost` has all the figures.
@@ -48,7 +48,7 @@ def sweep(
     memory: float | None = None,
     progress: Progress | None = None,
     **step: Any,
-) -> list[Row]:
+) -> list[SweepRow]:
     """Returns a row for every mesh of `devices` ranks with up to `axes` axes, best first: `.mesh`, `.plan` and `.cost`, a number.
 
     Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are mirror images
@@ -64,60 +64,65 @@ def sweep(
     Raises MeshError for a number of devices that is none, MemoryLimitError if the step fits on no mesh, and what `sbpc.plan`
     raises.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:
-        raise MeshError(f"devices is {devices!r}\n  It is a number from 1 to {1 << 20:,}.")
-    check_kinds(axes=(axes, "an integer"), progress=(progress, "a function", "None"))
-    if not 1 <= axes <= len(AXES):
-        raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")
+    check_devices(devices, axes, progress)
     options: dict[str, Any] = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory}
     check_options(**options)
     task = prepare(model, args, **step)
-    found = meshes(devices, cluster, axes, stored_sizes(task.gm))
+    tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
     rows, errors = [], []
-    for number, mesh in enumerate(found):
-        log.info("mesh %d of %d: %s", number + 1, len(found), mesh)
+    for number, mesh in enumerate(tried):
+        log.info("mesh %d of %d: %s", number + 1, len(tried), mesh)
         if progress is not None:
-            progress(number, len(found), mesh)
+            progress(number, len(tried), mesh)
         try:
-            rows.append(row(task.again(), mesh, options))
+            rows.append(row_of(task.again(), mesh, options))
         except MemoryLimitError as error:
             errors.append(error)
         except SbpcError as error:
             raise type(error)(f"on {mesh}: {error}") from error
     if not rows:
-        raise MemoryLimitError(f"on none of {len(found)} meshes: {errors[-1]}")
-    return sorted(rows, key=lambda r: (r.cost, len(r.mesh.axes), r.mesh.sizes))
+        raise MemoryLimitError(f"on none of {len(tried)} meshes: {errors[-1]}")
+    return sorted(rows, key=lambda row: (row.cost, len(row.mesh.axes), row.mesh.sizes))
 
 
-def row(task: Task, mesh: Mesh, options: dict[str, Any]) -> Row:
-    """The plan on one mesh and its cost; graphs that were made for that are dropped, and made again on use."""
+def check_devices(devices: Any, axes: Any, progress: Any) -> None:
+    """Raises MeshError unless `devices` and `axes` are numbers of devices and of axes."""
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:
+        raise MeshError(f"devices is {devices!r}\n  It is a number from 1 to {1 << 20:,}.")
+    check_kinds(axes=(axes, "an integer"), progress=(progress, "a function", "None"))
+    if not 1 <= axes <= len(AXES):
+        raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")
+
+
+def row_of(task: Task, mesh: Mesh, options: dict[str, Any]) -> SweepRow:
+    """Plans one mesh. The plan forgets the graphs that were made for its cost, and makes them again on use."""
     plan = task.plan(mesh, **options)
     cost = plan.cost.paid
     plan.forget()
-    return Row(mesh, plan, cost)
+    return SweepRow(mesh, plan, cost)
 
 
 def meshes(devices: int, cluster: Cluster | str | None, axes: int, stored: Sequence[int] = ()) -> list[Mesh]:
-    """Every factorisation of `devices` as a mesh, fewest axes first, without those that are another one mirrored.
+    """Returns every factorisation of `devices` as a mesh, fewest axes first, and of two mirror images only the first.
 
-    A mirror image has the same links and the same runs of neighbouring axes, so what is possible on one is so on the
-    other, unless a stored dim (sizes in `stored`) is cut unevenly: that is allowed in mesh order only.
+    A mirror image has the same links and the same runs of neighbouring axes, so both have the same plans. The exception
+    is a stored dim that is cut unevenly, as only mesh order allows that. stored: the sizes of stored dims.
 
     >>> [mesh.sizes for mesh in meshes(8, None, 4)], [mesh.sizes for mesh in meshes(8, None, 4, [12])]
     ([(8,), (2, 4), (2, 2, 2)], [(8,), (2, 4), (4, 2), (2, 2, 2)])
     """
-    found: dict[Any, Mesh] = {}
+    by_links: dict[Any, Mesh] = {}
     for count in range(1, axes + 1):
         for sizes in factorisations(devices, count):
             mesh = Mesh(cluster=cluster, **dict(zip(AXES, sizes)))
             uneven = any(may_cut(size, cut, False, True) != may_cut(size, cut, True, True)
                          for size in stored for cut in subsets(sizes))  # fmt: skip
-            found.setdefault(links(mesh) if uneven else min(links(mesh), links(mesh, -1)), mesh)
-    return list(found.values())
+            by_links.setdefault(links(mesh) if uneven else min(links(mesh), links(mesh, -1)), mesh)
+    return list(by_links.values())
 
 
 def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factors from 2 on, `count` of them; of one factor the number itself, be it 1.
+    """Yields the ways to write `number` as an ordered product of `count` factors from 2 on, or of itself alone.
 
     >>> list(factorisations(12, 2)), list(factorisations(1, 1))
     ([(2, 6), (3, 4), (4, 3), (6, 2)], [(1,)])
@@ -131,20 +136,17 @@ def factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def subsets(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Two or more of the sizes in their order."""
+    """Yields every choice of two or more of the sizes, in their order."""
     return itertools.chain(*(itertools.combinations(sizes, count) for count in range(2, len(sizes) + 1)))
 
 
 def links(mesh: Mesh, direction: int = 1) -> tuple[Any, ...]:
-    """The sizes of the axes from one end to the other, and the link of every run of neighbouring axes."""
-    order = range(len(mesh.axes))[::direction]
-    runs = [order[first:last] for first in range(len(order)) for last in range(first + 1, len(order) + 1)]
-    return tuple(mesh.sizes[axis] for axis in order), tuple(
-        mesh.link(sorted(run), kind) for run in runs for kind in COLLECTIVES
-    )
+    """Returns the sizes of the axes from one end to the other, and the link of every run of neighbouring axes."""
+    count = len(mesh.axes) - 1
+    runs = mesh.runs() if direction > 0 else [tuple(count - axis for axis in reversed(run)) for run in mesh.runs()]
+    return mesh.sizes[::direction], tuple(mesh.link(run, kind) for run in runs for kind in COLLECTIVES)
 
 
 def stored_sizes(gm: GraphModule) -> list[int]:
-    """The sizes of all dims of stored tensors."""
-    found = [size for node in gm.graph.nodes if node.op == "placeholder" for size in node.meta["val"].shape]
-    return sorted(set(found))
+    """Returns the sizes of all dims of stored tensors, ascending."""
+    return sorted({size for node in gm.graph.find_nodes(op="placeholder") for size in node.meta["val"].shape})

@@ -1,7 +1,7 @@
 """The torch.compile backend: `torch.compile(model, backend="sbpc", options={"mesh": mesh})`, under torchrun.
 
-Each graph that dynamo hands over is planned by itself. Its parameters are plain and whole on every rank, so that this
-spreads the work but saves no memory; a module from `sbpc.parallelize` keeps its shards, and dynamo leaves it as it is.
+Each graph that dynamo hands over is planned by itself. Its parameters are plain and whole on every rank, so the backend
+spreads the work but saves no memory. A module from `sbpc.parallelize` keeps its shards: dynamo leaves it as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.module import agreed_seed
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.state.weight_files import place_tensor
 from sbpc.runtime.step import Runner
 
 log = logging.getLogger("sbpc")
@@ -40,7 +41,8 @@ WHOLE = (
     "torch.compile hands over whole parameters: the work is spread over %s, but every rank holds all of them.\n"
     "  sbpc.parallelize(model, plan) stores them in parts."
 )
-told: set[Mesh] = set()
+warned: set[Mesh] = set()
+"""Meshes about which this process has warned: dynamo calls the backend for every graph, and one warning is enough."""
 
 
 def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -51,22 +53,22 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
     as for `sbpc.plan`, "executor" is as for `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger
     "sbpc" says why, at INFO.
 
-    Raises SbpcError for options that there are not, and as `sbpc.plan` does.
+    Raises SbpcError for unknown options, and what `sbpc.plan` raises.
     """
     mesh, options = checked(options or {})
-    where = groups.start()
-    groups.check_ranks(mesh)
-    groups.bind(mesh)
-    if mesh not in told:
-        told.add(mesh)
+    where = process_groups.start()
+    process_groups.check_ranks(mesh)
+    process_groups.bind(mesh)
+    if mesh not in warned:
+        warned.add(mesh)
         log.warning(WHOLE, mesh)
     train = torch.is_grad_enabled()
+    executor = executor_of(options.pop("executor", "code"))
     with outside_dynamo():
-        lifted = Lifted(gm, examples)
-        asked = {key: value for key, value in options.items() if key != "executor"}
-        found = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **asked)
-    tell(gm, lifted, found)
-    runner = Runner(found, executor_of(options.get("executor", "code")), where)
+        lifted = LiftedGraph(gm, examples)
+        planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **options)
+    log_plan(gm, lifted, planned)
+    runner = Runner(planned, executor, where)
     random = {"seed": agreed_seed(where), "step": 0}
 
     def run(*values: Any) -> Any:
@@ -77,7 +79,7 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
 
 
 def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
-    """The mesh and the other options. Raises SbpcError for what is none."""
+    """Returns the mesh and the other options. Raises SbpcError for an unknown option, and without a mesh."""
     known = "\n".join(f"    {name}: {about}" for name, about in OPTIONS.items())
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -89,23 +91,23 @@ def checked(options: Mapping[str, Any]) -> tuple[Mesh, dict[str, Any]]:
     return mesh, {key: value for key, value in options.items() if key != "mesh"}
 
 
-def tell(gm: GraphModule, lifted: Lifted, found: Plan) -> None:
-    """Log what was planned, and why once more."""
+def log_plan(gm: GraphModule, lifted: LiftedGraph, planned: Plan) -> None:
+    """Logs which graph was planned, and why it is a further one."""
     frame, time = compile_id()
     calls = sum(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
     shapes = ", ".join(str(list(value.shape)) for value in lifted.inputs)
-    log.info("graph %d: %d calls on %s, %d parameters", frame, calls, shapes, len(found.parameters))
+    log.info("graph %d: %d calls on %s, %d parameters", frame, calls, shapes, len(planned.parameters))
     if frame:
         log.info("graph %d is apart from the first: a graph break lies between them, or it is another function", frame)
     if time:
         log.info("graph %d is planned anew, for the %d. time: for other shapes, modes or values", frame, time + 1)
 
 
-class Lifted(nn.Module):
-    """A graph of dynamo with the parameters and buffers among its inputs put back under their names.
+class LiftedGraph(nn.Module):
+    """A graph of dynamo as a module that has the parameters and buffers among the graph's inputs under their names.
 
-    inputs: fakes of the other tensors. ports: by input of the graph; None for a number, which is part of the plan, and
-    by asking for which the backend has dynamo guard it.
+    inputs: fakes of the other tensors. ports: by input of the graph, None for a number. numbers: by input, None for a
+    tensor. A number is a constant of the plan, and to ask for its value makes dynamo guard it.
     """
 
     def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:
@@ -123,9 +125,10 @@ class Lifted(nn.Module):
             else:
                 fake = faked(example, mode)
                 if isinstance(example, nn.Parameter) or "_buffers[" in source:
-                    name = self.named(source)
-                    kind = PARAMETER if isinstance(example, nn.Parameter) else BUFFER
-                    self.keep(name, nn.Parameter(fake, example.requires_grad) if kind == PARAMETER else fake)
+                    name, kind = self.named(source), BUFFER
+                    if isinstance(example, nn.Parameter):
+                        fake, kind = nn.Parameter(fake, example.requires_grad), PARAMETER
+                    place_tensor(self.weights, name, fake)
                     port = Port(kind, f"weights.{name}")
                 else:
                     port = Port(INPUT, str(len(self.inputs)))
@@ -134,31 +137,18 @@ class Lifted(nn.Module):
             self.numbers.append(number)
 
     def named(self, source: str) -> str:
-        """The name of a parameter, from L['self']._modules['up']._parameters['weight']; a number after it if taken."""
+        """Returns the name in L['self']._modules['up']._parameters['weight'], followed by a number if it is taken."""
         name = ".".join(re.findall(r"\['([^']+)'\]", source)[1:]) or "weight"
         taken = {port.name for port in self.ports if port is not None}
         return name if f"weights.{name}" not in taken else f"{name}_{len(self.ports)}"
 
-    def keep(self, name: str, value: Tensor) -> None:
-        """Register a parameter or a buffer under a qualified name."""
-        *path, leaf = name.split(".")
-        parent = self.weights
-        for part in path:
-            if part not in dict(parent.named_children()):
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        if isinstance(value, nn.Parameter):
-            parent.register_parameter(leaf, value)
-        else:
-            parent.register_buffer(leaf, value)
-
     def whole(self, mesh: Mesh) -> dict[str, str]:
-        """Pins: every parameter is whole on every rank, as it is handed over."""
+        """Returns pins that keep every parameter whole on every rank, as dynamo hands it over."""
         layout = "[" + ", ".join("B" for _ in mesh.axes) + "]"
         return {port.name: layout for port in self.ports if port is not None and port.kind == PARAMETER}
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The graph's results."""
+        """Runs the graph."""
 
         def value(port: Port) -> Any:
             return inputs[int(port.name)] if port.kind == INPUT else operator.attrgetter(port.name)(self)
@@ -168,30 +158,29 @@ class Lifted(nn.Module):
 
 
 def with_floats(gm: GraphModule) -> GraphModule:
-    """A graph of dynamo with Python's floats as numbers in it.
+    """Returns a graph of dynamo in which Python's floats are constants.
 
-    One that has changed between calls comes as a tensor, of which the graph takes `item()`; by asking for its value the
-    backend has dynamo guard it.
+    Dynamo hands over a float that has changed between calls as a tensor, of which the graph takes `item()`. To ask for
+    its value makes dynamo guard it: another value is then another graph.
     """
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.find_nodes(op="call_method", target="item"):
         number = node.meta.get("example_value")
         if node.args[0].op == "placeholder" and isinstance(number, torch.SymFloat):
-            put(float(number), node)
+            replace_by_number(node, float(number))
             graph.erase_node(node)
     return GraphModule(gm, graph)
 
 
-def put(number: float, node: Node) -> None:
-    """Put a number in the place of a node wherever it is read."""
+def replace_by_number(node: Node, number: float) -> None:
+    """Replaces a node by a number in everything that reads it."""
     for user in list(node.users):
-        user.args = map_arg(user.args, lambda arg: number if arg is node else arg)
-        user.kwargs = map_arg(user.kwargs, lambda arg: number if arg is node else arg)
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda arg: number if arg is node else arg)
 
 
 def faked(example: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor without data of the same looks, its sizes being numbers."""
+    """Returns a fake tensor of the same sizes, strides, dtype and device; symbolic sizes become numbers."""
     sizes, strides = [int(size) for size in example.shape], [int(stride) for stride in example.stride()]
     with mode:
         return torch.empty_strided(sizes, strides, dtype=example.dtype, device=example.device)

@@ -1,4 +1,4 @@
-"""The command line: what is common to all commands; each has its file in `sbpc/commands`."""
+"""Run the command line. Each command has its file in `sbpc/cli/commands`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exit codes: 0 all is well, 2 something of yours is to be mended (the message say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Runs one command and returns its exit code."""
     options = parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("sbpc").setLevel(logging.INFO if options.verbose else logging.WARNING)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Returns the parser of all commands."""
     raw = argparse.RawDescriptionHelpFormatter
     about = "A model written for one device in, the program of every rank of a device mesh out."
     top = argparse.ArgumentParser("sbpc", description=about, epilog=EPILOG, formatter_class=raw)

@@ -1,10 +1,11 @@
-"""What commands take: the types of their options, those of everything that plans, and the plan that they ask for."""
+"""Define the options that commands share, and make the plan that they ask for."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,114 +19,91 @@ from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Plan
 from sbpc.rules.proof.rule_files import load_rules
 
-PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # of no use with a plan that is made
+PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # options that cannot change a finished plan
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def add_planning(one: argparse.ArgumentParser, mesh: bool = True) -> None:
-    """The options of everything that plans; without `mesh` those of what plans on many meshes."""
+def add_file(parser: Any, *names: str, help: str, metavar: str = "FILE", **more: Any) -> None:
+    """Adds an option that takes the name of a file or a folder."""
+    parser.add_argument(*names, type=file_name, metavar=metavar, help=help, **more)
+
+
+def add_planning(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """Adds the options of everything that plans; without `mesh` those of what plans on many meshes."""
     if mesh:
-        add_mesh(one)
-    one.add_argument(
-        "--cluster",
-        type=file_name,
-        metavar="NAME_OR_FILE",
-        help=f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)",
-    )
+        add_mesh(parser)
+    known = f"{', '.join(CLUSTERS)}, or a file of figures (default: ideal)"
+    add_file(parser, "--cluster", metavar="NAME_OR_FILE", help=known)
     names = [name for name in OPTIMIZER_STATE if name is not None]
-    one.add_argument(
-        "--optimizer", choices=names, default="adamw", help="whose state is counted, and used (default: adamw)"
-    )
-    one.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
-    add_step(one)
+    whose = "whose state is counted, and used (default: adamw)"
+    parser.add_argument("--optimizer", choices=names, default="adamw", help=whose)
+    parser.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
+    add_step(parser)
 
 
-def add_step(one: argparse.ArgumentParser) -> None:
-    """The options of everything that captures a step."""
-    one.add_argument("--no-train", action="store_true", help="plan the forward alone")
-    one.add_argument(
-        "--dtype", choices=DTYPES, help="float32, float64 cast the model; bfloat16, float16 autocast its ops"
-    )
-    one.add_argument(
-        "--rules",
-        action="append",
-        type=file_name,
-        default=[],
-        metavar="FILE",
-        help="reviewed rules of ops that have none, as `sbpc probe` writes them; may be given again",
-    )
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of everything that captures a step."""
+    parser.add_argument("--no-train", action="store_true", help="plan the forward alone")
+    types = "float32, float64 cast the model; bfloat16, float16 autocast its ops"
+    parser.add_argument("--dtype", choices=DTYPES, help=types)
+    rules = "reviewed rules of ops that have none, as `sbpc probe` writes them; may be given again"
+    add_file(parser, "--rules", action="append", default=[], help=rules)
 
 
-def add_mesh(one: argparse.ArgumentParser) -> None:
-    """The options of what plans on one mesh."""
-    one.add_argument(
-        "--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help="as in data=2,tensor=2, outermost axis first"
-    )
-    one.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="NAME=LAYOUT",
-        help="as in '*.up.weight=S(0)@tensor'; may be given again",
-    )
-    one.add_argument("--dump", type=file_name, metavar="DIR", help="write the graph after every pass into this folder")
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of what plans on one mesh."""
+    axes = "as in data=2,tensor=2, outermost axis first"
+    parser.add_argument("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=axes)
+    pins = "as in '*.up.weight=S(0)@tensor'; may be given again"
+    parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help=pins)
+    add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """`data=2,tensor=2` as a dict."""
+    """Returns `data=2,tensor=2` as a dict."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
         if not name.isidentifier() or not equals or not size.isdigit() or name in axes:
-            raise argparse.ArgumentTypeError(
-                f"{part.strip()!r} in {text!r}: axes are given once each, as in data=2,tensor=2"
-            )
+            what = f"{part.strip()!r} in {text!r}: axes are given once each, as in data=2,tensor=2"
+            raise argparse.ArgumentTypeError(what)
         axes[name] = int(size)
     return axes
 
 
-def quantity(text: str) -> float:
-    """A number of bytes with a decimal prefix: 80G."""
+def number(convert: Callable[[str], Any], fits: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    """Returns the type of an option that is a number."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if fits(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+    return parse
+
+
+def with_unit(text: str) -> float:
+    """Returns a number with a decimal prefix: 80G."""
     prefix = text[-1:] if text[-1:] in UNITS else ""
-    with contextlib.suppress(ValueError):
-        if 0 <= (found := float(text.removesuffix(prefix)) * UNITS[prefix]) < math.inf:
-            return found
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as in 80G")
+    return float(text.removesuffix(prefix)) * UNITS[prefix]
 
 
-def positive(text: str) -> int:
-    """A number of things."""
-    with contextlib.suppress(ValueError):
-        if (found := int(text)) > 0:
-            return found
-    raise argparse.ArgumentTypeError(f"{text!r} is no integer from 1 on")
-
-
-def rate(text: str) -> float:
-    """A learning rate."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (found := float(text)) < math.inf:
-            return found
-    raise argparse.ArgumentTypeError(f"{text!r} is no learning rate, as in 0.001")
-
-
-def seconds(text: str) -> float:
-    """A time to wait."""
-    with contextlib.suppress(ValueError):
-        if 0 < (found := float(text)) < math.inf:
-            return found
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, as in 60")
+positive = number(int, lambda count: count > 0, "integer from 1 on")
+quantity = number(with_unit, lambda size: 0 <= size < math.inf, "number of bytes, as in 80G")
+rate = number(float, lambda rate: 0 <= rate < math.inf, "learning rate, as in 0.001")
+seconds = number(float, lambda wait: 0 < wait < math.inf, "number of seconds, as in 60")
 
 
 def file_name(text: str) -> str:
-    """The name of a file or a folder, as it is given."""
+    """Returns the name of a file or a folder as it is given."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return text
 
 
 def mesh_of(options: argparse.Namespace) -> Mesh:
-    """The mesh that the options describe."""
+    """Returns the mesh that the options describe."""
     if options.mesh is None:
         raise MeshError("there is no mesh\n  Give one, as in --mesh data=2,tensor=2.")
     try:
@@ -135,7 +113,7 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
-    """The cluster that the options name, or the one in the file that they name."""
+    """Returns the cluster that the options name, or the one in the file that they name."""
     name: str | None = options.cluster
     if name is None or name in CLUSTERS:
         return name
@@ -148,7 +126,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
 
 
 def pins_of(options: argparse.Namespace) -> dict[str, str]:
-    """The pins by pattern."""
+    """Returns the pins by pattern."""
     pins: dict[str, str] = {}
     for text in options.pin:
         name, equals, layout = text.partition("=")
@@ -160,7 +138,7 @@ def pins_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def make_folder(path: str) -> None:
-    """Make the folder for a dump, before anything is planned. Raises SbpcError if that is not possible."""
+    """Makes the folder for a dump, before anything is planned. Raises SbpcError if that is not possible."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -168,33 +146,33 @@ def make_folder(path: str) -> None:
 
 
 def without_planning(options: argparse.Namespace, file: str, *unused: str) -> None:
-    """Refuse options that would be of no use with the plan in a file."""
+    """Raises SbpcError for options that cannot change the plan in a file."""
     given = [f"--{option.replace('_', '-')}" for option in (*PLANNING, *unused) if getattr(options, option)]
     if given:
         raise SbpcError(f"{file} is a plan: {', '.join(given)} cannot change it\n  Remove what is for planning.")
 
 
 def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
-    """The plan that the options ask for, and the target; what is wrong with options is said before that is built."""
+    """Returns the plan that the options ask for, and the target, which is built only if the options are right."""
     split_target(target)
     mesh, pins = mesh_of(options), pins_of(options)
     if options.dump:
         make_folder(options.dump)
     built = target_of(options, target)
-    about: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    about |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
+    asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
+    asked |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
     with progress():
-        return plan(built.model, built.args, mesh, kwargs=built.kwargs, **about), built
+        return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
 
 
 def target_of(options: argparse.Namespace, target: str) -> Target:
-    """The target, and the rules that the options name in force."""
+    """Registers the rules that the options name and returns the target."""
     register(options, target)
     return load_target(target, options.dtype)
 
 
 def register(options: argparse.Namespace, target: str | None = None) -> None:
-    """Put the rules that the options name in force; importing the target's file registers the ops that they are about."""
+    """Registers the rules that the options name, after the target's file, whose import registers the ops of these rules."""
     if target is not None:
         import_file(split_target(target)[0])
     for file in options.rules:
@@ -202,7 +180,7 @@ def register(options: argparse.Namespace, target: str | None = None) -> None:
 
 
 def is_plan(text: str) -> bool:
-    """Whether the file of a plan is named, and no target. Raises PlanError if it does not exist."""
+    """Returns whether a text names the file of a plan, and no target. Raises PlanError if that file does not exist."""
     if text.endswith(".sbpc") and not Path(text).exists():
         raise PlanError(f"there is no file {text!r}\n  Name one that `sbpc plan -o` wrote, or a target.")
     return Path(text).is_file() and not text.endswith(".py")

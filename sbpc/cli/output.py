@@ -1,4 +1,4 @@
-"""What commands write: JSON on standard output, and files."""
+"""Write what commands print: JSON, tables and files."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from sbpc.errors import SbpcError
 
 
 @contextlib.contextmanager
 def quiet(options: argparse.Namespace) -> Iterator[None]:
-    """With --json: what a target prints goes to standard error."""
+    """Sends what a target prints to standard error if there is --json."""
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         yield
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on standard output; infinite and undefined numbers are null."""
+    """Prints one JSON value. Infinite and undefined numbers become null."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def finite(value: Any) -> Any:
-    """The value with null for every number that JSON does not know."""
+    """Returns the value with null for every number that JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -35,8 +37,16 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def table_of(titles: Collection[str], left: Collection[str], **column: Any) -> Table:
+    """Returns an empty table without a frame. The columns named in `left` are aligned to the left, the others to the right."""
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", **column)
+    return table
+
+
 def check_file(file: str | None) -> None:
-    """Refuse a file that cannot be written, before anything is planned."""
+    """Raises SbpcError for a file that cannot be written, before anything is planned."""
     if file and Path(file).is_dir():
         raise SbpcError(f"cannot write {file}: it is a folder\n  Name a file in it.")
     if file and not Path(file).parent.is_dir():
@@ -44,7 +54,7 @@ def check_file(file: str | None) -> None:
 
 
 def write(file: str, save: Any) -> None:
-    """Write a file. Raises SbpcError if that is not possible."""
+    """Writes a file. Raises SbpcError if that is not possible."""
     try:
         save(file)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what planning is at, and goes when it is done."""
+"""Show on the terminal what planning is doing, in one line that disappears at the end."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from rich.status import Status
 STEPS = logging.getLogger("sbpc.progress")
 
 
-class Line(logging.Handler):
-    """Shows the last message."""
+class StatusHandler(logging.Handler):
+    """Shows the last message in the line."""
 
     def __init__(self, status: Status) -> None:
         super().__init__()
         self.status = status
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show it instead of the one before."""
+        """Shows a message instead of the one before."""
         self.status.update(record.getMessage())
 
 
 @contextlib.contextmanager
 def progress(console: Console | None = None) -> Iterator[None]:
-    """While this lasts a line on standard error follows the passes and the search, where that is a terminal."""
+    """Shows the passes and the search in a line on standard error while this lasts, if that is a terminal."""
     console = Console(stderr=True) if console is None else console
     if not console.is_terminal:
         yield
         return
     with console.status("capture") as status:
-        line, level, propagate = Line(status), STEPS.level, STEPS.propagate
-        STEPS.addHandler(line)
+        handler, level, propagate = StatusHandler(status), STEPS.level, STEPS.propagate
+        STEPS.addHandler(handler)
         STEPS.setLevel(logging.DEBUG)
         STEPS.propagate = False
         try:
             yield
         finally:
-            STEPS.removeHandler(line)
+            STEPS.removeHandler(handler)
             STEPS.setLevel(level)
             STEPS.propagate = propagate

@@ -1,4 +1,4 @@
-"""A target of the command line: `file.py:function`, which returns `(model, args)` or `(model, args, kwargs)`."""
+"""Load a target of the command line: `file.py:function`, which returns `(model, args)` or `(model, args, kwargs)`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sbpc._compat import tree_map
 from sbpc.errors import SbpcError, closest
 
 log = logging.getLogger("sbpc")
@@ -32,7 +33,7 @@ class TargetError(SbpcError):
 
 @dataclass(frozen=True)
 class Target:
-    """What a target's function returned. dtype: for autocast, None without."""
+    """The values that a target's function returned. dtype: for autocast, None without."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -41,12 +42,12 @@ class Target:
 
 
 def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
-    """Call the function that `text` names, with torch's random numbers seeded.
+    """Calls the function that `text` names, with torch's random numbers seeded.
 
-    dtype: "float32" and "float64" cast the model and its floating-point arguments; "bfloat16" and "float16" leave them
+    dtype: "float32" and "float64" cast the model and its floating-point arguments. "bfloat16" and "float16" leave them
     as they are and autocast the ops.
 
-    Raises TargetError with the line of the target's file on which it went wrong.
+    Raises TargetError that shows the failing line of the target's file.
     """
     path, name = split_target(text)
     function = getattr(import_file(path), name, None)
@@ -63,7 +64,7 @@ def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
 
 
 def split_target(text: str) -> tuple[Path, str]:
-    """The file and the name of the function."""
+    """Returns the file and the name of the function."""
     file, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     path = Path(file)
     if file and path.is_dir():
@@ -77,7 +78,7 @@ def split_target(text: str) -> tuple[Path, str]:
 
 
 def module_name(path: Path) -> tuple[Path, str]:
-    """The folder to import a file from and its name there; a file of a package is imported as part of it."""
+    """Returns the folder to import a file from and its module name there. A file of a package is imported as part of it."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -85,7 +86,7 @@ def module_name(path: Path) -> tuple[Path, str]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The module of a file, imported once, with its folder first on the path as if it had been run."""
+    """Imports a file once and returns its module. Its folder comes first on the path, as if the file had been run."""
     root, name = module_name(path)
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -113,7 +114,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def run(function: Callable[[], Any], path: Path, what: str) -> Any:
-    """Call something of the target's. Raises TargetError that points at its last line in the target's file."""
+    """Calls code of the target. Raises TargetError that shows the last line of the target's file on the way to the error."""
     try:
         return function()
     except SbpcError:
@@ -129,9 +130,9 @@ def run(function: Callable[[], Any], path: Path, what: str) -> Any:
         raise TargetError(f"{path.name}: {what}: {type(error).__name__}: {error}{line}\n  {TRACE}") from error
 
 
-def unpack(found: Any, text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model, its arguments and its keyword arguments."""
-    items = list(found) if isinstance(found, (tuple, list)) else [found]
+def unpack(returned: Any, text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns the model, its arguments and its keyword arguments."""
+    items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     kwargs = items[2] if items[2:] else {}
     if not 2 <= len(items) <= 3 or not isinstance(items[0], nn.Module) or not isinstance(kwargs, dict):
         what = ", ".join(type(item).__name__ for item in items)
@@ -141,11 +142,10 @@ def unpack(found: Any, text: str) -> tuple[nn.Module, tuple[Any, ...], dict[str,
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Nested arguments with floating-point tensors of another type."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype).requires_grad_(value.requires_grad) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(cast(item, dtype) for item in value)
-    return value
+    """Returns nested arguments with their floating-point tensors as `dtype`."""
+
+    def leaf(x: Any) -> Any:
+        floating = isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.detach().to(dtype).requires_grad_(x.requires_grad) if floating else x
+
+    return tree_map(leaf, value)

@@ -1,4 +1,4 @@
-"""Train a module for some steps: what `sbpc run` and the demo do, on every rank of a mesh and in one process alike."""
+"""Train a module for some steps, on every rank of a mesh or in one process: `sbpc run` and the demo do this."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def optimizer_of(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """A stock optimizer over the parameters that are trained."""
+    """Returns a stock optimizer over the parameters that are trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise SbpcError("the model has no parameter that is trained\n  Give one requires_grad=True.")
@@ -32,7 +32,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     tell: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """One step per batch `(args, kwargs)`; the losses. `tell` is called after every step with its number and loss."""
+    """Takes one step per batch `(args, kwargs)` and returns the losses. `tell` is called with the number and loss of every step."""
     losses: list[float] = []
     for args, kwargs in batches:
         optimizer.zero_grad(set_to_none=True)
@@ -45,15 +45,15 @@ def train(
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss among what a model returns: the scalar itself, or what is called `loss`, or the first of several.
+    """Returns the loss among a model's results: the scalar itself, the one called `loss`, or the first of several.
 
     Raises SbpcError if there is none.
     """
     named = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     first = result[0] if isinstance(result, (tuple, list)) and result else result
-    for found in (named, first):
-        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
-            return found.reshape(())
+    for loss in (named, first):
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss.reshape(())
     raise SbpcError(
         "the model returns no loss to train with\n  Return a scalar: alone, as the field `loss`, or first of several."
     )

@@ -76,7 +76,11 @@ class Mesh:
         return self.axes.index(name)
 
     def runs(self) -> list[tuple[int, ...]]:
-        """The runs of neighbouring axes (numbers), single ones among them: a collective is over one of them."""
+        """Returns every run of neighbouring axes, as numbers: a collective goes over one of them.
+
+        >>> Mesh(data=2, tensor=4).runs()
+        [(0,), (0, 1), (1,)]
+        """
         ends = itertools.combinations(range(len(self.axes) + 1), 2)
         return [tuple(range(first, last)) for first, last in ends]
 

@@ -1,4 +1,4 @@
-"""`sbpc convert`: weights between a folder of checkpoints, a safetensors file and a state_dict that torch.save wrote."""
+"""Define `sbpc convert`: turn a folder of checkpoints, a safetensors file or a saved state_dict into another of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpc.cli.options import file_name
+from sbpc.cli.options import add_file
 from sbpc.cli.output import check_file, print_json
 from sbpc.errors import SbpcError
 from sbpc.runtime.state.checkpoint import Checkpoints, weights_in
@@ -23,26 +23,25 @@ KINDS = "a folder of checkpoints, *.safetensors, or *.pt as torch.save writes a 
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("source", metavar="SOURCE", type=file_name, help=KINDS)
-    parser.add_argument("-o", "--output", metavar="DESTINATION", type=file_name, required=True, help="one of the same")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="of the checkpoint (default: the last one there; 0 for a new one)"
-    )
+    """Adds the options of the command."""
+    add_file(parser, "source", metavar="SOURCE", help=KINDS)
+    add_file(parser, "-o", "--output", metavar="DESTINATION", required=True, help="one of the same")
+    step = "of the checkpoint (default: the last one there; 0 for a new one)"
+    parser.add_argument("--step", type=int, metavar="N", help=step)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc convert`: weights alone; an optimizer's state stays behind.
+    """Runs `sbpc convert`. It converts weights alone, and leaves an optimizer's state behind.
 
-    A state_dict holds a tied tensor under all its names, and no buffers that are not persistent; the other two hold each
-    tensor once, all buffers, and beside them which names are tied and which of them a state_dict leaves out.
+    A state_dict holds a tied tensor under all its names, and only persistent buffers. The other two hold each tensor
+    once and all buffers, and say which names are tied and which buffers a state_dict leaves out.
     """
     if options.step is not None and options.step < 0:
         raise SbpcError(f"--step {options.step}\n  Give 0 at least.")
-    read, write = of(options.source)[0], of(options.output)[1]
-    if write is not to_folder:
+    (read, _), (_, write) = format_of(options.source), format_of(options.output)
+    if write is not write_folder:
         check_file(options.output)
-    if options.step is not None and read is not of_folder and write is not to_folder:
+    if options.step is not None and read is not weights_in and write is not write_folder:
         raise SbpcError(f"--step {options.step} is of checkpoints\n  Remove it: neither side is a folder of them.")
     weights = read(options.source, options.step)
     write(weights, options.output, options.step or 0)
@@ -56,16 +55,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def of(path: str) -> tuple[Callable[[str, int | None], Weights], Callable[[Weights, str, int], None]]:
-    """What reads and what writes a path, by its end."""
-    return ENDS.get(Path(path).suffix, (of_folder, to_folder))
+def format_of(path: str) -> tuple[Callable[[str, int | None], Weights], Callable[[Weights, str, int], None]]:
+    """Returns the functions that read and write a path, by its suffix."""
+    return FORMATS.get(Path(path).suffix, (weights_in, write_folder))
 
 
-def of_folder(path: str, step: int | None) -> Weights:
-    return weights_in(path, step)
-
-
-def to_folder(weights: Weights, path: str, step: int) -> None:
+def write_folder(weights: Weights, path: str, step: int) -> None:
     if Path(path).exists() and not Path(path).is_dir():
         raise SbpcError(f"{path} is a file, of no known kind\n  Name {KINDS}.")
     checkpoints = Checkpoints(path)
@@ -73,31 +68,25 @@ def to_folder(weights: Weights, path: str, step: int) -> None:
     checkpoints.wait()
 
 
-def of_state(path: str, _: int | None) -> Weights:
+def read_state_dict(path: str, _: int | None) -> Weights:
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise SbpcError(f"{path} holds no weights: {str(error).splitlines()[0]}\n  Name {KINDS}.") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise SbpcError(f"{path} holds a {type(found).__name__} that is no state_dict\n  Save model.state_dict().")
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise SbpcError(f"{path} holds a {type(state).__name__} that is no state_dict\n  Save model.state_dict().")
     first: dict[Any, str] = {}
-    names = {name: first.setdefault(place(value) or name, name) for name, value in found.items()}
+    names = {name: first.setdefault(memory_of(value) or name, name) for name, value in state.items()}
     tied = {name: other for name, other in names.items() if name != other}
-    return Weights({name: value for name, value in found.items() if name not in tied}, tied)
+    return Weights({name: value for name, value in state.items() if name not in tied}, tied)
 
 
-def place(tensor: Tensor) -> Any:
-    """What two names of a tied tensor have in common, and two tensors have not; None of an empty one."""
-    about = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-    return about if tensor.numel() else None
+def memory_of(tensor: Tensor) -> Any:
+    """Returns what two names of one tensor have in common and two tensors have not; None for an empty tensor."""
+    view = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return view if tensor.numel() else None
 
 
-def to_state(weights: Weights, path: str, _: int) -> None:
-    torch.save(weights.state_dict(), path)
-
-
-ENDS: dict[str, Any] = {
-    ".pt": (of_state, to_state),
-    ".pth": (of_state, to_state),
-    ".safetensors": (lambda path, _: read_weights(path), lambda weights, path, _: save_weights(weights, path)),
-}
+STATE_DICT = read_state_dict, lambda weights, path, _: torch.save(weights.state_dict(), path)
+SAFETENSORS = (lambda path, _: read_weights(path)), (lambda weights, path, _: save_weights(weights, path))
+FORMATS: dict[str, Any] = {".pt": STATE_DICT, ".pth": STATE_DICT, ".safetensors": SAFETENSORS}

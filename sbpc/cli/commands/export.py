@@ -1,4 +1,4 @@
-"""`sbpc export`: write the programs of all ranks to one file, which runs without planning and without the source."""
+"""Define `sbpc export`: write the programs of all ranks to one file, which runs without planning and without the source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from sbpc.api.planning import plan
-from sbpc.cli.options import add_planning, file_name, plan_of
+from sbpc.cli.options import add_file, add_planning, plan_of
 from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.progress import progress
 from sbpc.cli.target import Target
@@ -21,34 +21,33 @@ HELP = "write the programs of all ranks, for training and for inference, to one 
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("target", metavar="TARGET", help="file.py:function")
     add_planning(parser)
-    parser.add_argument("-o", "--output", type=file_name, metavar="FILE", required=True, help="the file (*.sbpc)")
-    parser.add_argument(
-        "--no-weights", action="store_true", help="write neither weights (*.safetensors) nor arguments beside it"
-    )
+    add_file(parser, "-o", "--output", required=True, help="the file (*.sbpc)")
+    no_weights = "write neither weights (*.safetensors) nor arguments beside it"
+    parser.add_argument("--no-weights", action="store_true", help=no_weights)
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc export`."""
+    """Runs `sbpc export`."""
     check_file(options.output)
     check_beside(Path(options.output))
     with quiet(options):
-        found, target = plan_of(options, options.target)
-        plans = {"train" if found.options["train"] else "inference": found}
-        if found.options["train"]:
-            plans["inference"] = plan_inference(found, target, options)
+        planned, target = plan_of(options, options.target)
+        plans = {"train" if planned.options["train"] else "inference": planned}
+        if "train" in plans:
+            plans["inference"] = plan_inference(planned, target, options)
         edges = sum(each.verify() for each in plans.values())
-        found.export(options.output, plans.get("inference") if found.options["train"] else None)
+        planned.export(options.output, plans["inference"] if "train" in plans else None)
         beside = [] if options.no_weights else write_beside(Path(options.output), target)
     files = [options.output, *map(str, beside)]
     programs = {name: len(each.programs) for name, each in plans.items()}
     if options.json:
-        print_json({"files": files, "ranks": found.mesh.ranks, "programs": programs, "verified_edges": edges})
+        print_json({"files": files, "ranks": planned.mesh.ranks, "programs": programs, "verified_edges": edges})
         return 0
     for name, count in programs.items():
-        print(f"{name:10}{count} program{'s' * (count > 1)} for {found.mesh.ranks} ranks")
+        print(f"{name:10}{count} program{'s' * (count > 1)} for {planned.mesh.ranks} ranks")
     print(f"verified  {edges:,} edges")
     for file in files:
         print(f"written   {file}")
@@ -56,25 +55,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_beside(file: Path) -> None:
-    """Refuse a name that the weights or the arguments would have, which would take the place of the programs."""
+    """Raises SbpcError for a name that the weights or the arguments would have: they would overwrite the programs."""
     if file in (weights_beside(file), inputs_beside(file)):
         raise SbpcError(f"{file} is where the weights would lie\n  Name a file *.sbpc: they are written beside it.")
 
 
-def plan_inference(found: Plan, target: Target, options: argparse.Namespace) -> Plan:
-    """The plan of the forward alone, of the model in eval mode."""
+def plan_inference(trained: Plan, target: Target, options: argparse.Namespace) -> Plan:
+    """Plans the forward alone, of the model in eval mode, with the homes of the plan for training."""
     modes = {module: module.training for module in target.model.modules()}
     try:
-        about = {"dtype": target.dtype, "memory": options.memory, "pin": found.options["pin"]}
+        asked = {"dtype": target.dtype, "memory": options.memory, "pin": trained.options["pin"]}
         with progress():
-            return plan(target.model.eval(), target.args, found.mesh, kwargs=target.kwargs, train=False, **about)
+            return plan(target.model.eval(), target.args, trained.mesh, kwargs=target.kwargs, train=False, **asked)
     finally:
         for module, mode in modes.items():
             module.training = mode
 
 
 def write_beside(file: Path, target: Target) -> list[Path]:
-    """The weights and the arguments of the target beside the file; nothing of what is on the meta device."""
+    """Writes the weights and the arguments of the target beside the file, unless they are on the meta device."""
     leaves, _ = flatten((target.args, target.kwargs), "the arguments")
     written: list[Path] = []
     inputs = Weights({str(number): leaf for number, leaf in enumerate(leaves)})

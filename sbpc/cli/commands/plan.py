@@ -1,4 +1,4 @@
-"""`sbpc plan`: plan a model and print the plan."""
+"""Define `sbpc plan`: plan a model and print the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from sbpc.cli.options import add_planning, file_name, plan_of
+from sbpc.cli.options import add_file, add_planning, plan_of
 from sbpc.cli.output import check_file, print_json, quiet, write
 from sbpc.inspect.report import plan_json, print_plan
 
@@ -15,24 +15,24 @@ HELP = "plan a model and print layouts, collectives, seconds and memory"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("target", metavar="TARGET", help="file.py:function")
     add_planning(parser)
-    parser.add_argument("-o", "--output", type=file_name, metavar="FILE", help="write the plan to this file (*.sbpc)")
+    add_file(parser, "-o", "--output", help="write the plan to this file (*.sbpc)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc plan`."""
+    """Runs `sbpc plan`."""
     check_file(options.output)
     with quiet(options):
-        found, _ = plan_of(options, options.target)
-        edges = found.verify()
+        plan, _ = plan_of(options, options.target)
+        edges = plan.verify()
         if options.output:
-            write(options.output, found.save)
+            write(options.output, plan.save)
     if options.json:
-        print_json(plan_json(found) | {"verified_edges": edges, "file": options.output})
+        print_json(plan_json(plan) | {"verified_edges": edges, "file": options.output})
         return 0
-    print_plan(found, Console())
+    print_plan(plan, Console())
     print(f"verified  {edges:,} edges")
     if options.output:
         print(f"written   {options.output}")

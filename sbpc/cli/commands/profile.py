@@ -1,4 +1,4 @@
-"""`sbpc profile`: measure the machine and write the cluster file that `--cluster` takes."""
+"""Define `sbpc profile`: measure the machine and write the cluster file that `--cluster` takes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import os
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from sbpc.cli.options import file_name, positive
-from sbpc.cli.output import check_file, print_json, write
+from sbpc.cli.options import add_file, positive
+from sbpc.cli.output import check_file, print_json, table_of, write
 from sbpc.errors import SbpcError
 from sbpc.inspect.report import si
 from sbpc.mesh.cluster import Cluster
 from sbpc.runtime.measure_cluster import profile
-from sbpc.runtime.start import process_groups as groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank, launch
 
 NAME = "profile"
@@ -23,25 +22,21 @@ HELP = "measure this machine, under torchrun as its rank, and write a file for -
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "-o", "--output", type=file_name, metavar="FILE", help="write the figures to this file (*.json)"
-    )
+    """Adds the options of the command."""
+    add_file(parser, "-o", "--output", help="write the figures to this file (*.json)")
     parser.add_argument("--name", default="measured", help="what plans call the cluster (default: measured)")
     parser.add_argument("--ranks", type=positive, metavar="N", help="ranks to start here (default: one per GPU, or 2)")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: 7)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc profile`: as a rank where a launcher has set RANK, else as the launcher."""
+    """Runs `sbpc profile`: as a rank where a launcher has set RANK, else as the launcher."""
     check_file(options.output)
     if options.repeats < 1:
         raise SbpcError(f"--repeats {options.repeats}\n  Measure once at least.")
     if "RANK" in os.environ:
         if options.ranks is not None:
-            raise SbpcError(
-                f"--ranks {options.ranks} under a launcher\n  Remove it: the launcher has started the ranks."
-            )
+            raise SbpcError(f"--ranks {options.ranks} under a launcher\n  Remove it: the launcher has started the ranks.")
         with as_rank():
             return run_rank(options)
     ranks = options.ranks or max(2, torch.cuda.device_count())
@@ -54,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_rank(options: argparse.Namespace) -> int:
-    """Measure as one rank of those that torchrun or `launch` has started; rank 0 tells and writes."""
+    """Measures as one rank of those that torchrun or `launch` has started. Rank 0 prints and writes."""
     first = os.environ["RANK"] == "0"
     console = Console(stderr=True)
 
@@ -62,23 +57,23 @@ def run_rank(options: argparse.Namespace) -> int:
         if first and not options.json:
             console.print(f"measuring {text}", highlight=False)
 
-    found = profile(options.name, options.repeats, tell=tell)
-    groups.stop()
+    cluster = profile(options.name, options.repeats, tell=tell)
+    process_groups.stop()
     if not first:
         return 0
     if options.output:
-        write(options.output, found.save)
+        write(options.output, cluster.save)
     if options.json:
-        print_json(found.figures())
+        print_json(cluster.figures())
         return 0
-    print_cluster(found, Console())
+    print_cluster(cluster, Console())
     if options.output:
         print(f"written   {options.output}: give it to --cluster, or to Cluster.load")
     return 0
 
 
 def print_cluster(cluster: Cluster, console: Console) -> None:
-    """The figures of a cluster on a terminal."""
+    """Prints the figures of a cluster."""
     lines = [
         f"cluster   {cluster.name!r}: {cluster.source}",
         f"device    {si(cluster.peak)}flop/s, {si(cluster.memory_bandwidth)}B/s of memory, "
@@ -88,13 +83,10 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    for title in ("collective", "link", "ranks", "us a round", "efficiency", "bytes on the wire", "us at least"):
-        table.add_column(title, justify="left" if title in ("collective", "link") else "right")
+    titles = ("collective", "link", "ranks", "us a round", "efficiency", "bytes on the wire", "us at least")
+    table = table_of(titles, left=("collective", "link"))
     for rate in cluster.collectives:
         latency = "" if rate.latency is None else f"{1e6 * rate.latency:.3g}"
-        table.add_row(
-            rate.collective, rate.link, str(rate.ranks), latency, f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}",
-            f"{1e6 * rate.least:.3g}",
-        )
+        figures = f"{rate.efficiency:.3f}", f"x {rate.traffic:.3f}", f"{1e6 * rate.least:.3g}"
+        table.add_row(rate.collective, rate.link, str(rate.ranks), latency, *figures)
     console.print(table)

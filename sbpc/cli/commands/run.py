@@ -11,72 +11,84 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from sbpc.api.planning import load
-from sbpc.cli.commands.job import Job, job_of
-from sbpc.cli.options import add_planning, file_name, is_plan, plan_of, rate, register, seconds, without_planning
+from sbpc.cli.options import (
+    add_file,
+    add_planning,
+    is_plan,
+    plan_of,
+    rate,
+    register,
+    seconds,
+    target_of,
+    without_planning,
+)
 from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
-from sbpc.errors import SbpcError
-from sbpc.graph.pytree import flatten
+from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.ports import INPUT, Port
+from sbpc.graph.pytree import flatten, unflatten
 from sbpc.inspect.report import print_plan
-from sbpc.runtime.exported import load_programs
-from sbpc.runtime.start import process_groups as groups
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime.exported import inputs_beside, load_programs, module_of, weights_beside
+from sbpc.runtime.module import parallelize
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank, launch
-from sbpc.runtime.state.checkpoint import Checkpoints
-from sbpc.runtime.state.weight_files import save_tensors
+from sbpc.runtime.state.checkpoint import Checkpoints, whole_steps
+from sbpc.runtime.state.weight_files import read_tensors, save_tensors
 
 NAME = "run"
 HELP = "train a model, or run an exported file: under torchrun as its rank, else on ranks started on this machine"
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 OF_FILES = ("infer", "weights", "inputs", "output")
-PASSED = ("steps", "lr", "optimizer", "dtype", *OF_FILES, "checkpoint", "every", "timeout", "check_nans", "json", "verbose")
+FLAGS = ("check_nans", "json", "verbose")
+PASSED = ("steps", "lr", "optimizer", "dtype", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "target", metavar="TARGET_OR_FILE", help="file.py:function, or a file that `sbpc export` wrote (*.sbpc)"
-    )
+    """Adds the options of the command."""
+    target = "file.py:function, or a file that `sbpc export` wrote (*.sbpc)"
+    parser.add_argument("target", metavar="TARGET_OR_FILE", help=target)
     add_planning(parser)
-    parser.add_argument("--plan", type=file_name, metavar="FILE", help="run this plan instead of planning")
-    parser.add_argument(
-        "--steps", type=int, default=10, help="how many steps in all, on the arguments of the target (default: 10)"
-    )
+    add_file(parser, "--plan", help="run this plan instead of planning")
+    steps = "how many steps in all, on the arguments of the target (default: 10)"
+    parser.add_argument("--steps", type=int, default=10, help=steps)
     parser.add_argument("--lr", type=rate, default=1e-3, help="learning rate (default: 0.001)")
-    parser.add_argument(
-        "--checkpoint", type=file_name, metavar="DIR", help="go on from the last checkpoint in this folder, and save there"
-    )
+    checkpoint = "go on from the last checkpoint in this folder, and save there"
+    add_file(parser, "--checkpoint", metavar="DIR", help=checkpoint)
     parser.add_argument("--every", type=int, metavar="N", default=100, help="save after every N steps (default: 100)")
-    parser.add_argument(
-        "--timeout", type=seconds, metavar="S", help=f"end when a rank waits longer for another (default: {groups.TIMEOUT:g})"
+    timeout = f"end when a rank waits longer for another (default: {process_groups.TIMEOUT:g})"
+    parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
+    check_nans = "end at the first op that makes NaN, and say where it is; slow"
+    parser.add_argument("--check-nans", action="store_true", help=check_nans)
+    add_of_files(parser.add_argument_group("of exported files"))
+
+
+def add_of_files(group: Any) -> None:
+    """Adds the options that are for exported files."""
+    group.add_argument("--infer", action="store_true", help="run the forward alone on every batch, instead of training")
+    add_file(group, "--weights", help="safetensors (default: the file beside, *.safetensors)")
+    inputs = (
+        "safetensors of the arguments, named 0, 1, ...; a further first dim holds one batch after another "
+        "(default: the file beside, *.inputs.safetensors)"
     )
-    parser.add_argument(
-        "--check-nans", action="store_true", help="end at the first op that makes NaN, and say where it is; slow"
-    )
-    of_files = parser.add_argument_group("of exported files")
-    of_files.add_argument("--infer", action="store_true", help="run the forward alone on every batch, instead of training")
-    of_files.add_argument(
-        "--weights", type=file_name, metavar="FILE", help="safetensors (default: the file beside, *.safetensors)"
-    )
-    of_files.add_argument(
-        "--inputs",
-        type=file_name,
-        metavar="FILE",
-        help="safetensors of the arguments, named 0, 1, ...; a further first dim holds one batch after another "
-        "(default: the file beside, *.inputs.safetensors)",
-    )
-    of_files.add_argument(
-        "--output", type=file_name, metavar="FILE", help="with --infer: write the results, named 0, 1, ..., as safetensors"
-    )
+    add_file(group, "--inputs", help=inputs)
+    add_file(group, "--output", help="with --infer: write the results, named 0, 1, ..., as safetensors")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc run`: as a rank where a launcher has set RANK, else as the launcher."""
+    """Runs `sbpc run`: as a rank where a launcher has set RANK, else as the launcher."""
     check(options)
     if "RANK" in os.environ:
         with as_rank():
@@ -88,19 +100,19 @@ def run(options: argparse.Namespace) -> int:
     with quiet(options):
         if options.plan:
             register(options, options.target)
-        found = load(options.plan) if options.plan else plan_of(options, options.target)[0]
+        plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
         if not options.json:
-            print_plan(found, Console())
+            print_plan(plan, Console())
             sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="sbpc-run-") as folder:
         file = Path(folder, "plan.sbpc")
-        found.save(file)
-        launch([*arguments(options), "--plan", str(file)], found.mesh.ranks)
+        plan.save(file)
+        launch([*arguments(options), "--plan", str(file)], plan.mesh.ranks)
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other, before anything is started."""
+    """Raises SbpcError for options that contradict each other, before anything is started."""
     for name in ("steps", "every"):
         if getattr(options, name) < 1:
             raise SbpcError(f"--{name} {getattr(options, name)}\n  Give 1 at least.")
@@ -120,36 +132,37 @@ def check(options: argparse.Namespace) -> None:
 
 
 def arguments(options: argparse.Namespace) -> list[str]:
-    """The arguments of a rank, which gets no options of planning."""
-    found = ["-m", "sbpc", "run", options.target]
+    """Returns the arguments of a rank, which gets no options of planning."""
+    texts = ["-m", "sbpc", "run", options.target]
     for name in PASSED:
         value = getattr(options, name)
         if value is not None and value is not False:
-            found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return found + [part for file in options.rules for part in ("--rules", file)]
+            texts += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return texts + [text for file in options.rules for text in ("--rules", file)]
 
 
 def run_rank(options: argparse.Namespace) -> int:
-    """Train or infer as one rank of those that torchrun or `launch` has started."""
+    """Trains or infers as one rank of those that torchrun or `launch` has started."""
     with quiet(options):
-        groups.start(timeout=options.timeout)
+        process_groups.start(timeout=options.timeout)
         job = job_of(options)
         first = os.environ["RANK"] == "0"
         start = time.perf_counter()
-        found = infer(job, options, first) if options.infer else train_job(job, options, first)
-        found["seconds"] = time.perf_counter() - start
-        groups.stop()
-    done = len(found["losses"]) if "losses" in found else job.batches
-    found["mesh"], found["seconds_per_step"] = dict(zip(job.mesh.axes, job.mesh.sizes)), found["seconds"] / max(done, 1)
+        figures = infer(job, options, first) if options.infer else train_job(job, options, first)
+        figures["seconds"] = time.perf_counter() - start
+        process_groups.stop()
+    steps = len(figures["losses"]) if "losses" in figures else job.batches
+    figures["mesh"] = dict(zip(job.mesh.axes, job.mesh.sizes))
+    figures["seconds_per_step"] = figures["seconds"] / max(steps, 1)
     if first and options.json:
-        print_json(found)
+        print_json(figures)
     elif first:
-        print(f"{done} steps in {found['seconds']:.1f} s on {job.mesh.ranks} ranks")
+        print(f"{steps} steps in {figures['seconds']:.1f} s on {job.mesh.ranks} ranks")
     return 0
 
 
 def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, Any]:
-    """Train from the last checkpoint to the last step; the losses, and the step from which they are."""
+    """Trains from the last checkpoint to the last step. Returns the losses and the step at which they start."""
     optimizer = optimizer_of(options.optimizer, job.module, options.lr)
     checkpoints = Checkpoints(options.checkpoint) if options.checkpoint else None
     start = checkpoints.load(job.module, optimizer) if checkpoints else 0
@@ -168,16 +181,90 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
 
 
 def infer(job: Job, options: argparse.Namespace, first: bool) -> dict[str, Any]:
-    """Run the forward on every batch; the shapes of the results, one batch after another along a first dim."""
-    rows: list[list[torch.Tensor]] = []
+    """Runs the forward on every batch. Returns the shapes of the results, in which a first dim counts the batches."""
+    by_batch: list[list[torch.Tensor]] = []
     with torch.no_grad():
         for step in range(job.batches):
             args, kwargs = job.batch(step)
-            rows.append([leaf.clone() for leaf in flatten(job.module(*args, **kwargs), "the results")[0]])
-    results = {str(number): torch.stack(leaves) for number, leaves in enumerate(zip(*rows))}
+            by_batch.append([leaf.clone() for leaf in flatten(job.module(*args, **kwargs), "the results")[0]])
+    results = {str(number): torch.stack(leaves) for number, leaves in enumerate(zip(*by_batch))}
     if first and options.output:
         save_tensors(results, options.output)
+    shapes = {name: list(tensor.shape) for name, tensor in results.items()}
     for name, tensor in results.items():
         if first and not options.json:
-            print(f"result {name}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
-    return {"results": {name: list(tensor.shape) for name, tensor in results.items()}, "output": options.output}
+            print(f"result {name}  {str(tensor.dtype).removeprefix('torch.')} {shapes[name]}")
+    return {"results": shapes, "output": options.output}
+
+
+# --- what a rank runs -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Job:
+    """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how many differ."""
+
+    module: nn.Module
+    mesh: Mesh
+    batch: Callable[[int], Batch]
+    batches: int = 1
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """Returns the job of this rank that the options ask for."""
+    executor = "nans" if options.check_nans else "code"
+    if is_plan(options.target):
+        return job_of_file(options, executor)
+    if options.plan:
+        target = target_of(options, options.target)  # first: a plan may hold ops that the target registers
+        plan = load(options.plan)
+    else:
+        plan, target = plan_of(options, options.target)
+    if not plan.options["train"]:
+        raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
+    module = parallelize(target.model, plan, executor=executor)
+    return Job(module, plan.mesh, lambda step: (target.args, target.kwargs))
+
+
+def job_of_file(options: argparse.Namespace, executor: str) -> Job:
+    """Returns the job of an exported file."""
+    programs = load_programs(options.target, "inference" if options.infer else "train")
+    resumed = options.checkpoint and whole_steps(Path(options.checkpoint))
+    weights = options.weights or weights_beside(options.target)
+    module = module_of(programs, "zeros" if resumed and not Path(weights).exists() else weights, executor)
+    tensors = read_tensors(options.inputs or inputs_beside(options.target))
+    return Job(module, programs.mesh, *batches_of(programs, tensors))
+
+
+def batches_of(programs: Programs, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
+    """Returns the arguments of every step, and how many steps differ, from tensors named "0", "1", ...
+
+    A tensor with a further first dim holds one batch after another. Raises PlanError if they do not fit the programs.
+    """
+    ports = [port for port in programs.ports.inputs if port.kind == INPUT]
+    missing = [port.name for port in ports if port.name not in tensors]
+    if missing:
+        raise PlanError(f"the inputs lack {', '.join(missing)}\n  Name the tensors of the arguments 0, 1, ... in order.")
+    given = {port: tensors[port.name] for port in ports}
+    batched = {port: is_batched(port, tensor, programs.shapes[port]) for port, tensor in given.items()}
+    counts = [given[port].shape[0] for port in ports if batched[port]]
+    if len(set(counts)) > 1 or 0 in counts:
+        raise PlanError(f"the inputs hold {counts} batches\n  Give as many of each, one at least.")
+    batches = counts[0] if counts else 1
+    sizes, coordinates = programs.mesh.sizes, programs.mesh.coordinates(dist.get_rank())
+
+    def batch(step: int) -> Batch:
+        whole = [tensor[step % batches] if batched[port] else tensor for port, tensor in given.items()]
+        shards = [programs.given[port].shard(tensor, sizes, coordinates) for port, tensor in zip(ports, whole)]
+        return unflatten(programs.ports.arguments, shards)
+
+    return batch, batches
+
+
+def is_batched(port: Port, given: torch.Tensor, planned: torch.Tensor) -> bool:
+    """Returns whether an input has a further first dim. Raises PlanError if it does not fit the programs otherwise."""
+    batched = given.dim() == planned.dim() + 1
+    if given.shape[batched:] != planned.shape or given.dtype != planned.dtype:
+        raise PlanError(
+            f"input {port.name} is {given.dtype} {tuple(given.shape)}, the programs are for {planned.dtype} "
+            f"{tuple(planned.shape)}\n  Give that, or several of them along a further first dim."
+        )
+    return batched

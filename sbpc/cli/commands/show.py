@@ -1,17 +1,20 @@
-"""`sbpc show`: print or draw the graph of a plan at one stage."""
+"""Define `sbpc show`: print or draw the graph of a plan at one stage."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from torch.fx import GraphModule
+
 from sbpc.api.planning import load
-from sbpc.cli.options import add_planning, file_name, is_plan, plan_of, register, without_planning
+from sbpc.cli.options import add_file, add_planning, is_plan, plan_of, register, without_planning
 from sbpc.cli.output import check_file, print_json, quiet, write
 from sbpc.errors import SbpcError
 from sbpc.inspect.graph_rows import graph_rows
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.picture import graph_svg
+from sbpc.plans.plan import Plan
 
 STAGES = ("annotated", "boxed", "local")
 
@@ -20,18 +23,17 @@ HELP = "print the graph of a plan at one stage, or draw it"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "target", metavar="TARGET_OR_PLAN", help="file.py:function, or a file that `sbpc plan -o` wrote"
-    )
+    """Adds the options of the command."""
+    target = "file.py:function, or a file that `sbpc plan -o` wrote"
+    parser.add_argument("target", metavar="TARGET_OR_PLAN", help=target)
     add_planning(parser)
     parser.add_argument("--stage", choices=STAGES, default="boxed", help="which graph (default: boxed)")
     parser.add_argument("--rank", type=int, default=0, help="whose program, for --stage local (default: 0)")
-    parser.add_argument("--svg", type=file_name, metavar="FILE", help="draw it into this file instead of printing it")
+    add_file(parser, "--svg", help="draw it into this file instead of printing it")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc show`."""
+    """Runs `sbpc show`."""
     check_file(options.svg)
     if options.rank and options.stage != "local":
         raise SbpcError(
@@ -41,24 +43,32 @@ def run(options: argparse.Namespace) -> int:
         if is_plan(options.target):
             without_planning(options, options.target, "dtype")
             register(options)
-            found = load(options.target)
+            plan = load(options.target)
         else:
-            found, _ = plan_of(options, options.target)
-        gm = {
-            "annotated": lambda: found.graph,
-            "boxed": lambda: found.boxed,
-            "local": lambda: found.local_at(options.rank),
-        }[options.stage]()
+            plan, _ = plan_of(options, options.target)
+        gm = graph_at(plan, options)
         if options.svg:
-            title = f"{found.options.get('model', 'model')} on {found.mesh}"
-            place = f", rank {options.rank}" if options.stage == "local" else ""
-            drawn = graph_svg(gm, found.mesh, f"{title}: {options.stage} graph{place}")
-            write(options.svg, lambda file: Path(file).write_text(drawn))
+            draw(plan, gm, options)
     if options.json:
-        rows = [row.as_json() for row in graph_rows(gm, found.mesh)]
-        print_json({"stage": options.stage, "axes": list(found.mesh.axes), "values": rows, "svg": options.svg})
+        rows = [row.as_json() for row in graph_rows(gm, plan.mesh)]
+        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), "values": rows, "svg": options.svg})
     elif options.svg:
         print(f"written   {options.svg}")
     else:
-        print(graph_text(gm, found.mesh), end="")
+        print(graph_text(gm, plan.mesh), end="")
     return 0
+
+
+def graph_at(plan: Plan, options: argparse.Namespace) -> GraphModule:
+    """Returns the graph of the stage that the options name."""
+    if options.stage == "local":
+        return plan.local_at(options.rank)
+    return plan.graph if options.stage == "annotated" else plan.boxed
+
+
+def draw(plan: Plan, gm: GraphModule, options: argparse.Namespace) -> None:
+    """Draws a graph into the file that the options name."""
+    place = f", rank {options.rank}" if options.stage == "local" else ""
+    title = f"{plan.options.get('model', 'model')} on {plan.mesh}: {options.stage} graph{place}"
+    svg = graph_svg(gm, plan.mesh, title)
+    write(options.svg, lambda file: Path(file).write_text(svg))

@@ -1,4 +1,4 @@
-"""`sbpc sweep`: plan a model on every mesh of a number of devices."""
+"""Define `sbpc sweep`: plan a model on every mesh of a number of devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.api.sweep import Row, sweep
+from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
-from sbpc.cli.output import print_json, quiet
+from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
 from sbpc.inspect.report import si
 
@@ -20,7 +20,7 @@ HELP = "rank every mesh of a number of devices by the plan found on it"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.add_argument("target", metavar="TARGET", help="file.py:function")
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="how many ranks")
     parser.add_argument("--axes", type=int, default=4, metavar="N", help="axes of a mesh at most (default: 4)")
@@ -31,16 +31,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`sbpc sweep`."""
+    """Runs `sbpc sweep`."""
     split_target(options.target)
-    about: dict[str, Any] = {name: getattr(options, name) for name in ("devices", "axes", "objective", "spread")}
-    about |= {"cluster": cluster_of(options), "memory": options.memory}
-    about |= {"optimizer": options.optimizer, "train": not options.no_train}
+    names = ("devices", "axes", "objective", "spread", "memory", "optimizer")
+    asked: dict[str, Any] = {name: getattr(options, name) for name in names}
+    asked |= {"cluster": cluster_of(options), "train": not options.no_train}
     with quiet(options), Progress(console=Console(stderr=True), transient=True) as bar:
         built = target_of(options, options.target)
         task = bar.add_task("capturing", total=None)
         rows = sweep(
-            built.model, built.args, kwargs=built.kwargs, dtype=built.dtype, **about,
+            built.model, built.args, kwargs=built.kwargs, dtype=built.dtype, **asked,
             progress=lambda done, total, mesh: bar.update(task, completed=done, total=total, description=str(mesh)),
         )  # fmt: skip
     if options.json:
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def row_json(row: Row) -> dict[str, Any]:
-    """One mesh as JSON values."""
+def row_json(row: SweepRow) -> dict[str, Any]:
+    """Returns a mesh and its cost as JSON values."""
     cost = row.plan.cost
     return {
         "mesh": dict(zip(row.mesh.axes, row.mesh.sizes)),
@@ -65,11 +65,9 @@ def row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row]) -> Table:
-    """The best meshes, one row each."""
-    made = Table(box=None, pad_edge=False)
-    for title in ("mesh", "seconds", "communicating", "bytes sent", "memory", "gap"):
-        made.add_column(title, justify="left" if title == "mesh" else "right")
+def table(rows: list[SweepRow]) -> Table:
+    """Returns a table of the best meshes."""
+    made = table_of(("mesh", "seconds", "communicating", "bytes sent", "memory", "gap"), left=("mesh",))
     for row in rows:
         cost = row.plan.cost
         sent = f"{si(sum(cost.bytes_sent.values()))}B"
