@@ -187,7 +187,7 @@ def test_of_few_labels_each_variable_may_have_one_of_its_own(seed):
 def test_a_certificate_is_as_good_as_the_bound_of_a_plan_and_checked(seed):
     problem, classes, finer = chain(7, 5, 4, seed, True)
     found, best = tied(problem, classes, finer), solve(problem)
-    bound, proof = certify(problem, found.seconds, 5.0)
+    bound, proof = certify(problem, finer, found.seconds, 5.0)
     assert found.lower_bound * (1 - 1e-3) <= bound <= best.seconds * (1 + 1e-9)
     assert bound == min(checked_bound(problem, proof), found.seconds)
 

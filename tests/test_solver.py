@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sbpc.solver import Problem, Solution, Value, Variable, solve, star, total
-from sbpc.solver.descent import Descent
 from sbpc.solver.highs import cheapest, solve_lp
 from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.program import build
 from sbpc.solver.subsets import everything, nearest
+from sbpc.solver.surroundings import Surroundings
 
 INF = float("inf")
 
@@ -262,7 +262,7 @@ def test_of_plans_that_cost_the_same_one_with_fewer_boxings_is_taken_then_earlie
     layouts = np.array([1, 2, 2, 3])
     values = [Value(0, np.array([0]), [(1, layouts)], straight), Value(1, layouts, [(2, np.array([2]))], straight)]
     problem = Problem([first, middle, last], values)
-    near = Descent(problem)
+    near = Surroundings(problem)
     assert near.tidy([0, 0, 0], 2.0) == near.tidy([0, 2, 0], 2.0) == [0, 1, 0]
     assert solve(problem).labels == [0, 1, 0] and boxings(problem, [0, 0, 0]) == 2 == 1 + boxings(problem, [0, 1, 0])
 
@@ -271,8 +271,8 @@ def test_of_plans_that_cost_the_same_one_with_fewer_boxings_is_taken_then_earlie
 @given(problems(variables=6, labels=8, axes=1), st.integers(0, 2**32 - 1))
 def test_a_tidied_plan_costs_no_more(problem, seed):
     rng = np.random.default_rng(seed)
-    near = Descent(problem)
-    labels = near.descend([int(rng.integers(len(v.costs))) for v in problem.variables])
+    near = Surroundings(problem)
+    labels = [int(rng.integers(len(v.costs))) for v in problem.variables]
     seconds = total(problem, labels)
     assume(0 < seconds < np.inf)
     assert total(problem, near.tidy(labels, seconds)) <= seconds * (1 + 1e-10)

@@ -23,9 +23,9 @@ from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Choice, may_cut, of_stored
 from sbpc.solver import Bounder, Problem, Proof, Value, Variable, certify, checked_bound, solve, star, total
-from sbpc.solver.descent import Descent
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of
+from sbpc.solver.surroundings import Surroundings
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
@@ -103,7 +103,7 @@ class Space:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they give a better one."""
-        bound, proof = certify(self.problem, self.seconds(plan.assignment), limit)
+        bound, proof = certify(self.problem, self.classes(1), self.seconds(plan.assignment), limit)
         if bound > self.bound(self.proof):
             self.multipliers = proof
         return None, bound
@@ -277,7 +277,7 @@ class Space:
                 table = self.tables[at]
                 found.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
         if None in named:
-            near = Descent(self.problem)
+            near = Surroundings(self.problem)
             for at, label in enumerate(named):
                 if label is None:
                     found[at] = int(near.costs(at, found).argmin())

@@ -34,7 +34,7 @@ from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.problem import gap_of
 from sbpc.solver.program import columns_of
-from sbpc.solver.search import on_support
+from sbpc.solver.search import near_program
 from sbpc.solver.subsets import Subset, around, everything, nearest
 
 progress = logging.getLogger("sbpc.progress")
@@ -184,7 +184,7 @@ class MemorySearch:
         """Returns, by class, the labels of the plan at the last prices."""
         labels, problem = self.bounder.labels, self.bounder.folded.problem
         if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
-            labels = on_support(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
+            labels = near_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
         return labels
 
     def squeeze(self) -> None:
@@ -317,7 +317,7 @@ class MemorySearch:
         allowed = math.fsum(self.bound.prices)
         problem = self.bound.problem(self.space)
         most = total(problem, self.best.labels)
-        bound, proof = certify(problem, most, start + limit - time.process_time())
+        bound, proof = certify(problem, self.space.classes(1), most, start + limit - time.process_time())
         self.take_bound(replace(self.bound, bound=bound - allowed, proof=proof))
         return better, min(self.bound.bound, self.best.seconds)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from sbpc.solver.proof import checked_bound
 from sbpc.solver.subsets import Subset, everything
 
 ROUNDING = 1e-4  # of the seconds, in bounds of single precision
+CELLS = 1e8  # boxings between two layouts, over all values, of a network in which nothing is tied
 WIDE = 3  # axes from which messages are of single precision: half the memory, two thirds of the time
 
 
@@ -88,19 +90,18 @@ def precision(problem: Problem) -> type[np.floating]:
     return np.float32 if is_wide(problem) else np.float64
 
 
-def certify(problem: Problem, seconds: float, limit: float) -> tuple[float, Proof]:
-    """Returns a bound found in about `limit` CPU seconds by messages in which nothing is tied, and its proof.
+def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
+    """Returns the best bound found in about `limit` CPU seconds, and its proof; the first bound is not cut short.
 
-    seconds: of a plan; a bound of as much ends the search. Building the messages counts, and is not cut short.
+    Nothing is tied, unless that takes gigabytes: then `finer` are the classes. seconds: of a plan; a bound of as much ends it.
     """
     until = time.process_time() + limit
-    folded = fold(problem, range(len(problem.variables)))
-    part, dual = blocks(folded), Dual(folded)
-    messages = Messages(part.problem, big_m(problem, seconds), precision(problem))
-    while True:
-        before = messages.bound
-        raise_bound(messages, rounds=4)
-        if messages.bound <= before or messages.bound >= seconds * (1 - SLACK) or time.process_time() > until:
-            break
-    dual.take(part, messages, lambda slot: True)
-    return min(checked_bound(problem, dual.proof()), seconds), dual.proof()
+    cells = sum(len(value.closure) ** 2 for value in problem.values)
+    folded = fold(problem, range(len(problem.variables)) if cells <= CELLS else finer)
+    bounder = Bounder(problem, folded, seconds)
+    best, before = (bounder.bound, bounder.proof), -math.inf
+    while before < best[0] < seconds * (1 - SLACK) and time.process_time() < until:
+        before = best[0]
+        bounder.solve(problem)
+        best = max(best, (bounder.bound, bounder.proof), key=lambda pair: pair[0])
+    return min(best[0], seconds), best[1]

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.bounder import Bounder, is_wide, precision
-from sbpc.solver.descent import Descent
 from sbpc.solver.dual import raise_bound
 from sbpc.solver.fold import fold
-from sbpc.solver.highs import cheapest, relax, support
+from sbpc.solver.highs import cheapest
 from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import Problem, Proof, Solution, Step, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, nearest
+from sbpc.solver.surroundings import Surroundings
 
 progress = logging.getLogger("sbpc.progress")
 PLAN_GAP = 7e-3  # above it a better plan is looked for
 BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound; by whether the problem is wide
-EACH, OWN = 8, 2  # labels a variable for the relaxation: by reduced costs; by each of two more orders
+EACH, OWN = 8, 2  # labels a variable that are near: by reduced costs; by each of two more orders
 COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
 NEAR_ENOUGH = 3e-4  # the gap to which a program on near labels is solved
 
@@ -41,11 +41,16 @@ class Search:
         self.start = time.process_time()
         self.problem, self.folded = problem, fold(problem, classes)
         self.tied = max(self.folded.sizes) > 1
-        self.descent = Descent(self.folded.problem)
+        self.surroundings = Surroundings(self.folded.problem)
         self.labels, self.seconds = [0] * len(self.folded.sizes), total(self.folded.problem, [0] * len(self.folded.sizes))
         self.free_labels: list[int] | None = None
         self.bound, self.proof = 0.0, Proof(self.folded.classes)
-        self.exact, self.steps = False, list[Step]()
+        self.proved, self.steps = False, list[Step]()
+
+    @property
+    def exact(self) -> bool:
+        """Whether no plan costs less."""
+        return self.proved or self.bound >= self.seconds
 
     @property
     def gap(self) -> float:
@@ -62,7 +67,6 @@ class Search:
         """Takes a bound and its proof if it is the best."""
         if bounder.bound >= self.bound:
             self.bound, self.proof = bounder.bound, bounder.proof
-        self.exact = self.exact or self.bound >= self.seconds
 
     def record(self, name: str) -> None:
         """Notes what a step gave."""
@@ -74,7 +78,7 @@ class Search:
         """About what plans cost."""
         return self.seconds if math.isfinite(self.seconds) else big_m(self.folded.problem)
 
-    def on_support(self, bounder: Bounder) -> None:
+    def near_bounds(self, bounder: Bounder) -> None:
         """Looks for a better plan among labels near two bounds: that of the blocks, and that of the folded problem, which knows
         the ends."""
         reduced_costs = [bounder.reduced_costs]
@@ -82,7 +86,7 @@ class Search:
             own = Messages(self.folded.problem, bounder.cap, precision(self.folded.problem))
             raise_bound(own)
             reduced_costs.append(own.reduced_costs())
-        labels = on_support(self.folded.problem, self.labels, reduced_costs, self.scale)
+        labels = near_program(self.folded.problem, self.labels, reduced_costs, self.scale)
         if labels is not None:
             self.offer(labels)
 
@@ -90,43 +94,38 @@ class Search:
         """If only few labels can be in a cheaper plan, solves the program on all of these. Nothing may be tied in `bounder`."""
         problem, subset = bounder.folded.problem, bounder.below(self.seconds)
         if subset is None:
-            self.exact = True
+            self.proved = True  # no plan costs less
             return
         if columns_of(problem, subset) > COLUMNS:
             return
         answer = cheapest(problem, subset, self.scale)
         if answer.labels is not None and total(problem, answer.labels) < self.seconds:
             self.free_labels, self.seconds = answer.labels, total(problem, answer.labels)
-        self.exact = answer.proved
+        self.proved = answer.proved
         self.bound = max(self.bound, min(answer.bound, self.seconds))
 
     def solution(self) -> Solution:
         """Returns the best plan, of equally cheap ones that with the fewest boxings, and the bound."""
         if self.free_labels is not None:
-            labels = Descent(self.problem).tidy(self.free_labels, self.seconds)
+            labels = Surroundings(self.problem).tidy(self.free_labels, self.seconds)
         else:
-            labels = self.folded.unfold(self.descent.tidy(self.labels, self.seconds))
+            labels = self.folded.unfold(self.surroundings.tidy(self.labels, self.seconds))
         seconds = total(self.problem, labels)
         bound = seconds if self.exact else min(self.bound, seconds)
         stop = "exact" if self.exact else "small gap" if self.gap <= BOUND_GAP[is_wide(self.problem)] else "nothing left to try"
         return Solution(labels, seconds, bound, self.exact, self.proof, tuple(self.steps), stop)
 
 
-def on_support(
+def near_program(
     problem: Problem, plan: Sequence[int], reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
 ) -> list[int] | None:
-    """Solves the relaxation on near labels, then the program on the labels of which it takes a part, and returns its plan.
-
-    Near are `each` labels a variable by the first reduced costs, OWN by any others, and OWN that cost least around `plan`.
-    """
-    descent = Descent(problem)
-    others = [*reduced_costs[1:], [descent.costs(at, plan) for at in range(len(plan))]]
+    """Returns the cheapest plan on near labels: `each` a variable by the first reduced costs, OWN by any others, and OWN that
+    cost least around `plan`."""
+    surroundings = Surroundings(problem)
+    others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
-    subset = around(problem, [plan], nearest(reduced_costs[0], each * len(plan), each), *first)
-    relaxed = relax(problem, subset, scale)
-    if not math.isfinite(relaxed.seconds):
-        return None
-    return cheapest(problem, around(problem, [plan], support(subset, relaxed.parts)), scale, NEAR_ENOUGH).labels
+    near = nearest(reduced_costs[0], each * len(plan), each)
+    return cheapest(problem, around(problem, [plan], near, *first), scale, NEAR_ENOUGH).labels
 
 
 def solve(
@@ -145,12 +144,12 @@ def solve(
     search = Search(problem, every if classes is None else classes)
     bounder = Bounder(problem, search.folded)
     for labels in (bounder.labels, *map(search.folded.fold, starts)):
-        search.offer(search.descent.descend(labels))
+        search.offer(labels)
     search.bounded_by(bounder)
     search.record("messages")
     if search.gap > PLAN_GAP:
-        search.on_support(bounder)
-        search.record("program on the support of the relaxation")
+        search.near_bounds(bounder)
+        search.record("program on near labels")
     for partition in ([finer or every] if is_wide(problem) else [finer or every, every]) if search.tied else ():
         if search.gap > BOUND_GAP[is_wide(problem)]:
             bounder = Bounder(problem, fold(problem, partition), search.seconds)

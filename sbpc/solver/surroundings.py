@@ -1,8 +1,8 @@
-"""Coordinate descent: change the label of one variable at a time, first for cheaper plans, then for fewer boxings."""
+"""The problem around a plan: what each label of one variable costs with all others as they are, and plans with fewer boxings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ class Use:
     ports: list[Layouts]
 
 
-class Descent:
+class Surroundings:
     """The problem seen from each variable: the values that touch it, and the variables whose costs depend on its label."""
 
     def __init__(self, problem: Problem):
@@ -49,16 +49,6 @@ class Descent:
             seconds += producer_costs(use, labels) if use.produced else consumer_costs(use, at, labels)
         return seconds
 
-    def descend(self, labels: Sequence[int]) -> list[int]:
-        """Returns labels that no change of one label makes cheaper."""
-
-        def cheaper(at: int, labels: Sequence[int]) -> int | None:
-            costs = self.costs(at, labels)
-            now, label = costs[labels[at]], int(costs.argmin())
-            return label if costs[label] < (now - SLACK * abs(now) if np.isfinite(now) else now) else None
-
-        return self.change(labels, cheaper)
-
     def tidy(self, labels: list[int], seconds: float) -> list[int]:
         """Returns labels that cost no more, with fewer boxings, or with as many and lower labels. seconds: what they cost."""
         if not np.isfinite(seconds):
@@ -66,35 +56,28 @@ class Descent:
         closures = {id(v.closure): v.closure for v in self.problem.values}
         counted = {key: closure + BOXING * seconds * ~np.eye(len(closure), dtype=bool) for key, closure in closures.items()}
         values = [replace(value, closure=counted[id(value.closure)]) for value in self.problem.values]
-        tilted = Descent(Problem(self.problem.variables, values))
+        tilted = Surroundings(Problem(self.problem.variables, values))
 
-        def fewer(at: int, labels: Sequence[int]) -> int | None:
-            costs = self.costs(at, labels)
-            dearer = costs > costs[labels[at]] + SLACK * seconds
-            if dearer.sum() == len(dearer) - 1:
-                return None
-            boxings = np.where(dearer, np.inf, tilted.costs(at, labels))
-            label = int(np.argmax(boxings <= boxings.min() + BOXING / 2 * seconds))
-            return None if label == labels[at] else label
-
-        tidied = self.change(labels, fewer)
-        return tidied if total(self.problem, tidied) <= seconds * (1 + SLACK) else labels
-
-    def change(self, labels: Sequence[int], new_label: Callable[[int, Sequence[int]], int | None]) -> list[int]:
-        """Returns labels for which `new_label` changes none any more; it returns None for a label that is to stay."""
-        changed = list(labels)
+        tidied = list(labels)
         dirty = [len(variable.costs) > 1 for variable in self.problem.variables]
         while any(dirty):
-            for at in range(len(changed)):
-                if not dirty[at]:
-                    continue
+            for at in np.flatnonzero(dirty).tolist():
                 dirty[at] = False
-                label = new_label(at, changed)
-                if label is not None:
-                    changed[at] = label
+                label = self.with_fewer_boxings(at, tidied, tilted, seconds)
+                if label != tidied[at]:
+                    tidied[at] = label
                     for other in self.neighbours[at]:
                         dirty[other] = len(self.problem.variables[other].costs) > 1
-        return changed
+        return tidied if total(self.problem, tidied) <= seconds * (1 + SLACK) else labels
+
+    def with_fewer_boxings(self, at: int, labels: Sequence[int], tilted: Surroundings, seconds: float) -> int:
+        """Returns the label of variable `at` that costs no more and has the fewest boxings, of several the lowest."""
+        costs = self.costs(at, labels)
+        dearer = costs > costs[labels[at]] + SLACK * seconds
+        if dearer.sum() == len(dearer) - 1:
+            return labels[at]
+        boxings = np.where(dearer, np.inf, tilted.costs(at, labels))
+        return int(np.argmax(boxings <= boxings.min() + BOXING / 2 * seconds))
 
 
 def producer_costs(use: Use, labels: Sequence[int]) -> np.ndarray:
