@@ -1,11 +1,11 @@
-"""What a user calls to get a plan: `plan` and `load`; `prepare` captures once for many plans."""
+"""What a user calls to get a plan: `plan`, `baseline` and `load`. `prepare` captures once for many plans."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,14 @@ from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish, both, conflict
 from sbpc.passes.annotate import annotate, duplicate
-from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
-from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import output_wishes, pin_wishes, placeholder_wishes
+from sbpc.passes.assign.wishes import Requests, conflicting_pins, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
-from sbpc.plans import plan_file as codec
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan_file import decode
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
@@ -102,13 +98,9 @@ def plan(
     MemoryLimitError if nothing fits into `memory`, SbpcError for a bad option. Each says what to do.
     """
     options: dict[str, Any] = {
-        "optimizer": optimizer,
-        "memory": memory,
-        "objective": objective,
-        "pin": pin,
-        "spread": spread,
-    }
-    options |= {"inputs": inputs, "outputs": outputs, "dynamic": dynamic}
+        "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin,
+        "spread": spread, "inputs": inputs, "outputs": outputs, "dynamic": dynamic,
+    }  # fmt: skip
     check_mesh(mesh)
     check_options(**options)
     task = prepare(
@@ -164,24 +156,8 @@ class Task:
         dynamic: Any = None,
         baseline: str | None = None,
     ) -> Plan:
-        """The plan on `mesh`; options are those of `plan`, taken to be checked. baseline: the expert to follow."""
-        stored = placeholder_wishes(self.gm, mesh, inputs, outputs, spread)
-        wanted = output_wishes(self.gm, mesh, outputs, spread)
+        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
-
-        def wishes_with(pins: Mapping[str, str]) -> dict[str, Wish]:
-            wishes = both(stored, pin_wishes(self.gm, mesh, pins, stored), mesh)
-            if baseline is not None:
-                wishes = both(wishes, expert_wishes(Model(self.gm), mesh, baseline), mesh)
-            return wishes
-
-        def refusal(pins: Mapping[str, str]) -> SbpcError | None:
-            try:
-                Space(self.gm, mesh, wishes_with(pins), wanted)
-            except PinError as error:
-                return error
-            return None
-
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
             "pin": pins, "spread": spread, **self.about,
@@ -190,21 +166,16 @@ class Task:
             options["baseline"] = baseline
         if dynamic is not None:
             options["dynamic"] = name_dims(self.gm, mesh, dynamic)
-
-        def experts() -> Iterator[dict[str, Wish]]:
-            model = Model(self.gm)
-            for name in EXPERTS:
-                with suppress(PinError, PlanError):  # what does not fit the model, the mesh or the pins
-                    yield both(wishes, expert_wishes(model, mesh, name), mesh)
-
+        requests = Requests(pins, inputs, outputs, spread, baseline)
         try:
-            wishes = wishes_with(pins)
-            return finish(self.gm, mesh, wishes, wanted, options, self.stages, None if baseline else experts)
+            asked = wishes(self.gm, mesh, requests)
+            experts = None if baseline else partial(expert_alternatives, self.gm, mesh, asked.nodes)
+            return finish(self.gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
         except PinError as error:
-            raise conflict(pins, refusal) from error
+            raise conflicting_pins(self.gm, mesh, requests) from error
 
     def again(self) -> Task:
-        """The same step with a graph and clocks of its own, for a further plan beside the others."""
+        """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
         return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
@@ -221,7 +192,7 @@ def prepare(
     capture: str = "light",
     dump: str | Path | None = None,
 ) -> Task:
-    """Capture and annotate a step; arguments are those of `plan`."""
+    """Captures and annotates a step. Arguments are those of `plan`."""
     check_kinds(
         model=(model, "an nn.Module"),
         kwargs=(kwargs, "a mapping whose keys are texts", "None"),
@@ -248,7 +219,7 @@ def prepare(
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh."""
+    """Raises SbpcError for what is no mesh."""
     if not isinstance(mesh, Mesh):
         raise SbpcError(
             f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
@@ -266,7 +237,7 @@ def check_options(
     outputs: Any = None,
     dynamic: Any = None,
 ) -> None:
-    """Refuse options of the wrong kind and what cannot be planned, before anything is captured."""
+    """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
     check_kinds(
         optimizer=(optimizer, "a text", "None"),
         pin=(pin, "a mapping whose keys are texts", "None"),
@@ -288,7 +259,7 @@ def load(path: str | Path) -> Plan:
     It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
     here. Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
     """
-    decoder = codec.decode(path)
+    decoder = decode(path)
     with decoder.reading():
         mesh = decoder.mesh()
         gm = annotate(decoder.graph(decoder.body))
@@ -303,7 +274,7 @@ def load(path: str | Path) -> Plan:
 
 
 def check_loaded(plan: Plan) -> None:
-    """Check a plan that came from a file as far as its boxed graph, and what its report reads."""
+    """Checks a plan that came from a file as far as its boxed graph, and what its report reads."""
     verify_captured(plan.graph)
     verify_annotated(plan.graph)
     if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
