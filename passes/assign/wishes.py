@@ -8,18 +8,17 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from sbpc.errors import PinError, PlanError, SbpcError
+from sbpc.errors import PinError, PlanError
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish, both, conflict, exactly, parse_layout, resolve_pins
+from sbpc.mesh.pins import Wish, both, exactly, parse_layout, resolve_pins
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.assign.space import Space
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
 
@@ -28,7 +27,7 @@ Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None fo
 class Requests:
     """What the user asks of layouts, as `sbpc.plan` takes it. baseline: the expert whose scheme is followed."""
 
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, str]
     inputs: Layouts = None
     outputs: Layouts = None
     spread: bool = False
@@ -61,20 +60,6 @@ def expert_alternatives(gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish]) 
     for name in EXPERTS:
         with suppress(PinError, PlanError):
             yield both(asked, expert_wishes(model, mesh, name), mesh)
-
-
-def conflicting_pins(gm: GraphModule, mesh: Mesh, requests: Requests) -> SbpcError:
-    """Returns the error about requests that cannot be met, with the fewest pins that conflict."""
-
-    def refusal(pins: Mapping[str, str]) -> SbpcError | None:
-        try:
-            asked = wishes(gm, mesh, replace(requests, pins=pins))
-            Space(gm, mesh, asked.nodes, asked.outputs)
-        except PinError as error:
-            return error
-        return None
-
-    return conflict(requests.pins, refusal)
 
 
 def placeholder_wishes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import conflict
 from sbpc.passes.annotate import annotate, duplicate
-from sbpc.passes.assign.wishes import Requests, conflicting_pins, expert_alternatives, wishes
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import Layouts, Requests, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
@@ -143,19 +145,11 @@ class Task:
 
     @uncollected()
     def plan(
-        self,
-        mesh: Mesh,
-        *,
-        optimizer: str | None = "adamw",
-        memory: float | None = None,
-        pin: Mapping[str, str | Layout] | None = None,
-        inputs: Sequence[str | Layout | None] | None = None,
-        outputs: Sequence[str | Layout | None] | None = None,
-        spread: bool = False,
-        objective: str = "seconds",
-        dynamic: Any = None,
-        baseline: str | None = None,
-    ) -> Plan:
+        self, mesh: Mesh, *,
+        optimizer: str | None = "adamw", memory: float | None = None, objective: str = "seconds",
+        pin: Mapping[str, str | Layout] | None = None, spread: bool = False,
+        inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
+    ) -> Plan:  # fmt: skip
         """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
@@ -179,19 +173,26 @@ class Task:
         return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
+def conflicting_pins(gm: GraphModule, mesh: Mesh, requests: Requests) -> SbpcError:
+    """Returns the error about requests that cannot be met, with the fewest pins that conflict."""
+
+    def refusal(pins: Mapping[str, str]) -> SbpcError | None:
+        try:
+            asked = wishes(gm, mesh, replace(requests, pins=pins))
+            Space(gm, mesh, asked.nodes, asked.outputs)
+        except PinError as error:
+            return error
+        return None
+
+    return conflict(requests.pins, refusal)
+
+
 @uncollected()
 def prepare(
-    model: nn.Module,
-    args: Sequence[Any],
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    targets: Sequence[Any] = (),
-    train: bool = True,
-    dtype: Any = None,
-    capture: str = "light",
-    dump: str | Path | None = None,
-) -> Task:
+    model: nn.Module, args: Sequence[Any], *,
+    kwargs: Mapping[str, Any] | None = None, loss: Callable[..., Any] | None = None, targets: Sequence[Any] = (),
+    train: bool = True, dtype: Any = None, capture: str = "light", dump: str | Path | None = None,
+) -> Task:  # fmt: skip
     """Captures and annotates a step. Arguments are those of `plan`."""
     check_kinds(
         model=(model, "an nn.Module"),
@@ -212,7 +213,7 @@ def prepare(
         "train": train,
         "model": type(model).__name__,
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "eval": [name for name, part in model.named_modules() if not part.training],
+        "eval": [name for name, module in model.named_modules() if not module.training],
         "left_out": list(left_out_of(model)),
     }
     return Task(front(captured, stages), stages, about)
@@ -227,16 +228,9 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_options(
-    *,
-    optimizer: Any = None,
-    memory: Any = None,
-    objective: Any = "seconds",
-    pin: Any = None,
-    spread: Any = False,
-    inputs: Any = None,
-    outputs: Any = None,
-    dynamic: Any = None,
-) -> None:
+    *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
+    inputs: Any = None, outputs: Any = None, dynamic: Any = None,
+) -> None:  # fmt: skip
     """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
     check_kinds(
         optimizer=(optimizer, "a text", "None"),
