@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,6 @@ from sbpc.rules import Match
 from sbpc.rules.choices import Candidates, Choice, may_cut, of_match
 from sbpc.rules.match import Part
 
-LEAST, SPLIT, REST, WORK = 1 << 12, 1 << 14, 1 << 16, 1 << 18  # where special places begin, see `Table.held`
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 """Bytes per element and global shape of every operand and output."""
 
@@ -86,33 +84,6 @@ class Table:
         good = np.array([wish.admits(decode(int(code), self.mesh.axes)) for code in found], dtype=bool)
         return self.kept(np.flatnonzero(good[at]))
 
-    def held(self, place: int, tensors: Tensors) -> np.ndarray:
-        """Bytes on the busiest rank by label: of an output (its number), of an operand as it is read (-1 for the first);
-        beyond LEAST of the same an equal share of the elements, rounded up: no layout has less; beyond SPLIT only where all
-        axes cut it, beyond REST only where not all do; beyond WORK, at the least, what a call has alive at once: its
-        results, and the operands with a bit in the rest, in which each result that is read has a bit above these."""
-        ports = [(*tensor, codes) for tensor, codes in zip(tensors, (*self.ins, *self.outs))]
-        if place < WORK:
-            kind, at = kind_of(place)
-            ports = [ports[-1 - at] if at < 0 else ports[len(self.ins) + at]]
-            itemsize, shape, codes = ports[0]
-            if kind == LEAST:
-                return np.full(len(self), float(itemsize * -(-math.prod(shape) // math.prod(self.mesh.sizes))))
-            if kind:
-                cut = (states_of(codes, len(self.mesh.axes)) < WHOLE) | (np.array(self.mesh.sizes) == 1)
-                return np.where(cut.all(1) == (kind == SPLIT), itemsize * elements(codes, shape, self.mesh.sizes), 0.0)
-        else:
-            ports = [port for at, port in enumerate(ports) if at >= len(self.ins) or place - WORK >> at & 1]
-        found = np.zeros(len(self))
-        for itemsize, shape, codes in ports:
-            found += itemsize * elements(codes, shape, self.mesh.sizes)
-        phases = self.candidates.phases
-        if place >= WORK and phases is not None:
-            which = self.apart
-            if which.any():
-                found[which] = apart_bytes(self.kept(np.flatnonzero(which)), tensors, place - WORK)
-        return found
-
     @property
     def apart(self) -> np.ndarray:
         """Which labels take the node apart."""
@@ -131,12 +102,6 @@ class Table:
             ins=tuple(found[labels] for found in self.ins),
             outs=tuple(found[labels] for found in self.outs),
         )
-
-
-def kind_of(place: int) -> tuple[int, int]:
-    """Where the special places begin to which a place belongs, 0 for a plain one; and what it is beyond that."""
-    kind = next((kind for kind in (WORK, REST, SPLIT, LEAST) if place > kind // 2), 0)
-    return kind, place - kind
 
 
 def tabulate(

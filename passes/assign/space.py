@@ -19,6 +19,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.mesh.states import Split
 from sbpc.passes.assign.label_tables import Table, Tensors, narrowed, renames, tabulate
+from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Choice, may_cut, of_stored
@@ -30,7 +31,6 @@ from sbpc.solver.problem import gap_of
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
 MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
 HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
-Prices = Mapping[tuple[str, int], float]  # by node and place: an output, or -1, -2, ... for its operands
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 
 
@@ -157,14 +157,14 @@ class Space:
         homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
         return homes | {node.name: at for at, node in enumerate(self.nodes)}
 
-    def bytes_of(self, at: int, place: int) -> np.ndarray:
-        """Bytes on the busiest rank at a place of variable number `at`, by label: see `Table.held`."""
+    def bytes_of(self, at: int, place: Place) -> np.ndarray:
+        """Returns the bytes on the busiest rank at a place of variable number `at`, by label."""
         key = (id(self.tables[at]), "bytes", place)
         if key not in self.known:
             tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.left[at]
-            self.known[key] = self.tables[at].held(place, tensors)
-        found: np.ndarray = self.known[key]
-        return found
+            self.known[key] = local_bytes(self.tables[at], place, tensors)
+        sizes: np.ndarray = self.known[key]
+        return sizes
 
     def table(self, node: Node, wish: Wish | None) -> Table:
         """The labels of a node; equal nodes share one table."""

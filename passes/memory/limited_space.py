@@ -11,7 +11,9 @@ from torch.fx import GraphModule
 
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
-from sbpc.passes.assign.space import Prices, Space
+from sbpc.passes.assign.local_bytes import Place
+from sbpc.passes.assign.space import Space
+from sbpc.passes.memory.live_bytes import Moment
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Limit, Problem, Proof, checked_bound, priced
 from sbpc.solver.fold import Folded
@@ -25,9 +27,9 @@ class LimitedSpace(Space):
     ) -> None:
         super().__init__(gm, mesh, wishes, outputs, priced=True)
 
-    def weights(self, moment: Prices) -> dict[int, np.ndarray]:
+    def weights(self, moment: Moment) -> dict[int, np.ndarray]:
         """Returns, by number of a variable, the bytes that a moment counts, by label. Equal sums are one array."""
-        places: dict[int, list[tuple[int, float]]] = {}
+        places: dict[int, list[tuple[Place, float]]] = {}
         for (name, place), many in moment.items():
             places.setdefault(self.named[name], []).append((place, many))
         weights = {}
