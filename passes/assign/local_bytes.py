@@ -9,7 +9,8 @@ from enum import Enum, auto
 import numpy as np
 
 from sbpc.mesh.layout_codes import WHOLE, elements, states_of
-from sbpc.passes.assign.label_tables import Table, Tensors, apart_bytes
+from sbpc.passes.assign.label_tables import Table, Tensors
+from sbpc.passes.assign.two_phase_tables import two_phase_bytes
 
 
 class PlaceKind(Enum):
@@ -44,7 +45,7 @@ def local_bytes(table: Table, place: Place, tensors: Tensors) -> np.ndarray:
         return working_set_bytes(table, place.mask, tensors)
     of_operand = kind in (PlaceKind.OPERAND, PlaceKind.OPERAND_NOT_FULLY_SPLIT)
     at = place.index if of_operand else len(table.ins) + place.index
-    codes, (itemsize, shape) = (*table.ins, *table.outs)[at], tensors[at]
+    codes, (itemsize, shape) = table.ports[at], tensors[at]
     if kind is PlaceKind.LEAST:
         return np.full(len(table), float(itemsize * -(-math.prod(shape) // math.prod(sizes))))
     size = itemsize * elements(codes, shape, sizes)
@@ -57,10 +58,10 @@ def local_bytes(table: Table, place: Place, tensors: Tensors) -> np.ndarray:
 def working_set_bytes(table: Table, mask: int, tensors: Tensors) -> np.ndarray:
     """Returns what the call has alive at once, at the least, by label. mask: see `Place`."""
     size = np.zeros(len(table))
-    for at, ((itemsize, shape), codes) in enumerate(zip(tensors, (*table.ins, *table.outs))):
+    for at, ((itemsize, shape), codes) in enumerate(zip(tensors, table.ports)):
         if at >= len(table.ins) or mask >> at & 1:
             size += itemsize * elements(codes, shape, table.mesh.sizes)
-    apart = np.flatnonzero(table.apart)
-    if len(apart):
-        size[apart] = apart_bytes(table.kept(apart), tensors, mask)
+    two_phase = table.two_phase
+    if two_phase.any():
+        size[two_phase] = two_phase_bytes(table.subset(two_phase), tensors, mask)
     return size

@@ -18,7 +18,8 @@ from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.mesh.states import Split
-from sbpc.passes.assign.label_tables import Table, Tensors, narrowed, renames, tabulate
+from sbpc.passes.assign.build_tables import narrowed, only_renames, tabulate
+from sbpc.passes.assign.label_tables import Table, Tensors
 from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
@@ -236,7 +237,7 @@ class Space:
             if len(table) <= MANY or node.name in wishes or len(readers.get((node, 0), ())) != 1:
                 continue
             if (id(table), "renames") not in self.known:
-                self.known[id(table), "renames"] = renames(table, tensors_of(node))
+                self.known[id(table), "renames"] = only_renames(table, tensors_of(node))
             source = value_of(operands(node)[0]) if operands(node) else (node, 0)
             if not self.known[id(table), "renames"] or len(readers[source]) != 1:
                 continue
