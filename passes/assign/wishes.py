@@ -1,4 +1,4 @@
-"""What layouts a user wishes: of inputs, outputs and pinned values, as sets of allowed signatures of nodes."""
+"""What layouts a user wishes: of inputs, outputs and pinned values."""
 
 from __future__ import annotations
 
@@ -6,76 +6,92 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from torch.fx import GraphModule
+import numpy as np
+from torch.fx import GraphModule, Node
 
-from sbpc.errors import PinError
+from sbpc.errors import PinError, at_node
+from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
+from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly, parse_layout, resolve_pins
+from sbpc.mesh.states import Split
+from sbpc.rules.choices import may_cut
 
 
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Any, outputs: Any, spread: bool) -> dict[str, Wish]:
-    """How inputs, tangents, buffers and, with `spread`, parameters are stored."""
+    """Returns, by node, how inputs, tangents, buffers and, with `spread`, parameters are stored."""
     ports = gm.meta["ports"]
-    count = sum(port.kind == INPUT for port in ports.inputs)
-    results = sum(port.kind == OUTPUT for port in ports.outputs)
-    for name, given, there in (("inputs", inputs, count), ("outputs", outputs, results)):
-        if given is not None and len(given) != there:
-            raise PinError(
-                f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole."
-            )
+    for name, given, kind, among in (("inputs", inputs, INPUT, ports.inputs), ("outputs", outputs, OUTPUT, ports.outputs)):
+        tensors = sum(port.kind == kind for port in among)
+        if given is not None and len(given) != tensors:
+            raise PinError(f"{name}= has {len(given)} layouts for {tensors} tensors\n  Give one per tensor, None for whole.")
     wishes: dict[str, Wish] = {}
     for port, node in placeholders(gm).items():
         reason = f"{port.kind} {port.name}"
+        given = {INPUT: inputs, TANGENT: outputs}.get(port.kind)
         if spread and port.kind in (PARAMETER, INPUT):
-            wishes[node.name] = Wish(spread=wide_axes(mesh), reason=f"{reason} stored once (spread=True)")
-        elif port.kind in (INPUT, TANGENT):
-            given = inputs if port.kind == INPUT else outputs
+            wishes[node.name] = stored_once(mesh, reason)
+        elif port.kind in (INPUT, TANGENT, BUFFER):
             text = None if given is None else given[int(port.name)]
             wishes[node.name] = exactly(parse_layout(text, mesh, reason), reason)
-        elif port.kind == BUFFER:
-            wishes[node.name] = exactly(parse_layout(None, mesh, reason), reason)
     return wishes
 
 
-def wide_axes(mesh: Mesh) -> tuple[int, ...]:
-    """The axes of more than one rank."""
-    return tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+def stored_once(mesh: Mesh, reason: str) -> Wish:
+    """Returns the wish that every axis of more than one rank splits a tensor."""
+    axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+    return Wish(spread=axes, reason=f"{reason} stored once (spread=True)")
 
 
 def output_wishes(gm: GraphModule, mesh: Mesh, outputs: Any, spread: bool) -> dict[int, Wish]:
-    """How results are left, by place in the output list."""
+    """Returns how outputs are left, by place in the output list."""
     wishes = {}
     for at, port in enumerate(gm.meta["ports"].outputs):
         reason = f"output {port.name}"
         if port.kind == OUTPUT and outputs is not None and outputs[int(port.name)] is not None:
             wishes[at] = exactly(parse_layout(outputs[int(port.name)], mesh, reason), reason)
         elif port.kind == OUTPUT and spread:
-            wishes[at] = Wish(spread=wide_axes(mesh), reason=f"{reason} stored once (spread=True)")
+            wishes[at] = stored_once(mesh, reason)
     return wishes
 
 
 def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str], stored: Mapping[str, Wish]) -> dict[str, Wish]:
-    """Pins by node: a pattern is matched with parameters, and with values only where it matches no parameter.
+    """Returns pins by node: a pattern is matched with parameters, and with values only where it matches no parameter.
 
     stored: the wishes for what is laid out otherwise. Raises PinError if a pin names such a node.
     """
-    ports = gm.meta["ports"]
-    parameters: dict[str, list[str]] = {}
-    for port, node in placeholders(gm).items():
-        if port.kind == PARAMETER:
-            parameters[node.name] = [port.name, *(name for name, first in ports.tied.items() if first == port.name)]
-    values = {
-        node.name: [node.name] for node in gm.graph.nodes if "candidates" in node.meta and node.name not in parameters
+    tied = gm.meta["ports"].tied
+    parameters = {
+        node.name: [port.name, *(name for name, first in tied.items() if first == port.name)]
+        for port, node in placeholders(gm).items()
+        if port.kind == PARAMETER
     }
     known = [name for names in parameters.values() for name in names]
-    meant = {pattern: bool(fnmatch.filter(known, pattern)) for pattern in pins}
-    names = parameters | ({} if all(meta for meta in meant.values()) else values)
-    found = resolve_pins({pattern: text for pattern, text in pins.items() if meant[pattern]}, parameters, mesh)
-    found |= resolve_pins({pattern: text for pattern, text in pins.items() if not meant[pattern]}, names, mesh)
-    for name, wish in found.items():
+    of_parameters = {pattern: text for pattern, text in pins.items() if fnmatch.filter(known, pattern)}
+    of_values = {pattern: text for pattern, text in pins.items() if pattern not in of_parameters}
+    wishes = resolve_pins(of_parameters, parameters, mesh)
+    if of_values:
+        nodes = (node.name for node in gm.graph.nodes if "candidates" in node.meta)
+        values = {name: [name] for name in nodes if name not in parameters}
+        wishes |= resolve_pins(of_values, parameters | values, mesh)
+    for name, wish in wishes.items():
         if name in stored and stored[name].states:
-            raise PinError(
-                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
-            )
-    return found
+            raise PinError(f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole.")
+    return wishes
+
+
+def refusal(node: Node, wish: Wish, codes: np.ndarray, mesh: Mesh) -> str:
+    """Returns why no label of a node meets a wish. codes: the layouts in which labels leave it."""
+    shape, _ = shape_of(node, 0)
+    for axis, state in wish.states:
+        if isinstance(state, Split) and state.dim >= len(shape):
+            problem = f"{wish.reason}: the tensor has no dim {state.dim}"
+            return at_node(problem, node, f"Its dims are 0 to {len(shape) - 1}.")
+        if isinstance(state, Split) and not may_cut(shape[state.dim], (mesh.sizes[axis],), False, True):
+            what = f"dim {state.dim} of {tuple(shape)} cannot be split over axis {mesh.axes[axis]!r}"
+            problem = f"{wish.reason}: {what}: {shape[state.dim]} elements, {mesh.sizes[axis]} ranks"
+            return at_node(problem, node, "Pin another dim, or pad it to a multiple of the axis.")
+    offered = [str(decode(code, mesh.axes)) for code in dict.fromkeys(codes.tolist())]
+    more = ", ..." if len(offered) > 8 else ""
+    return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")

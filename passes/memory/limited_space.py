@@ -32,13 +32,12 @@ class LimitedSpace(Space):
         places: dict[int, list[tuple[Place, float]]] = {}
         for (name, place), many in moment.items():
             places.setdefault(self.named[name], []).append((place, many))
-        weights = {}
-        for at, counted in places.items():
-            key = (id(self.tables[at]), "weights", tuple(counted))
-            if key not in self.known:
-                self.known[key] = np.sum([many * self.bytes_of(at, place) for place, many in counted], axis=0)
-            weights[at] = self.known[key]
-        return weights
+        return {at: self.weighed(at, tuple(counted)) for at, counted in places.items()}
+
+    def weighed(self, at: int, counted: tuple[tuple[Place, float], ...]) -> np.ndarray:
+        """Returns the bytes at these places of a variable, each so many times, by label."""
+        key = (id(self.tables[at]), "weights", counted)
+        return self.once(key, lambda: np.sum([many * self.bytes_of(at, place) for place, many in counted], axis=0))
 
 
 def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:
