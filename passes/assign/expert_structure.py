@@ -186,24 +186,18 @@ class Follower:
     def taking(self, node: Node, keys: Sequence[Key]) -> Signature | None:
         """Returns the signature that takes the operands in their states, as far as these are known; None if none does."""
         signatures: tuple[Signature, ...] = node.meta["signatures"]
-        linear = self.taking_sums(signatures, keys)
-        if linear is not None and len(keys) == 1:  # whether the sum is reduced before or behind a view is the same
+        sums = tuple(self.partial.get(key) for key in keys)
+        linear = next((s for s in signatures if keys and s.inputs == sums), None)
+        if linear is not None and len(keys) > 1:
+            return linear
+        if linear is not None:  # a view: whether the sum is reduced before or behind it is the same
             self.leave(node, linear)
             return None
-        if linear is not None:
-            return linear
         states = self.states_read(node, keys)
         if any(isinstance(state, Split) for state in states):
             cutting = (s for s in signatures if s.factor is not None)
             return next((s for s in cutting if all(a in (None, b) for a, b in zip(states, s.inputs))), None)
         return None if B not in states or (None in states and is_product(node)) else signatures[0]
-
-    def taking_sums(self, signatures: Sequence[Signature], keys: Sequence[Key]) -> Signature | None:
-        """Returns the signature that takes operands that are all partial sums as they are; None if there is none."""
-        partial = tuple(self.partial[key] for key in keys if key in self.partial)
-        if not keys or len(partial) < len(keys):
-            return None
-        return next((s for s in signatures if s.inputs == partial), None)
 
     def states_read(self, node: Node, keys: Sequence[Key]) -> list[State | None]:
         """Returns the states in which a node reads its operands; None where it is unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -38,18 +39,15 @@ class LayoutProblem:
     """The variables and values of an annotated graph, with a table of labels for every variable.
 
     Nodes come first among the variables, then outputs that may be left in several layouts. wishes: by node name. outputs:
-    wishes by place in the output list; one that is missing is whole on all ranks. priced: bytes may have prices.
+    wishes by place in the output list; one that is missing is whole on all ranks.
 
     Raises PinError if a wish leaves a node nothing.
     """
 
+    weighs_bytes = False  # of labels, as bytes have prices
+
     def __init__(
-        self,
-        gm: GraphModule,
-        mesh: Mesh,
-        wishes: Mapping[str, Wish],
-        outputs: Mapping[int, Wish],
-        priced: bool = False,
+        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
     ) -> None:
         self.gm, self.mesh = gm, mesh
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
@@ -66,7 +64,7 @@ class LayoutProblem:
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
                 readers.setdefault(value_of(operand), []).append((at, slot))
-        if not priced:  # else the bytes of a renaming count too
+        if not self.weighs_bytes:  # else the bytes of a renaming count too
             self.narrow(readers, wishes)
         for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
             self.add_value(key, readers[key])
@@ -77,8 +75,6 @@ class LayoutProblem:
             self.known[key] = make()
         made: T = self.known[key]
         return made
-
-    # --- variables ------------------------------------------------------------------------------------------------------
 
     def table(self, node: Node, wish: Wish | None) -> Table:
         """Returns the labels of a node."""
@@ -101,8 +97,7 @@ class LayoutProblem:
         table = table.admitted(exactly(broadcast(self.mesh.axes), "") if wish is None else wish)
         if not len(table):
             assert wish is not None
-            problem = f"{wish.reason}: no layout of this output is like that"
-            raise PinError(at_node(problem, node, "Ask for another layout."))
+            raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout."))
         return table
 
     def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[Key, list[Reader]]:
@@ -111,7 +106,7 @@ class LayoutProblem:
         A gradient is read in its parameter's home.
         """
         readers: dict[Key, list[Reader]] = {}
-        outputs_at: dict[int, int] = {}  # by variable how many outputs are left there
+        outputs_at = Counter[int]()  # by variable how many outputs are left there
         homes = {port: self.number[node] for port, node in placeholders(self.gm).items()}
         for at, (port, node) in enumerate(zip(self.gm.meta["ports"].outputs, results(self.gm))):
             if node is None:
@@ -126,8 +121,8 @@ class LayoutProblem:
                 self.left[reader] = (shape_of(*value_of(node))[::-1],)
                 self.variables.append(Variable(result_name(at), table.seconds, table.digits))
             self.ports.append(reader)
-            readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at.get(reader, 0)))
-            outputs_at[reader] = outputs_at.get(reader, 0) + 1
+            readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at[reader]))
+            outputs_at[reader] += 1
         return readers
 
     def narrow(self, readers: Mapping[Key, list[Reader]], wishes: Container[str]) -> None:
@@ -163,8 +158,6 @@ class LayoutProblem:
         tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.left[at]
         return self.once((id(table), "bytes", place), lambda: local_bytes(table, place, tensors))
 
-    # --- values ---------------------------------------------------------------------------------------------------------
-
     @cached_property
     def problem(self) -> Problem:
         """What is solved, bytes for nothing."""
@@ -194,8 +187,6 @@ class LayoutProblem:
         seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
         numbers = {id(port): np.searchsorted(codes, port) for port in ports}
         return codes, [numbers[id(port)] for port in ports], seconds
-
-    # --- labels and layouts ---------------------------------------------------------------------------------------------
 
     def labels(self, assignment: Assignment) -> list[int]:
         """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""

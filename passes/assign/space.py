@@ -63,8 +63,6 @@ class Space(LayoutProblem):
             self.multipliers = proof
         return None, bound
 
-    # --- classes --------------------------------------------------------------------------------------------------------
-
     def classes(self, apart: int = 0) -> list[int]:
         """Returns, by variable, the number of its class: calls at one place of repeated blocks, and what only they read.
 

@@ -37,23 +37,17 @@ class SubOp:
 
 def may_run(table: Table) -> np.ndarray:
     """Returns which labels run the node in one phase, or in two with all axes together and all conditions kept."""
-    legal, two_phase = np.ones(len(table), dtype=bool), table.two_phase
-    if two_phase.any():
-        legal[two_phase] = legal_in_two_phases(table.subset(two_phase))
-    return legal
-
-
-def legal_in_two_phases(table: Table) -> np.ndarray:
-    """Returns which labels have all axes go together in the small graph, and keep the conditions of all its calls."""
-    phases = table.candidates.phases
-    assert phases is not None
+    phases, two_phase, legal = table.candidates.phases, table.two_phase, np.ones(len(table), dtype=bool)
+    if phases is None or not two_phase.any():
+        return legal
+    subset = table.subset(two_phase)
     ways = [phases.ways.get(signature) for signature in table.candidates.signatures]
-    legal = np.array([way is not None for way in ways])[table.digits].all(1)
-    orders = orders_of(table)
+    kept, orders = np.array([way is not None for way in ways])[subset.digits].all(1), orders_of(subset)
     for at, part in enumerate(phases.parts):
         if part.match.divides or part.match.nonempty:
             factors = [None if way is None else way.signatures[at].factor for way in ways]
-            legal &= legal_labels(of_match(part.match), cut_masks(factors, table.digits), orders, table.mesh.sizes)
+            kept &= legal_labels(of_match(part.match), cut_masks(factors, subset.digits), orders, table.mesh.sizes)
+    legal[two_phase] = kept
     return legal
 
 

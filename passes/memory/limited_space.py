@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.fx import GraphModule
 
-from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
 from sbpc.passes.memory.live_bytes import Moment
@@ -22,10 +19,7 @@ from sbpc.solver.fold import Folded
 class LimitedSpace(Space):
     """The layout problem of a graph with stored values, in which the bytes of every label are known."""
 
-    def __init__(
-        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
-    ) -> None:
-        super().__init__(gm, mesh, wishes, outputs, priced=True)
+    weighs_bytes = True
 
     def weights(self, moment: Moment) -> dict[int, np.ndarray]:
         """Returns, by number of a variable, the bytes that a moment counts, by label. Equal sums are one array."""

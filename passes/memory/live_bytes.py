@@ -8,15 +8,16 @@ elements. So prices on moments bound what plans take.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import operands, outputs_of, value_of
+from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders, result_name, results
 from sbpc.passes.assign.local_bytes import Place, PlaceKind
+from sbpc.plans.memory import shares
 from sbpc.plans.plan import Plan
 
 STORED = "stored"  # the key in the meta of a node that stands for what is kept of a value until the backward
@@ -113,7 +114,7 @@ class MomentCounter:
         """Counts what the call reads and makes."""
         call, keys = self.call, list(map(value_of, operands(self.call)))
         slots = [slot for slot, key in enumerate(keys) if made_by_call(key) and self.take(key)]
-        if is_view(call):
+        if shares(call):
             self.moment |= {(call.name, Place(PlaceKind.OPERAND, slot)): 1.0 for slot in slots}
         else:
             read = {value_of(user)[1] if user.target is operator.getitem else 0 for user in call.users}
@@ -203,7 +204,7 @@ def slices_of(key: Key) -> Sequence[Key] | None:
     None if one is larger, as elements are repeated.
     """
     views: list[Key] = []
-    while is_view(key[0]):
+    while shares(key[0]):
         source = value_of(operands(key[0])[0])
         if numel(source) < numel(key):
             return None
@@ -224,15 +225,9 @@ def disjoint(one: Sequence[Key], other: Sequence[Key]) -> bool:
 
 def storage_of(key: Key) -> Key:
     """Returns the value in whose storage a value lies if no boxing comes between."""
-    while is_view(key[0]):
+    while shares(key[0]):
         key = value_of(operands(key[0])[0])
     return key
-
-
-def is_view(node: Node) -> bool:
-    """Whether a call's outputs lie in the storage of its first operand."""
-    match = node.meta.get("match")
-    return node.op == "call_function" and match is not None and match.view and bool(operands(node))
 
 
 def made_by_call(key: Key) -> bool:
@@ -242,7 +237,4 @@ def made_by_call(key: Key) -> bool:
 
 def numel(key: Key) -> int:
     """Returns the elements of a value; 0 for what is not a tensor."""
-    value = key[0].meta.get("val")
-    if isinstance(value, (tuple, list)):
-        value = value[key[1]]
-    return value.numel() if isinstance(value, Tensor) else 0
+    return math.prod(shape_of(*key)[0])
