@@ -20,7 +20,7 @@ from sbpc import Mesh
 from sbpc.api.planning import prepare
 from sbpc.graph.ports import results
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign import space as assign
+from sbpc.passes.assign import layout_problem
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.box import box
@@ -131,9 +131,9 @@ def test_renamings_with_few_layouts_lose_no_plan(monkeypatch: pytest.MonkeyPatch
     @given(program(4).map(begin.__add__), st.sampled_from([Mesh(x=2, y=2), Mesh(x=2, y=3, cluster="h100"), Mesh(x=3)]))
     def run(drawn: list[tuple[str, int, int]], mesh: Mesh) -> None:
         nonlocal fewer
-        monkeypatch.setattr(assign, "MANY", 10**9)
+        monkeypatch.setattr(layout_problem, "MANY", 10**9)
         whole = spaces(drawn, mesh)
-        monkeypatch.setattr(assign, "MANY", 0)
+        monkeypatch.setattr(layout_problem, "MANY", 0)
         narrow = spaces(drawn, mesh)
         fewer += sum(map(len, narrow.tables)) < sum(map(len, whole.tables))
         cheapest, _ = whole.solve()
@@ -160,7 +160,7 @@ def test_a_renaming_that_several_read_keeps_the_layouts_from_which_they_can_shar
     """Gathered once, it is sliced for each of the three."""
     seconds = []
     for many in (0, 10**9):
-        monkeypatch.setattr(assign, "MANY", many)
+        monkeypatch.setattr(layout_problem, "MANY", many)
         given, outputs = ["S(0)@x"], ["S(0)@x", "S(2)@x", "S(3)@x"]
         plan = sbpc.plan(Turned(), (torch.randn(16, 16, 8, 8),), Mesh(x=2), inputs=given, outputs=outputs, train=False)
         seconds.append((plan.cost.seconds, plan.cost.lower_bound))

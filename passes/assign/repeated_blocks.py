@@ -1,4 +1,4 @@
-"""Repeats: find the repeated blocks of a graph by a structural hash, so that equal layers are planned once.
+"""Finds the repeated blocks of a graph by a structural hash, so that equal layers are planned once.
 
 The calls stand in the order of execution; in it equal blocks, one after the other, are a tandem repeat: token number i
 equals token number i + period over a long run. A token says what an op is, and what its operands are.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-REPEATS = 4  # a run of fewer blocks is not folded
-PERIODS = 24  # so many candidates for a period are tried
+REPEATS = 4  # blocks in a run, at least
+PERIODS = 24  # candidates for a period that are tried
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,16 @@ class Run:
 
 
 def runs(tokens: Sequence[Hashable], start: int = 0) -> Iterator[Run]:
-    """The tandem repeats of a sequence, which do not overlap: the longest one, then those before and after it.
+    """Yields the tandem repeats of a sequence, which do not overlap: the longest one, then those before and after it.
 
     >>> list(runs("xabababab?cccc"))
     [Run(start=1, stop=9, period=2), Run(start=10, stop=14, period=1)]
     """
     numbers: dict[Hashable, int] = {}
-    yield from _runs(np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int64), start)
-
-
-def _runs(tokens: np.ndarray, start: int) -> Iterator[Run]:
+    array = np.array([numbers.setdefault(token, len(numbers)) for token in tokens], dtype=np.int64)
     best = Run(0, 0, 1)
-    for period in periods(tokens):
-        equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
+    for period in periods(array):
+        equal = np.concatenate([[False], array[:-period] == array[period:], [False]])
         edges = np.flatnonzero(equal[1:] != equal[:-1])
         lengths = edges[1::2] - edges[::2]
         at = int(lengths.argmax())
@@ -46,13 +43,13 @@ def _runs(tokens: np.ndarray, start: int) -> Iterator[Run]:
             best = Run(int(edges[2 * at]), int(edges[2 * at]) + saved + period, period)
     if best.stop == best.start:
         return
-    yield from _runs(tokens[: best.start], start)
+    yield from runs(tokens[: best.start], start)
     yield Run(start + best.start, start + best.stop, best.period)
-    yield from _runs(tokens[best.stop :], start + best.stop)
+    yield from runs(tokens[best.stop :], start + best.stop)
 
 
 def periods(tokens: np.ndarray) -> list[int]:
-    """The most common distances between a token and the next one like it, most common first."""
+    """Returns the most common distances between a token and the next one like it, most common first."""
     by_token = np.argsort(tokens, kind="stable")
     same = tokens[by_token][1:] == tokens[by_token][:-1]
     counts = np.bincount((by_token[1:] - by_token[:-1])[same])

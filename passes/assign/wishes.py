@@ -10,15 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+import numpy as np
+from torch.fx import GraphModule, Node
 
-from sbpc.errors import PinError, PlanError
+from sbpc.errors import PinError, PlanError, at_node
+from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly, parse_layout, resolve_pins
+from sbpc.mesh.states import Split
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
+from sbpc.rules.choices import may_cut
 
 Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
 
@@ -62,69 +67,79 @@ def expert_alternatives(gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish]) 
             yield both(asked, expert_wishes(model, mesh, name), mesh)
 
 
-def placeholder_wishes(
-    gm: GraphModule, mesh: Mesh, inputs: Layouts, outputs: Layouts, spread: bool
-) -> dict[str, Wish]:
-    """Returns how inputs, tangents, buffers and, with `spread`, parameters are stored."""
+def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Layouts, outputs: Layouts, spread: bool) -> dict[str, Wish]:
+    """Returns, by node, how inputs, tangents, buffers and, with `spread`, parameters are stored."""
     ports = gm.meta["ports"]
-    count = sum(port.kind == INPUT for port in ports.inputs)
-    results = sum(port.kind == OUTPUT for port in ports.outputs)
-    for name, given, there in (("inputs", inputs, count), ("outputs", outputs, results)):
-        if given is not None and len(given) != there:
-            raise PinError(
-                f"{name}= has {len(given)} layouts for {there} tensors\n  Give one per tensor, None for whole."
-            )
-    layouts = {INPUT: inputs, TANGENT: outputs, BUFFER: None}
-    stored: dict[str, Wish] = {}
+    for name, given, kind, among in (("inputs", inputs, INPUT, ports.inputs), ("outputs", outputs, OUTPUT, ports.outputs)):
+        tensors = sum(port.kind == kind for port in among)
+        if given is not None and len(given) != tensors:
+            raise PinError(f"{name}= has {len(given)} layouts for {tensors} tensors\n  Give one per tensor, None for whole.")
+    wishes: dict[str, Wish] = {}
     for port, node in placeholders(gm).items():
         reason = f"{port.kind} {port.name}"
+        given = {INPUT: inputs, TANGENT: outputs}.get(port.kind)
         if spread and port.kind in (PARAMETER, INPUT):
-            stored[node.name] = stored_once(mesh, reason)
-        elif port.kind in layouts:
-            given = layouts[port.kind]
+            wishes[node.name] = stored_once(mesh, reason)
+        elif port.kind in (INPUT, TANGENT, BUFFER):
             text = None if given is None else given[int(port.name)]
-            stored[node.name] = exactly(parse_layout(text, mesh, reason), reason)
-    return stored
-
-
-def output_wishes(gm: GraphModule, mesh: Mesh, outputs: Layouts, spread: bool) -> dict[int, Wish]:
-    """Returns how results are left, by place in the output list."""
-    left = {}
-    for at, port in enumerate(gm.meta["ports"].outputs):
-        reason = f"output {port.name}"
-        if port.kind == OUTPUT and outputs is not None and outputs[int(port.name)] is not None:
-            left[at] = exactly(parse_layout(outputs[int(port.name)], mesh, reason), reason)
-        elif port.kind == OUTPUT and spread:
-            left[at] = stored_once(mesh, reason)
-    return left
+            wishes[node.name] = exactly(parse_layout(text, mesh, reason), reason)
+    return wishes
 
 
 def stored_once(mesh: Mesh, reason: str) -> Wish:
-    """Returns the wish of `spread=True`: every axis of more than one rank splits the tensor."""
-    wide = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
-    return Wish(spread=wide, reason=f"{reason} stored once (spread=True)")
+    """Returns the wish that every axis of more than one rank splits a tensor."""
+    axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+    return Wish(spread=axes, reason=f"{reason} stored once (spread=True)")
+
+
+def output_wishes(gm: GraphModule, mesh: Mesh, outputs: Layouts, spread: bool) -> dict[int, Wish]:
+    """Returns how outputs are left, by place in the output list."""
+    wishes = {}
+    for at, port in enumerate(gm.meta["ports"].outputs):
+        reason = f"output {port.name}"
+        if port.kind == OUTPUT and outputs is not None and outputs[int(port.name)] is not None:
+            wishes[at] = exactly(parse_layout(outputs[int(port.name)], mesh, reason), reason)
+        elif port.kind == OUTPUT and spread:
+            wishes[at] = stored_once(mesh, reason)
+    return wishes
 
 
 def pin_wishes(gm: GraphModule, mesh: Mesh, pins: Mapping[str, str], stored: Mapping[str, Wish]) -> dict[str, Wish]:
-    """Returns pins by node. A pattern is matched with parameters, and with values only where it matches no parameter.
+    """Returns pins by node: a pattern is matched with parameters, and with values only where it matches no parameter.
 
     stored: the wishes for what is laid out otherwise. Raises PinError if a pin names such a node.
     """
-    ports = gm.meta["ports"]
-    parameters: dict[str, list[str]] = {}
-    for port, node in placeholders(gm).items():
-        if port.kind == PARAMETER:
-            parameters[node.name] = [port.name, *(name for name, first in ports.tied.items() if first == port.name)]
-    values = {
-        node.name: [node.name] for node in gm.graph.nodes if "candidates" in node.meta and node.name not in parameters
+    tied = gm.meta["ports"].tied
+    parameters = {
+        node.name: [port.name, *(name for name, first in tied.items() if first == port.name)]
+        for port, node in placeholders(gm).items()
+        if port.kind == PARAMETER
     }
     known = [name for names in parameters.values() for name in names]
     of_parameters = {pattern: text for pattern, text in pins.items() if fnmatch.filter(known, pattern)}
-    others = {pattern: text for pattern, text in pins.items() if pattern not in of_parameters}
-    pinned = resolve_pins(of_parameters, parameters, mesh) | resolve_pins(others, parameters | values, mesh)
-    for name, wish in pinned.items():
+    of_values = {pattern: text for pattern, text in pins.items() if pattern not in of_parameters}
+    wishes = resolve_pins(of_parameters, parameters, mesh)
+    if of_values:
+        nodes = (node.name for node in gm.graph.nodes if "candidates" in node.meta)
+        values = {name: [name] for name in nodes if name not in parameters}
+        wishes |= resolve_pins(of_values, parameters | values, mesh)
+    for name, wish in wishes.items():
         if name in stored and stored[name].states:
-            raise PinError(
-                f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole."
-            )
-    return pinned
+            raise PinError(f"{wish.reason} pins an input or a buffer\n  Lay out inputs with inputs=; buffers are whole.")
+    return wishes
+
+
+def refusal(node: Node, wish: Wish, codes: np.ndarray, mesh: Mesh) -> str:
+    """Returns why no label of a node meets a wish. codes: the layouts in which labels leave it."""
+    shape, _ = shape_of(node, 0)
+    for axis, state in wish.states:
+        if isinstance(state, Split) and state.dim >= len(shape):
+            problem = f"{wish.reason}: the tensor has no dim {state.dim}"
+            return at_node(problem, node, f"Its dims are 0 to {len(shape) - 1}.")
+        if isinstance(state, Split) and not may_cut(shape[state.dim], (mesh.sizes[axis],), False, True):
+            what = f"dim {state.dim} of {tuple(shape)} cannot be split over axis {mesh.axes[axis]!r}"
+            problem = f"{wish.reason}: {what}: {shape[state.dim]} elements, {mesh.sizes[axis]} ranks"
+            return at_node(problem, node, "Pin another dim, or pad it to a multiple of the axis.")
+    offered = [str(decode(code, mesh.axes)) for code in dict.fromkeys(codes.tolist())]
+    more = ", ..." if len(offered) > 8 else ""
+    return at_node(f"{wish.reason} cannot be met", node, f"It can be left in {', '.join(offered[:8])}{more}.")

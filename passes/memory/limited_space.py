@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.fx import GraphModule
 
-from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish
-from sbpc.passes.assign.space import Prices, Space
+from sbpc.passes.assign.local_bytes import Place
+from sbpc.passes.assign.space import Space
+from sbpc.passes.memory.live_bytes import Moment
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Limit, Problem, Proof, checked_bound, priced
 from sbpc.solver.fold import Folded
@@ -20,23 +19,19 @@ from sbpc.solver.fold import Folded
 class LimitedSpace(Space):
     """The layout problem of a graph with stored values, in which the bytes of every label are known."""
 
-    def __init__(
-        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
-    ) -> None:
-        super().__init__(gm, mesh, wishes, outputs, priced=True)
+    weighs_bytes = True
 
-    def weights(self, moment: Prices) -> dict[int, np.ndarray]:
+    def weights(self, moment: Moment) -> dict[int, np.ndarray]:
         """Returns, by number of a variable, the bytes that a moment counts, by label. Equal sums are one array."""
-        places: dict[int, list[tuple[int, float]]] = {}
+        places: dict[int, list[tuple[Place, float]]] = {}
         for (name, place), many in moment.items():
             places.setdefault(self.named[name], []).append((place, many))
-        weights = {}
-        for at, counted in places.items():
-            key = (id(self.tables[at]), "weights", tuple(counted))
-            if key not in self.known:
-                self.known[key] = np.sum([many * self.bytes_of(at, place) for place, many in counted], axis=0)
-            weights[at] = self.known[key]
-        return weights
+        return {at: self.weighed(at, tuple(counted)) for at, counted in places.items()}
+
+    def weighed(self, at: int, counted: tuple[tuple[Place, float], ...]) -> np.ndarray:
+        """Returns the bytes at these places of a variable, each so many times, by label."""
+        key = (id(self.tables[at]), "weights", counted)
+        return self.once(key, lambda: np.sum([many * self.bytes_of(at, place) for place, many in counted], axis=0))
 
 
 def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:

@@ -25,7 +25,14 @@ from torch.fx import GraphModule
 from sbpc.errors import MemoryLimitError
 from sbpc.passes.memory.limit_error import shortage
 from sbpc.passes.memory.limited_space import LimitedSpace, PricedBound, by_class
-from sbpc.passes.memory.live_bytes import Moment, at_call, at_optimizer, calls_of, peak_calls
+from sbpc.passes.memory.live_bytes import (
+    Moment,
+    at_optimizer,
+    bytes_alive_in_every_plan,
+    bytes_at_next_reads,
+    calls_of,
+    peak_calls,
+)
 from sbpc.plans.memory import POSITION
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.solver import Bounder, Limit, Proof, certify, priced, total
@@ -349,7 +356,8 @@ class MemorySearch:
             self.moments.setdefault(name, self.at(name))
 
     def at(self, name: str, sure: bool = True) -> Moment:
-        """Returns what is alive during a call, see `at_call`; found once."""
+        """Returns what is alive during a call, in every plan if `sure`, else about; found once."""
         if (name, sure) not in self.known:
-            self.known[name, sure] = at_call(self.gm, self.calls[name], self.copies, sure)
+            count = bytes_alive_in_every_plan if sure else bytes_at_next_reads
+            self.known[name, sure] = count(self.gm, self.calls[name], self.copies)
         return self.known[name, sure]

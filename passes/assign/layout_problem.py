@@ -1,0 +1,220 @@
+"""Builds the layout problem of an annotated graph, and translates between its labels and layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.fx import GraphModule, Node
+
+from sbpc.boxing.paths import closure
+from sbpc.errors import PinError, at_node
+from sbpc.graph.operands import operands, shape_of, tensors_of, value_of
+from sbpc.graph.ports import HOMES, Port, placeholders, result_name, results
+from sbpc.mesh.layout import broadcast
+from sbpc.mesh.layout_codes import decode
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish, exactly
+from sbpc.passes.assign.build_tables import narrowed, only_renames, tabulate
+from sbpc.passes.assign.label_tables import Table, Tensors
+from sbpc.passes.assign.local_bytes import Place, local_bytes
+from sbpc.passes.assign.wishes import refusal
+from sbpc.plans.plan import Assignment
+from sbpc.rules.choices import Choice, of_stored
+from sbpc.solver import Problem, Value, Variable, star
+from sbpc.solver.surroundings import Surroundings
+
+ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
+MANY = 100  # labels of a renaming of dims beyond which those that cannot make a plan cheaper are left out
+HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that are left somewhere below, those made above
+Key = tuple[Node, int]  # a value: a node, and which of its outputs
+Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
+T = TypeVar("T")
+
+
+class LayoutProblem:
+    """The variables and values of an annotated graph, with a table of labels for every variable.
+
+    Nodes come first among the variables, then outputs that may be left in several layouts. wishes: by node name. outputs:
+    wishes by place in the output list; one that is missing is whole on all ranks.
+
+    Raises PinError if a wish leaves a node nothing.
+    """
+
+    weighs_bytes = False  # of labels, as bytes have prices
+
+    def __init__(
+        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
+    ) -> None:
+        self.gm, self.mesh = gm, mesh
+        self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
+        self.number = {node: at for at, node in enumerate(self.nodes)}
+        self.known: dict[Any, Any] = {}  # see `once`
+        self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
+        self.variables = [Variable(node.name, t.seconds, t.digits) for node, t in zip(self.nodes, self.tables)]
+        self.values: list[Value] = []
+        self.codes: list[np.ndarray] = []  # by value the codes of its layouts
+        self.keys: list[Key] = []
+        self.ports: list[int | None] = []  # by output the variable in whose layout it is left
+        self.left: dict[int, Tensors] = {}  # by variable of an output what that is
+        readers = self.add_outputs(outputs)
+        for at, node in enumerate(self.nodes):
+            for slot, operand in enumerate(operands(node)):
+                readers.setdefault(value_of(operand), []).append((at, slot))
+        if not self.weighs_bytes:  # else the bytes of a renaming count too
+            self.narrow(readers, wishes)
+        for key in sorted(readers, key=lambda item: (self.number[item[0]], item[1])):
+            self.add_value(key, readers[key])
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Returns what was made for the key before, so that equal nodes and values share arrays; else makes it."""
+        if key not in self.known:
+            self.known[key] = make()
+        made: T = self.known[key]
+        return made
+
+    def table(self, node: Node, wish: Wish | None) -> Table:
+        """Returns the labels of a node."""
+        candidates, match = node.meta["candidates"], node.meta.get("match")
+        key: tuple[Any, ...] = (id(candidates), id(match), tensors_of(node) if match is None else ())
+        free = node.op != "call_function" or (match is not None and match.view)
+        every = node.op == "placeholder" or sum(size > 1 for size in self.mesh.sizes) <= ORDERED
+        table = self.once(key, lambda: tabulate(candidates, match, tensors_of(node), self.mesh, free, every))
+        if wish is None:
+            return table
+        admitted = self.once((*key, wish.states, wish.order, wish.spread), lambda: table.admitted(wish))
+        if not len(admitted):
+            raise PinError(refusal(node, wish, table.outs[0], self.mesh))
+        return admitted
+
+    def output_table(self, node: Node, wish: Wish | None) -> Table:
+        """Returns the layouts that an output may be left in: whole on every rank, or as wished."""
+        shape, itemsize = shape_of(*value_of(node))
+        table = tabulate(of_stored(shape), None, ((itemsize, shape),), self.mesh, True, True)
+        table = table.admitted(exactly(broadcast(self.mesh.axes), "") if wish is None else wish)
+        if not len(table):
+            assert wish is not None
+            raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout."))
+        return table
+
+    def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[Key, list[Reader]]:
+        """Adds a variable for every output that may be left in several layouts; returns the outputs as readers of values.
+
+        A gradient is read in its parameter's home.
+        """
+        readers: dict[Key, list[Reader]] = {}
+        outputs_at = Counter[int]()  # by variable how many outputs are left there
+        homes = {port: self.number[node] for port, node in placeholders(self.gm).items()}
+        for at, (port, node) in enumerate(zip(self.gm.meta["ports"].outputs, results(self.gm))):
+            if node is None:
+                self.ports.append(None)
+                continue
+            if port.kind in HOMES and at not in wishes:
+                reader = homes[Port(HOMES[port.kind], port.name)]
+            else:
+                table = self.output_table(node, wishes.get(at))
+                reader = len(self.tables)
+                self.tables.append(table)
+                self.left[reader] = (shape_of(*value_of(node))[::-1],)
+                self.variables.append(Variable(result_name(at), table.seconds, table.digits))
+            self.ports.append(reader)
+            readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at[reader]))
+            outputs_at[reader] += 1
+        return readers
+
+    def narrow(self, readers: Mapping[Key, list[Reader]], wishes: Container[str]) -> None:
+        """Leaves to what only renames dims the layouts in which its operand is made, or those in which it is read.
+
+        Only where nothing else reads the operand, and one reader the result. Boxing costs the same before and after a
+        renaming, and no detour is cheaper than the straight way: from a plan in which the node takes another layout one
+        leads to a plan that costs no more, with the node in the layout from which it is boxed, or the one to which its
+        result is. With more readers its layouts may be aliases that several of them share.
+        """
+        for at, node in enumerate(self.nodes):
+            table = self.tables[at]
+            if len(table) <= MANY or node.name in wishes or len(readers.get((node, 0), ())) != 1:
+                continue
+            renames = self.once((id(table), "renames"), partial(only_renames, table, tensors_of(node)))
+            source = value_of(operands(node)[0]) if operands(node) else (node, 0)
+            if not renames or len(readers[source]) != 1:
+                continue
+            made, taken = self.tables[self.number[source[0]]].outs[source[1]], self.taken(readers[node, 0][0])
+            key = (id(table), id(made), "narrow", id(taken))
+            self.tables[at] = few = self.once(key, partial(narrowed, table, made, taken))
+            self.variables[at] = Variable(node.name, few.seconds, few.digits)
+
+    @cached_property
+    def named(self) -> dict[str, int]:
+        """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
+        homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
+        return homes | {node.name: at for at, node in enumerate(self.nodes)}
+
+    def bytes_of(self, at: int, place: Place) -> np.ndarray:
+        """Returns the bytes on the busiest rank at a place of variable number `at`, by label."""
+        table = self.tables[at]
+        tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.left[at]
+        return self.once((id(table), "bytes", place), lambda: local_bytes(table, place, tensors))
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is solved, bytes for nothing."""
+        return Problem(self.variables, self.values)
+
+    def taken(self, reader: Reader) -> np.ndarray:
+        """Returns the layouts by label in which a reader takes a value."""
+        at, place = reader
+        return self.tables[at].ins[place] if place >= 0 else self.tables[at].outs[0]
+
+    def add_value(self, key: Key, readers: list[Reader]) -> None:
+        """Adds a value: from the layouts that its producer leaves to those that its readers take."""
+        producer, about = self.number[key[0]], shape_of(*key)
+        ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
+        codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
+        consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
+        places = (MADE + key[1], *(place for _, place in readers))
+        self.values.append(Value(producer, out, consumers, seconds, places))
+        self.codes.append(codes)
+        self.keys.append(key)
+
+    def boxings(
+        self, ports: list[np.ndarray], shape: tuple[int, ...], itemsize: int
+    ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds between them."""
+        codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
+        seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
+        numbers = {id(port): np.searchsorted(codes, port) for port in ports}
+        return codes, [numbers[id(port)] for port in ports], seconds
+
+    def labels(self, assignment: Assignment) -> list[int]:
+        """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
+        choices = ((assignment.choices.get(node.name), table) for node, table in zip(self.nodes, self.tables))
+        named = [None if choice is None else table.label(choice) for choice, table in choices]
+        labels = [0 if label is None else label for label in named]
+        for at, layout in zip(self.ports, assignment.outputs):
+            if at is not None and at >= len(self.nodes):
+                table = self.tables[at]
+                labels.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
+        if None in named:
+            descent = Surroundings(self.problem)
+            for at, label in enumerate(named):
+                if label is None:
+                    labels[at] = int(descent.costs(at, labels).argmin())
+        return labels
+
+    def assignment(self, labels: list[int]) -> Assignment:
+        """Returns the choices and layouts that the labels stand for."""
+        choices: dict[tuple[int, int], Choice] = {}  # by table and label
+        chosen = {}
+        for node, table, label in zip(self.nodes, self.tables, labels):
+            if (id(table), label) not in choices:
+                choices[id(table), label] = table.choice(label)
+            chosen[node.name] = choices[id(table), label]
+        aliases = {}
+        for key, value, codes in zip(self.keys, self.values, self.codes):
+            alias, _ = star(value, labels)
+            aliases[key[0].name, key[1]] = decode(int(codes[alias]), self.mesh.axes)
+        outputs = tuple(None if at is None else self.tables[at].output(0, labels[at]) for at in self.ports)
+        return Assignment(chosen, aliases, outputs)
