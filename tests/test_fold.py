@@ -212,9 +212,8 @@ def on_three_axes(problem: Problem) -> Problem:
 
 def test_the_nearest_labels_are_near_among_all_and_in_their_variable():
     extra = [np.array([0.0, 3.0, 1.0, 2.0]), np.array([5.0, 9.0]), np.array([0.5, 0.5, 0.5])]
-    assert [found.tolist() for found in nearest(extra, 4)] == [[0, 2], [], [0, 1, 2]]
-    assert [found.tolist() for found in nearest(extra, 5, 2)] == [[0, 2], [], [0, 1]]
-    assert [found.tolist() for found in nearest(extra, 99, 2)] == [[0, 2], [0, 1], [0, 1]]
+    assert [found.tolist() for found in nearest(extra, 2)] == [[0, 2], [], [0, 1]]
+    assert [found.tolist() for found in nearest(extra, 99)] == [[0, 2, 3, 1], [0, 1], [0, 1, 2]]
 
 
 def test_on_three_axes_ends_of_runs_on_their_own_better_the_bound(monkeypatch):

@@ -17,7 +17,7 @@ from sbpc.solver.highs import cheapest, solve_lp
 from sbpc.solver.messages.trws import Messages, big_m
 from sbpc.solver.problem import star_seconds
 from sbpc.solver.program import build
-from sbpc.solver.subsets import everything, nearest
+from sbpc.solver.subsets import everything
 from sbpc.solver.surroundings import Surroundings
 
 INF = float("inf")
@@ -300,12 +300,6 @@ def test_labels_of_a_relaxation_that_is_a_mixture_are_near_enough_or_searched_fo
     rough, right = (cheapest(problem, everything(problem), 31.0, gap) for gap in (0.2, 0.0))
     assert rough.labels is not None and not rough.proved and rough.bound == pytest.approx(30.0)
     assert right.labels is not None and right.proved and total(problem, right.labels) == brute_force(problem) == 31.0
-
-
-def test_labels_that_are_equally_near_are_taken_evenly_and_not_all():
-    extra = [np.zeros(40), np.array([0.0, 2.0, 0.0]), np.full(40, 3.0)]
-    assert [found.tolist() for found in nearest(extra, 10)] == [list(range(8)), [0, 2], []]
-    assert [len(found) for found in nearest(extra, 40)] == [40, 2, 0]  # few more than are asked for
 
 
 def test_a_search_among_labels_that_are_all_as_near_comes_to_an_end(monkeypatch):

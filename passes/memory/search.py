@@ -38,25 +38,22 @@ from sbpc.plans.plan import Assignment, Plan
 from sbpc.solver import Bounder, Limit, Proof, certify, priced, total
 from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold
-from sbpc.solver.highs import cheapest, relax, support
+from sbpc.solver.highs import ROUGH, cheapest, relax, support
 from sbpc.solver.problem import gap_of
 from sbpc.solver.program import columns_of
-from sbpc.solver.search import near_program
+from sbpc.solver.search import COLUMNS, near_program
 from sbpc.solver.subsets import Subset, around, everything, nearest
 
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
 ROUNDS, LADDER = 3, (0.25, 4.0)  # of prices; factors on the best prices for two more plans
-TURNS = 6  # of mixtures, at most
-MOMENTS = 6  # that have prices, at most
+TURNS = 6  # of mixtures, and moments that have prices, at most
 ROWS = 4  # calls spread over the step, at which what a plan holds too much becomes rows
 DEAREST = 16.0  # steps that all of a limit may cost, at most; EVER_DEARER: the same while no plan fits
 EVER_DEARER = 1.0, 8.0, 64.0
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
-ROUGH = 2e-2  # the gap of a priced plan above which a program looks for a better one
 NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
-SMALL, COLUMNS = 2_000, 20_000  # variables, and columns of a program of all labels below the gap, at most
-EFFORT = 0.25  # of the usual work, for a mixture
+SMALL = 2_000  # variables of a problem in which nothing is tied for the last bound, at most
 LEAST = 1e-3  # of the limit: what a row allows at least
 
 
@@ -127,7 +124,7 @@ class MemorySearch:
         self.bound = PricedBound(free.lower_bound)
         start = self.keep(self.space.labels(free.assignment))
         self.scale = start.seconds or 1.0
-        self.bounder = Bounder(self.space.problem, self.folded, 2 * MOMENTS * EVER_DEARER[-1] * self.scale)
+        self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
         self.near = self.bounder.reduced_costs
         self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
         self.add_moment(next(iter(start.peaks), None))
@@ -168,7 +165,7 @@ class MemorySearch:
     def lp_prices(self) -> list[float]:
         """Returns what more of each row would save in the relaxation on the labels of all plans and near ones."""
         plans = list(map(self.folded.fold, self.pool))
-        subset = around(self.folded.problem, plans, nearest(self.near, EACH * len(self.near), EACH))
+        subset = around(self.folded.problem, plans, nearest(self.near, EACH))
         return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
 
     def bound_at(self, prices: Sequence[float]) -> PricedBound:
@@ -242,13 +239,13 @@ class MemorySearch:
         self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed.parts)))
         labels = [each.astype(np.intp) for each in self.mixed]
         if more:
-            labels = list(map(np.union1d, labels, nearest(self.near, more * len(self.near), more)))
+            labels = list(map(np.union1d, labels, nearest(self.near, more)))
         by_variable = folded.unfold(labels)
         if base is not None:
             by_variable = [np.union1d(each, [label]) for each, label in zip(by_variable, base.labels)]
         subset = around(problem, [plans[0] if base is None else base.labels], by_variable)
         subset.labels = [np.asarray(each, dtype=np.intp) for each in by_variable]
-        return cheapest(problem, subset, self.scale, GOOD, limits, EFFORT).labels, relaxed.seconds
+        return cheapest(problem, subset, self.scale, GOOD, limits).labels, relaxed.seconds
 
     def labels_of(self, plans: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Returns, by class, the labels that its members have in some plan."""
@@ -352,7 +349,7 @@ class MemorySearch:
 
     def add_moment(self, name: str | None) -> None:
         """Gives a price to what is alive during a call."""
-        if name is not None and len(self.moments) < MOMENTS:
+        if name is not None and len(self.moments) < TURNS:
             self.moments.setdefault(name, self.at(name))
 
     def at(self, name: str, sure: bool = True) -> Moment:

@@ -28,7 +28,7 @@ WRITTEN = "written"  # one flop per element of the outputs
 
 
 @dataclass(frozen=True)
-class Place:
+class ValueNumber:
     """Where value `number` stands among the arguments of a call: the op's operands first, then what each call gives."""
 
     number: int
@@ -36,7 +36,7 @@ class Place:
 
 def filled(arguments: Any, values: Mapping[int, Any]) -> Any:
     """Nested arguments with values in the places."""
-    return map_aggregate(arguments, lambda item: values[item.number] if isinstance(item, Place) else item)
+    return map_aggregate(arguments, lambda item: values[item.number] if isinstance(item, ValueNumber) else item)
 
 
 @dataclass(frozen=True, eq=False)

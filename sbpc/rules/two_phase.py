@@ -20,7 +20,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import B, Partial, State
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import Match, Phases, Place, SubOp, Way, filled
+from sbpc.rules.match import Match, Phases, SubOp, ValueNumber, Way, filled
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -52,7 +52,7 @@ def take_apart(
     live, parts = {number for number in wanted if number is not None}, []
     for number, op, args, kwargs, val in reversed(recorder.calls):
         if number in live:
-            reads = tuple(place.number for place in leaves((args, kwargs), Place))
+            reads = tuple(place.number for place in leaves((args, kwargs), ValueNumber))
             matched = match(op, *filled((args, kwargs), recorder.values), val)
             if matched is None:
                 raise RuleError(f"{name} calls {op}, which has no rule\n  Write it in ops that have one.")
@@ -135,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if not isinstance(value, Tensor):
             return value
         assert id(value) in self.numbers, "a decomposition makes no tensors of its own"
-        return Place(self.numbers[id(value)])
+        return ValueNumber(self.numbers[id(value)])
 
 
 def _traced(

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.fold import Bundle, Folded, Slot
-from sbpc.solver.messages.trws import Messages
+from sbpc.solver.messages.trws import BALANCE, Messages
 from sbpc.solver.problem import Problem, Proof, Value, Variable
 from sbpc.solver.subsets import distinct
 
-SWEEPS = 3  # in a round: as many as there are from one balance of cost shares to the next
-ROUNDS = 16
+ROUNDS = 16  # each of as many sweeps as there are from one balance of cost shares to the next
 STALLED = 7.5e-4  # rounds end when one adds no more than this part to the bound
 
 
@@ -75,7 +74,7 @@ def raise_bound(messages: Messages, rest: float = 0.0, rounds: int = ROUNDS) -> 
         messages.follow_paths(follow)
         for _ in range(rounds):
             before = messages.bound
-            for _ in range(SWEEPS):
+            for _ in range(BALANCE):
                 messages.sweep()
             if messages.bound - before <= STALLED * max(abs(messages.bound), rest):
                 break

@@ -26,7 +26,7 @@ TICKS = 10, 3e9  # interrupts after which HiGHS is stopped: at least, and times 
 PIVOTS = 2  # simplex steps per row after which a relaxation is given up; it mostly takes half as many as rows
 EXCESS = 1e4  # how many times a limit can be bought in a relaxation
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 counts as integral; also the relative rounding error of an LP's seconds
-ROUGH = 0.02  # a program that is not solved to this gap gets eight times the ticks
+ROUGH = 0.02  # a gap that is worth eight times the ticks, or another program
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,11 @@ def cheapest(
     scale: float,
     gap: float = 0.0,
     limits: Sequence[Limit] = (),
-    effort: float = 1.0,
 ) -> Answer:
     """Returns the cheapest labels on `subset`, or some within the relative `gap`.
 
-    scale: about what plans cost, in seconds. effort: how much longer than usual HiGHS may take. Limits know nothing of the copies
-    that a boxing makes, so under limits the plan with fewer free boxings wins a tie.
+    scale: about what plans cost, in seconds. Limits know nothing of the copies that a boxing makes, so under limits the plan with
+    fewer free boxings wins a tie.
     """
     program, x = build(problem, subset, BOXING_COST * scale if limits else 0.0)
     if np.isinf(program.constant):
@@ -73,7 +72,7 @@ def cheapest(
     unit = unit_of(scale)
     model = model_of(program, sum(map(len, x)), unit)
     model.setOptionValue("mip_rel_gap", gap)
-    stop_by_ticks(model, effort * max(TICKS[0], TICKS[1] / program.columns**2))
+    stop_by_ticks(model, max(TICKS[0], TICKS[1] / program.columns**2))
     model.run()
     status, info = model.getModelStatus(), model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:

@@ -100,7 +100,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchStep:
     """What one step of the search gave: seconds of the best plan, the lower bound and CPU seconds so far."""
 
     name: str
@@ -122,7 +122,7 @@ class Solution:
     lower_bound: float
     exact: bool
     proof: Proof | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SearchStep, ...] = ()
     stop: str = ""
 
     @property

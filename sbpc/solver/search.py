@@ -17,7 +17,7 @@ from sbpc.solver.dual import raise_bound
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest
 from sbpc.solver.messages.trws import Messages, big_m
-from sbpc.solver.problem import Problem, Proof, Solution, Step, gap_of, total, validate, with_ports
+from sbpc.solver.problem import Problem, Proof, SearchStep, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, nearest
 from sbpc.solver.surroundings import Surroundings
@@ -45,7 +45,7 @@ class Search:
         self.labels, self.seconds = [0] * len(self.folded.sizes), total(self.folded.problem, [0] * len(self.folded.sizes))
         self.free_labels: list[int] | None = None
         self.bound, self.proof = 0.0, Proof(self.folded.classes)
-        self.proved, self.steps = False, list[Step]()
+        self.proved, self.steps = False, list[SearchStep]()
 
     @property
     def exact(self) -> bool:
@@ -70,7 +70,7 @@ class Search:
 
     def record(self, name: str) -> None:
         """Notes what a step gave."""
-        self.steps.append(Step(name, self.seconds, self.bound, time.process_time() - self.start))
+        self.steps.append(SearchStep(name, self.seconds, self.bound, time.process_time() - self.start))
         progress.debug("assign: %s: %.4g s, gap %.2f %%", name, self.seconds, 100 * self.gap)
 
     @property
@@ -124,7 +124,7 @@ def near_program(
     surroundings = Surroundings(problem)
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
-    near = nearest(reduced_costs[0], each * len(plan), each)
+    near = nearest(reduced_costs[0], each)
     return cheapest(problem, around(problem, [plan], near, *first), scale, NEAR_ENOUGH).labels
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from sbpc.solver.problem import Problem, Value, star
 
-EVEN = 1.5  # if ties make a subset this many times as large as asked for, they are shared out over the variables
-
 
 @dataclass(eq=False)
 class Subset:
@@ -63,16 +61,9 @@ def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequ
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 
-def nearest(reduced_costs: Sequence[np.ndarray], size: int, each: int | None = None) -> list[np.ndarray]:
-    """Returns, by variable, about `size` labels in all with the least reduced costs, at most `each` of one variable."""
-    every = np.concatenate(reduced_costs)
+def nearest(reduced_costs: Sequence[np.ndarray], each: int) -> list[np.ndarray]:
+    """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so many of one."""
+    every, size = np.concatenate(reduced_costs), each * len(reduced_costs)
     limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)
-    if each is not None:
-        first = [np.argsort(costs, kind="stable")[:each] for costs in reduced_costs]
-        return [labels[costs[labels] <= limit] for labels, costs in zip(first, reduced_costs)]
-    if np.count_nonzero(every <= limit) <= EVEN * size:
-        return [np.flatnonzero(costs <= limit) for costs in reduced_costs]
-    ranks = [np.argsort(np.argsort(costs, kind="stable")) for costs in reduced_costs]
-    chosen = np.zeros(len(every), dtype=bool)
-    chosen[np.lexsort((np.concatenate(ranks), every))[:size]] = True
-    return [np.flatnonzero(part) for part in np.split(chosen, np.cumsum([len(costs) for costs in reduced_costs])[:-1])]
+    first = [np.argsort(costs, kind="stable")[:each] for costs in reduced_costs]
+    return [labels[costs[labels] <= limit] for labels, costs in zip(first, reduced_costs)]

@@ -67,7 +67,6 @@ LIMITED: dict[str, list[Patch]] = {
     "mixtures": [(MemorySearch, "mix", lambda self, turns, more=0, until=0.0: None)],
     "rows about a plan": [(memory, "ROWS", 1)],
     "sharper bound": [(MemorySearch, "sharpen", lambda self: None)],
-    "effort of mixtures": [(memory, "EFFORT", 1.0)],
 }
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from sbpc.solver.messages.network import Edge, Node, Port
+from sbpc.solver.messages.network import Edge, Node, NodePort
 from sbpc.solver.messages.stars import Star
 
 
@@ -86,7 +86,7 @@ class Tables:
         """Notes how much room is needed."""
         self.sizes[: len(sizes)] = np.maximum(self.sizes[: len(sizes)], sizes)
 
-    def link(self, edge: Edge, here: Port, there: Port) -> tuple:
+    def link(self, edge: Edge, here: NodePort, there: NodePort) -> tuple:
         """Returns the row of an edge seen from one of its ends. The port of a star has no labels."""
         counts = [len(port.layouts) if len(port.at) else 0 for port in (here, there)]
         if edge.star is not None:

@@ -15,7 +15,7 @@ Name = tuple[int, int]  # of a node: (0, number of a variable), or (1, number of
 
 
 @dataclass(eq=False)
-class Port:
+class NodePort:
     """Where an edge meets a node: the distinct layouts there, the place of each label's layout among them, and the messages
     to the node by layout. The port of a star has no labels."""
 
@@ -32,8 +32,8 @@ class Edge:
     If one end is a `star`, the star holds the seconds; branch: 0 for its producer, then its consumers.
     """
 
-    first: Port
-    last: Port
+    first: NodePort
+    last: NodePort
     seconds: np.ndarray
     star: Star | None = None
     branch: int = 0
@@ -48,7 +48,7 @@ class Side:
     """
 
     edges: list[Edge]
-    ports: list[Port]
+    ports: list[NodePort]
     parts: list[float]
     cuts: list[tuple[int, int]]
 
@@ -85,9 +85,9 @@ def order(problem: Problem) -> list[Name]:
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def port(node: int, layouts: np.ndarray) -> Port:
+def port(node: int, layouts: np.ndarray) -> NodePort:
     """Returns the port of a node whose labels have these layouts."""
-    return Port(node, *distinct(layouts))
+    return NodePort(node, *distinct(layouts))
 
 
 def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool) -> Node:
@@ -105,7 +105,7 @@ def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool) 
     return Node(costs, *sides, inbox, gather)
 
 
-def cuts(ports: list[Port]) -> list[tuple[int, int]]:
+def cuts(ports: list[NodePort]) -> list[tuple[int, int]]:
     """Returns, by port, where its layouts begin and end if those of all ports stand side by side."""
     return list(itertools.pairwise(itertools.accumulate((len(port.layouts) for port in ports), initial=0)))
 

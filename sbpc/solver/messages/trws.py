@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from sbpc.solver.messages.compiled import BACKWARD, FORWARD, Tables, machine
-from sbpc.solver.messages.network import Edge, Port, divide, node, order, paths, port
+from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths, port
 from sbpc.solver.messages.stars import Star, star_of
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.subsets import distinct_consumers, has_alias
@@ -37,7 +37,7 @@ class Messages:
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
-        self.ports: list[list[Port]] = []
+        self.ports: list[list[NodePort]] = []
         self.edges = [edge for number, value in enumerate(problem.values) for edge in self.connect(number, value)]
         sides: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
         for edge in self.edges:
@@ -88,17 +88,17 @@ class Messages:
             return [self.edge(value, out, wants) for wants in wanted]
         middle, alias = self.place[1, number], np.arange(len(value.closure))
         if len(wanted) < 3:
-            ends = [self.edge(value, out, Port(middle, alias, alias))]
-            return ends + [self.edge(value, Port(middle, alias, alias), wants) for wants in wanted]
+            ends = [self.edge(value, out, NodePort(middle, alias, alias))]
+            return ends + [self.edge(value, NodePort(middle, alias, alias), wants) for wants in wanted]
         layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
         star = self.stars[middle] = star_of(value.closure, layouts, late, self.cap, self.real)
         edges = []
         for branch, end in enumerate((out, *wanted)):
-            center = Port(middle, alias, np.zeros(0, np.intp))
+            center = NodePort(middle, alias, np.zeros(0, np.intp))
             edges.append(Edge(*((end, center) if end.node < middle else (center, end)), np.zeros((0, 0)), star, branch))
         return edges
 
-    def edge(self, value: Value, tail: Port, head: Port) -> Edge:
+    def edge(self, value: Value, tail: NodePort, head: NodePort) -> Edge:
         """Returns the edge over which `value` is boxed from the layouts of `tail` to those of `head`."""
         key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
         if key not in self.matrices:
