@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
@@ -40,7 +41,7 @@ def bytes_alive_in_every_plan(gm: GraphModule, call: Node, copies: int) -> Momen
     that nothing has read yet. Values that have been read and will be again count what they take at the least.
     """
     counter = counted(gm, call, copies)
-    for key, place in last_reads(counter.order).items():
+    for key, place in counter.last_reads.items():
         if place > counter.now and counter.take_waiting(key):
             counter.moment[key[0].name, Place(PlaceKind.LEAST, key[1])] = 1.0
     return counter.moment
@@ -52,7 +53,7 @@ def bytes_at_next_reads(gm: GraphModule, call: Node, copies: int) -> Moment:
     It differs in values that have been read and will be again: they count in the layout in which they are read next.
     """
     counter, next_reads = counted(gm, call, copies), dict[Key, tuple[Node, int]]()
-    for key, reader, slot in reads(counter.order):
+    for key, reader, slot in counter.reads:
         if counter.order[reader] > counter.now:
             next_reads.setdefault(key, (reader, slot))
     for key, (reader, slot) in next_reads.items():
@@ -80,8 +81,19 @@ class MomentCounter:
         self.now = self.order[call]
         self.homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
         self.parameters = set(self.homes.values())
+        self.reads = [  # every value that a call reads, the call, and the number of the operand, in order
+            (value_of(operand), reader, slot)
+            for reader in self.order
+            if "candidates" in reader.meta
+            for slot, operand in enumerate(operands(reader))
+        ]
         self.moment: dict[tuple[str, Place], float] = {}
         self.storages: dict[Key, list[Sequence[Key]]] = {}  # by value that fills a storage, the counted parts of it
+
+    @cached_property
+    def last_reads(self) -> dict[Key, int]:
+        """By value that is read in every plan, the place of the last call that reads it in every plan."""
+        return {key: self.order[reader] for key, reader, slot in self.reads if surely_reads(reader, slot)}
 
     def take(self, key: Key) -> bool:
         """Whether nothing of a value has been counted. From now on it has."""
@@ -130,7 +142,11 @@ class MomentCounter:
 
     def count_unread(self) -> None:
         """Counts values that no call has read yet: they are in the layout in which they were made."""
-        for key, place in first_reads(self.order).items():
+        first_reads: dict[Key, int] = {}
+        for key, reader, _ in self.reads:
+            if key in self.last_reads:
+                first_reads.setdefault(key, self.order[reader])
+        for key, place in first_reads.items():
             if key[0].op != "call_function" or not self.order[key[0]] < self.now < place or not self.take(key):
                 continue
             home = storage_of(key)[0]
@@ -168,28 +184,6 @@ def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
         if call is not None and live + optimizer > limit:
             most[call] = max(live + optimizer, most.get(call, 0))
     return {name: most[name] for name in sorted(most, key=lambda name: -most[name])}
-
-
-def reads(order: Mapping[Node, int]) -> Iterator[tuple[Key, Node, int]]:
-    """Yields every value that a call reads, the call, and the number of the operand, in order."""
-    for node in order:
-        if "candidates" in node.meta:
-            for slot, operand in enumerate(operands(node)):
-                yield value_of(operand), node, slot
-
-
-def last_reads(order: Mapping[Node, int]) -> dict[Key, int]:
-    """Returns, by value that is read in every plan, the place of the last call that reads it in every plan."""
-    return {key: order[reader] for key, reader, slot in reads(order) if surely_reads(reader, slot)}
-
-
-def first_reads(order: Mapping[Node, int]) -> dict[Key, int]:
-    """Returns, by value that is read in every plan, the place of the first call that may read it."""
-    surely_read, first = last_reads(order), dict[Key, int]()
-    for key, reader, _ in reads(order):
-        if key in surely_read:
-            first.setdefault(key, order[reader])
-    return first
 
 
 def surely_reads(call: Node, slot: int) -> bool:
