@@ -17,11 +17,11 @@ from sbpc import Mesh
 from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign.label_tables import LEAST
+from sbpc.passes.assign.local_bytes import Place, PlaceKind
 from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.memory import search as memory
 from sbpc.passes.memory.limited_space import LimitedSpace
-from sbpc.passes.memory.live_bytes import Moment, at_call, at_optimizer, calls_of
+from sbpc.passes.memory.live_bytes import Moment, at_optimizer, bytes_alive_in_every_plan, bytes_at_next_reads, calls_of
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.cost import OPTIMIZER_STATE
@@ -51,7 +51,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
     for seed in range(plans):
         plan = make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, {"optimizer": "adamw"}, Stages())
         memory, live = plan.cost.memory, alive(plan)
-        counted = {call.name: bytes_in(space, plan.assignment, at_call(gm, call, COPIES)) for call in calls}
+        counted = {call.name: bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, COPIES)) for call in calls}
         at_end = bytes_in(space, plan.assignment, at_optimizer(gm, COPIES))
         most = max(most, max(at_end, *counted.values()) / memory["total"])
         state = OPTIMIZER_STATE["adamw"] * memory["gradients"]
@@ -93,7 +93,7 @@ def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one
 
     gm = annotate(store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2)).graph))
     first = next(node for node in gm.graph.nodes if node.op == "call_function" and node.meta["phase"] == "backward")
-    counted = {name for name, _ in at_call(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
+    counted = {name for name, _ in bytes_alive_in_every_plan(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
     pieces, overlapping = {"getitem_stored", "getitem_1_stored"}, {"exp_stored", "slice_1_stored"}
     assert pieces <= counted and len(overlapping & counted) == 1
 
@@ -110,9 +110,9 @@ def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_at_the_le
     gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False).graph, Mesh(x=2, y=2)
     space = LimitedSpace(gm, mesh, {}, {})
     sin, cos, mul = (next(node for node in gm.graph.nodes if node.name == name) for name in ("sin", "cos", "mul_1"))
-    place = ("mul", LEAST)
-    assert [place in at_call(gm, call, 0) for call in (sin, cos, mul)] == [False, True, False]
-    assert place not in at_call(gm, cos, 0, sure=False)  # which counts it as it is read next
+    place = ("mul", Place(PlaceKind.LEAST, 0))
+    assert [place in bytes_alive_in_every_plan(gm, call, 0) for call in (sin, cos, mul)] == [False, True, False]
+    assert place not in bytes_at_next_reads(gm, cos, 0)  # which counts it as it is read next
     weights = space.weights({place: 1.0})[space.named["mul"]]
     assert set(weights.tolist()) == {4 * 14.0} and len(weights) == len(space.tables[space.named["mul"]])
 
@@ -127,7 +127,7 @@ def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:
     gm, space = plan.graph, LimitedSpace(plan.graph, plan.mesh, {}, {})
     call = next(node for node in gm.graph.nodes if node.name == "sum_1")
     x, scores, sines = 4 * 120, 4 * 480, 4 * 120  # bytes on a rank: of scores the whole, which is boxed at once
-    assert bytes_in(space, plan.assignment, at_call(gm, call, 0)) == x + scores + sines + 4
+    assert bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, 0)) == x + scores + sines + 4
     assert alive(plan)["sum_1"] >= x + scores + sines + 4
 
 
@@ -147,7 +147,7 @@ def test_what_a_call_that_is_taken_apart_does_not_read_is_not_counted_until_then
     call = next(node for node in gm.graph.nodes if node.name == "cos")
     backward = next(node for node in gm.graph.nodes if "native_layer_norm_backward" in node.name)
     read = {node.name for node in backward.all_input_nodes}
-    counted = {name for name, _ in at_call(gm, call, COPIES)}
+    counted = {name for name, _ in bytes_alive_in_every_plan(gm, call, COPIES)}
     assert {"mul_stored", "getitem_1_stored"} <= read and "getitem_1_stored" in counted and "mul_stored" not in counted
 
 
@@ -218,7 +218,7 @@ def first_of_backward(free: sbpc.Plan) -> tuple[float, float]:
     late = [node for node in gm.graph.nodes if node.op == "call_function" and node.meta.get("phase") == "backward"]
     call = next(node for node in late if "einsum" in node.name)
     state = OPTIMIZER_STATE["adamw"] * plan.cost.memory["gradients"]
-    return bytes_in(space, plan.assignment, at_call(gm, call, COPIES)), alive(plan)[call.name] + state
+    return bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, COPIES)), alive(plan)[call.name] + state
 
 
 def test_of_a_call_that_is_taken_apart_what_is_alive_at_once_is_counted() -> None:
@@ -230,7 +230,7 @@ def test_of_a_call_that_is_taken_apart_what_is_alive_at_once_is_counted() -> Non
     call = next(node for node in plan.graph.graph.nodes if "log_softmax" in node.name)
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
-    counted = bytes_in(space, plan.assignment, at_call(plan.graph, call, 0))
+    counted = bytes_in(space, plan.assignment, bytes_alive_in_every_plan(plan.graph, call, 0))
     assert 0.95 * alive(plan)[call.name] <= counted + 8 <= alive(plan)[call.name] + 8
 
 
@@ -243,7 +243,7 @@ def test_of_a_call_that_is_taken_apart_a_result_that_nothing_reads_is_alive_no_l
     call = next(node for node in plan.graph.graph.nodes if node.name == "native_layer_norm")
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
-    assert bytes_in(space, plan.assignment, at_call(plan.graph, call, 0)) <= alive(plan)[call.name] - 8
+    assert bytes_in(space, plan.assignment, bytes_alive_in_every_plan(plan.graph, call, 0)) <= alive(plan)[call.name] - 8
 
 
 WIDE, SMALL = Mesh(x=4, cluster="a100"), Mesh(x=2, y=2, cluster="h100")

@@ -207,8 +207,8 @@ class MemorySearch:
     # --- mixtures -------------------------------------------------------------------------------------------------------
 
     def mix(self, turns: int, more: int = 0, until: float = math.inf) -> None:
-        """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is not new or about as fast as
-        the relaxation.
+        """Mixes the plans so far, and corrects the rows by what mixtures hold, until one fits and is about as fast as the
+        relaxation, or no faster than the best plan before.
 
         more: labels a class that may be mixed besides those of plans. until: CPU time at which no turn is begun.
         """
@@ -223,9 +223,9 @@ class MemorySearch:
                     self.corrections = {n: replace(row, most=(row.most + self.limit) / 2) for n, row in self.corrections.items()}
                 base = self.best
                 continue
-            new = tuple(labels) not in self.candidates
+            before = self.best.seconds if self.best else math.inf
             candidate = self.keep(labels)
-            if candidate.bytes <= self.limit and (not new or candidate.seconds <= least * (1 + GOOD)):
+            if candidate.bytes <= self.limit and (candidate.seconds >= before * (1 - GOOD) or candidate.seconds <= least * (1 + GOOD)):
                 return
             self.correct(candidate)
 
