@@ -174,7 +174,7 @@ def test_a_reviewed_probe_splits_the_op(tmp_path):
     assert before.notes[0].endswith("`sbpc probe` looks for a rule")
     review(file)
     sbpc.load_rules(file)
-    model, args = Scaled(), (torch.randn(8, 6),)
+    model, args = Scaled().double(), (torch.randn(8, 6, dtype=torch.float64),)
     plan = sbpc.plan(model, args, mesh, train=False)
     assert plan.notes == () and plan.remarks == ("reviewed, rules.txt:6 rule for own.scale.default",)
     assert plan.cost.flops < 0.6 * plan.cost.flops_one_device

@@ -65,7 +65,7 @@ def test_an_interrupt_while_a_program_is_solved_is_not_lost(monkeypatch: pytest.
 
     monkeypatch.setattr(highs, "model_of", watched)
     monkeypatch.setattr(highs, "by_relaxation", lambda *_: None)
-    problem = stars(np.random.default_rng(0), 12, 6, 12, 1.0)
+    problem = stars(np.random.default_rng(0), 14, 9, 16, 1.0)
     with pytest.raises(KeyboardInterrupt):
         highs.cheapest(problem, everything(problem), 1.0)
     assert asked == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler

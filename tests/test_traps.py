@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import B, Mesh, P, S
+from sbpc.boxing.paths import path
 from sbpc.graph.operands import operands
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Partial
@@ -133,7 +134,7 @@ def test_gather_of_the_outer_of_two_splits_does_not_interleave() -> None:
     before = Layout(axes, (S(0), S(0)))
     after = Layout(axes, (B, S(0)))
     mesh = Mesh(x=2, y=2)
-    steps = sbpc.boxing.path(before, after, (8, 2), 8, mesh)
+    steps = path(before, after, (8, 2), 8, mesh)
     assert [step.collective for step in steps] != ["all_gather"]
     assert len(after.shards(tensor, mesh.sizes)) == 4  # and test_lowering.py runs every such pair
 

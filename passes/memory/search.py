@@ -115,6 +115,11 @@ class MemorySearch:
         return min(fitting, key=lambda each: (float(f"{each.seconds:.9g}"), each.bytes), default=None)
 
     @property
+    def large(self) -> bool:
+        """Whether messages in which nothing is tied would take long."""
+        return is_wide(self.space.problem) or len(self.space.problem.variables) > SMALL
+
+    @property
     def gap(self) -> float:
         """How far the best plan may be above the bound, as a part of it; 1 if there is none."""
         return 1.0 if self.best is None else gap_of(self.best.seconds, min(self.bound.bound, self.best.seconds))
@@ -139,7 +144,7 @@ class MemorySearch:
         if self.best is None and columns_of(self.space.problem, everything(self.space.problem)) <= COLUMNS:
             self.below_gap(everything(self.space.problem))
             self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, 1 << 20)
-        if self.best is not None and self.gap > GOOD:
+        if self.best is not None and self.gap > (GOOD if self.large else 0.0):
             self.sharpen()
 
     # --- prices ---------------------------------------------------------------------------------------------------------
@@ -277,7 +282,7 @@ class MemorySearch:
             self.moments.setdefault(name, self.at(name))
         self.take_bound(self.bound_at(self.lp_prices()))
         problem = self.bound.problem(self.space)
-        if is_wide(problem) or len(problem.variables) > SMALL or self.gap <= GOOD:
+        if self.large or self.gap == 0.0:
             return
         paid, allowed = total(problem, self.best.labels), math.fsum(self.bound.prices)
         whole = Bounder(problem, fold(problem, range(len(problem.variables))), paid)
