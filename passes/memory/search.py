@@ -49,8 +49,8 @@ GOOD = 3e-3  # the gap with which the search ends
 ROUNDS, LADDER = 3, (0.25, 4.0)  # of prices; factors on the best prices for two more plans
 TURNS = 6  # of mixtures, and moments that have prices, at most
 ROWS = 4  # calls spread over the step, at which what a plan holds too much becomes rows
-DEAREST = 16.0  # steps that all of a limit may cost, at most; EVER_DEARER: the same while no plan fits
-EVER_DEARER = 1.0, 8.0, 64.0
+DEAREST = 16.0  # steps that all of a limit may cost, at most
+EVER_DEARER = 1.0, 8.0, 64.0  # the same, one after the other, while no plan fits
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
 NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
 SMALL = 2_000  # variables of a problem in which nothing is tied for the last bound, at most
@@ -153,9 +153,9 @@ class MemorySearch:
         """Returns the limit at every moment that has a price."""
         return [self.row(moment) for moment in self.moments.values()]
 
-    def row(self, moment: Moment, most: float | None = None) -> Limit:
-        """Returns the limit, or what is at most to be held, at a moment."""
-        return Limit(self.space.weights(moment), self.room if most is None else most)
+    def row(self, moment: Moment) -> Limit:
+        """Returns the limit at a moment."""
+        return Limit(self.space.weights(moment), self.room)
 
     def find_prices(self) -> list[float]:
         """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
