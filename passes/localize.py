@@ -12,15 +12,18 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, rename
 from sbpc.boxing.lower import lower
+from sbpc.boxing.steps import Step
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
+from sbpc.plans.timeline import is_awaited
 from sbpc.rules.choices import local_sizes
 
 aten = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 ABOUT = ("phase", "stack_trace", "module")
 
 
@@ -58,7 +61,9 @@ class Localizer:
         for node in nodes:
             self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
             if "step" in node.meta:
-                self.local[node] = self.boxing(node)
+                self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
+            elif "awaits" in node.meta:
+                self.local[node] = self.end(node)
             elif node.op == "call_function":
                 self.local[node] = self.call_op(node)
             elif node.op == "get_attr":
@@ -136,14 +141,39 @@ class Localizer:
             self.offsets[key] = self.call(aten.view.default, total, [])
         return self.offsets[key]
 
+    def start(self, node: Node) -> list[Node]:
+        """Writes one boxing step as far as its collective. Returns the calls that were written; `end` writes the others."""
+        written: list[Node] = []
+        waiting = False
+
+        def call(op: Callable[..., Any], *args: Any) -> Node | None:
+            nonlocal waiting
+            waiting = waiting or op is WAIT
+            if not waiting:
+                written.append(self.call(op, *args))
+            return None if waiting else written[-1]
+
+        self.lowered(node, node.meta["step"], call)
+        return written
+
+    def end(self, node: Node) -> Any:
+        """Writes the rest of a boxing step, from the wait for its collective on."""
+        start = operands(node)[0]
+        written = iter(self.local[start])
+        made = self.lowered(start, node.meta["awaits"], lambda op, *args: next(written, None) or self.call(op, *args))
+        return self.described(made, node)
+
     def boxing(self, node: Node) -> Any:
         """Writes one boxing step as collectives and local ops."""
+        return self.described(self.lowered(node, node.meta["step"], self.call), node)
+
+    def lowered(self, node: Node, step: Step, call: Callable[..., Any]) -> Any:
+        """Writes the calls of a boxing step through `call`, and returns the result of the last one."""
         value, x = node.meta["val"], self.local[operands(node)[0]]
         shape = tuple(value.shape)
         if value.is_complex():  # which not every collective takes
-            x = self.call(aten.view_as_real.default, self.call(aten.resolve_conj.default, x))
+            x = call(aten.view_as_real.default, call(aten.resolve_conj.default, x))
             shape = (*shape, 2)
         place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name
-        made = lower(node.meta["step"], x, self.call, shape, *place)
-        made = self.call(aten.view_as_complex.default, made) if value.is_complex() else made
-        return self.described(made, node)
+        made = lower(step, x, call, shape, *place)
+        return call(aten.view_as_complex.default, made) if value.is_complex() else made

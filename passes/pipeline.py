@@ -29,6 +29,8 @@ from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.memory.search import within
+from sbpc.passes.schedule.choice import Overlap, choose, overlapped, streams_of
+from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.cost import OPTIMIZER_STATE
@@ -37,8 +39,9 @@ from sbpc.plans.symbolic_sizes import declare
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
+SOME_WEIGHTS, MANY_WEIGHTS = 1, 3  # of streams that are tried besides equal ones: in spaces of more than FEW labels, and in others
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
-REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text)
+REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),
@@ -99,21 +102,38 @@ def finish(
     spaces of more than FEW labels, to a gap of GAP. Raises MemoryLimitError if the plan does not fit into
     `options["memory"]` and none that does is found.
     """
+    overlaps = options.get("objective", "seconds") == "seconds"
+    in_order = {**options, "objective": "serial"} if overlaps else options
     solved_on = objective_mesh(mesh, options.get("objective", "seconds"))
+
+    def solve(where: Mesh) -> tuple[Space, Assignment, float]:
+        space = Space(gm, where, wishes, outputs)
+        return space, *space.solve()
+
+    def made(assignment: Assignment) -> Plan:
+        return make_plan(gm, mesh, assignment, 0.0, in_order, stages)
+
     with stages.timed("assign"):
-        space = Space(gm, solved_on, wishes, outputs)
-        assignment, bound = space.solve()
+        space, assignment, bound = solve(solved_on)
         large = sum(len(v.costs) for v in space.variables) > FEW
+        schemes: list[Assignment] = []
         if experts is not None and space.gap > (GAP if large else TIE):
-            assignment, bound = no_slower(space, assignment, bound, followed(gm, solved_on, outputs, experts()))
-    plan = make_plan(gm, mesh, assignment, bound, options, stages)
-    plan.prover = space
+            schemes = list(followed(gm, solved_on, outputs, experts()))
+            assignment, bound = no_slower(space, assignment, bound, schemes)
+    plan = replace(made(assignment), lower_bound=bound, prover=space)
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
             stored = annotate(store(gm))
             if "dynamic" in options:
                 declare(stored, options["dynamic"])
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
+        if overlaps:
+            streams = len(streams_of(mesh))
+            prover = Overlap(plan.problem, plan.problem, 1 / streams, plan.lower_bound / streams)
+            plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
+    elif overlaps:
+        with stages.timed("schedule"):
+            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if large else MANY_WEIGHTS)
     if stages.dump is not None:
         for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
             stages.show(name, stage)
@@ -167,7 +187,7 @@ def make_plan(
 
 def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     """Returns the mesh whose seconds the solver minimises: for "bytes" one where nothing but bytes costs."""
-    if objective == "seconds":
+    if objective != "bytes":
         return mesh
     links = replace(
         mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=(), ranks_per_node=1 << 30,

@@ -7,12 +7,16 @@ import operator
 from torch.fx import GraphModule
 
 from sbpc.boxing.steps import steps
+from sbpc.errors import VerifyError
 from sbpc.graph.operands import operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import layout_at
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.program_check import require, verify_local
+from sbpc.plans.program_check import REPORT, require, verify_local
+from sbpc.plans.rank_programs import wrong_collectives
+
+MOST_RANKS = 64  # whose programs are checked
 
 
 def verify(plan: Plan) -> int:
@@ -21,11 +25,23 @@ def verify(plan: Plan) -> int:
     edges += verify_annotated(plan.graph)
     verify_assigned(plan.graph, plan.assignment, plan.mesh)
     edges += verify_boxed(plan.boxed, plan.mesh)
-    for rank in range(min(plan.mesh.ranks, 64)):
+    for rank in range(min(plan.mesh.ranks, MOST_RANKS)):
         plan.local_at(rank)
     for program in plan.programs.values():
         edges += verify_local(program)
+    verify_order(plan)
     return edges
+
+
+def verify_order(plan: Plan) -> None:
+    """Checks that every collective of every program has one wait, and that all ranks of a group start the same ones in one order."""
+    if plan.mesh.ranks > MOST_RANKS:
+        return
+    classes = [plan.shape_class(rank) for rank in range(plan.mesh.ranks)]
+    kinds = list(dict.fromkeys(classes))
+    programs = [plan.programs[key] for key in kinds]
+    for mistake in wrong_collectives(plan.mesh, programs, [kinds.index(key) for key in classes]):
+        raise VerifyError(f"{mistake}\n  {REPORT}")
 
 
 def verify_captured(gm: GraphModule) -> int:
@@ -95,6 +111,12 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
     edges = 0
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if "awaits" in node.meta:
+            (start,) = operands(node)
+            fits = start.meta.get("step") == node.meta["awaits"] and len(start.users) == 1
+            require(fits, "what is waited for is not one collective, or something else reads it before", node)
+            edges += 1
             continue
         for slot, operand in enumerate(operands(node)):
             produced, step = layout_at(operand), node.meta.get("step")

@@ -19,6 +19,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
+from sbpc.runtime.joint_step import JOINT, joint_step
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
@@ -47,7 +48,9 @@ def parallelize(
     as DTensors of any layout.
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
-    likewise. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
+    likewise. `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
+    the seconds that the plan predicts. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
+    `(*args, *targets)`.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
@@ -137,11 +140,19 @@ def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
 def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
     """Returns the subclass of a model's class whose forward runs programs. A deep copy runs them on its own weights."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def weights_of(self: nn.Module) -> ModuleWeights:
         weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
         if weights is None:
             weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners[0].plan)
+        return weights
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weights = weights_of(self)
         return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs)
+
+    def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weights: ModuleWeights = weights_of(self)
+        return joint_step(weights.runner_of(runners), weights, self.__dict__[RANDOM], args, kwargs)
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -155,8 +166,10 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
             "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
         )
 
+    step.__doc__ = JOINT
     members = {
         "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
+        "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
         "__deepcopy__": deep_copy,

@@ -25,6 +25,7 @@ class Partition:
 
     forward: every placeholder but the tangents -> the results, then the values saved for the backward.
     backward: the saved values, then the tangents -> the gradients. inference: the forward without the saved values.
+    joint: every placeholder, the tangents last -> the results, then the gradients.
 
     No two gradients share memory, nor do a gradient and a saved value: a training loop adds to gradients in place.
     Likewise no result is a placeholder, and no two results are the same tensor object.
@@ -33,10 +34,11 @@ class Partition:
     forward: GraphModule
     backward: GraphModule
     inference: GraphModule
+    joint: GraphModule
 
 
-def partition(gm: GraphModule) -> Partition:
-    """Cuts a local program into its forward and its backward."""
+def partition(gm: GraphModule, scheduled: bool) -> Partition:
+    """Cuts a local program into its forward and its backward. scheduled: its waits stand where they are to be."""
     nodes, late = list(gm.graph.nodes), backward_nodes(gm)
     tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
     by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
@@ -47,13 +49,18 @@ def partition(gm: GraphModule) -> Partition:
     saved = list(dict.fromkeys(node for node in used if node not in late))
     inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
+    order = list if scheduled else late_waits
+    body, backward_body, joint_body = order(body), order([node for node in nodes if node in late]), order(nodes)
     forward = extract(gm, inputs, body, [*early_results, *saved])
     inference = extract(gm, inputs, body, early_results)
-    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    separate(forward, len(early_results), aten.alias.default, lambda node: node)
-    separate(inference, len(early_results), aten.alias.default, lambda node: node)
-    separate(backward, len(late_results), aten.clone.default, memory_of)
-    return Partition(forward, backward, inference)
+    backward = extract(gm, [*saved, *tangents], backward_body, late_results)
+    joint = extract(gm, [*inputs, *tangents], joint_body, [*early_results, *late_results])
+    first, last = len(early_results), len(late_results)
+    for program in (forward, inference, joint):
+        separate(program, range(first), aten.alias.default, lambda node: node)
+    separate(backward, range(last), aten.clone.default, memory_of)
+    separate(joint, range(first, first + last), aten.clone.default, memory_of)
+    return Partition(forward, backward, inference, joint)
 
 
 def backward_nodes(gm: GraphModule) -> set[Node]:
@@ -97,13 +104,15 @@ def late_waits(body: list[Node]) -> list[Node]:
     return order
 
 
-def separate(gm: GraphModule, count: int, op: OpOverload, root: Callable[[Node], Node]) -> None:
-    """Applies `op` to each of the first `count` outputs whose root is a placeholder, or that of an earlier output."""
+def separate(gm: GraphModule, places: range, op: OpOverload, root: Callable[[Node], Node]) -> None:
+    """Applies `op` to each of the outputs at `places` whose root is a placeholder, or that of an earlier output."""
     end = gm.graph.output_node()
     values = list(results(gm))
     roots = {node for node in gm.graph.nodes if node.op != "call_function"}
+    roots |= {root(value) for value in values[: places.start] if value is not None}
     with gm.graph.inserting_before(end):
-        for at, value in enumerate(values[:count]):
+        for at in places:
+            value = values[at]
             if value is None:
                 continue
             if root(value) in roots:
@@ -133,7 +142,7 @@ def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list
     for node in inputs:
         made[node] = graph.placeholder(node.name)
         made[node].meta = node.meta
-    for node in late_waits(body):
+    for node in body:
         if node.op not in ("placeholder", "output") and node not in made:
             made[node] = copied(graph, node, lambda n: made[n])
     graph.output(tuple(None if node is None else made[node] for node in outputs))

@@ -64,12 +64,14 @@ class Runner:
         }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
         self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
+        self.tangents = [value for port, value in self.shapes.items() if port.kind == TANGENT]
         self.read_again: list[int] | None = None
 
     @functools.cached_property
     def halves(self) -> Partition:
         """Cuts the program of this rank into its forward and backward."""
-        return partition(placed(self.plan.local_at(dist.get_rank()), self.where))
+        scheduled = self.plan.options.get("objective") != "serial"
+        return partition(placed(self.plan.local_at(dist.get_rank()), self.where), scheduled)
 
     @functools.cached_property
     def forward(self) -> BoxedFunction:
@@ -87,19 +89,30 @@ class Runner:
         return self.executor(self.halves.inference)
 
     @functools.cached_property
+    def joint(self) -> BoxedFunction:
+        """Compiles forward and backward as one program."""
+        return self.executor(self.halves.joint)
+
+    @functools.cached_property
     def modes(self) -> frozenset[str]:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
 
-    def step(self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw."""
+    def step(
+        self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any],
+        function: type[Function] | None = None,
+    ) -> Any:  # fmt: skip
+        """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw.
+
+        function: what runs the programs, `StepFunction` by default.
+        """
         train = self.trains and torch.is_grad_enabled()
         given = weights.by_port(self, train)
         for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
             given[port] = self.shard_of(port, leaf, train)
-        return self.run(given, random, train)
+        return self.run(given, random, train, function or StepFunction)
 
-    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool) -> Any:
+    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function]) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers."""
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
@@ -112,7 +125,7 @@ class Runner:
                 others: list[Tensor] = []
                 parameters = [given[port] for port in self.parameters]
                 leaves = (given[port] for port in self.gradients)
-                differentiable = StepFunction.apply(self, values, others, parameters, *leaves)
+                differentiable = function.apply(self, values, others, parameters, *leaves)
                 results = merge(differentiable, others, self.differentiable)
             else:
                 with torch.no_grad():

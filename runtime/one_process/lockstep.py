@@ -85,7 +85,7 @@ def run_rank(
     places = sum(node.op == "placeholder" for node in gm.graph.nodes)
     if len(inputs) != places:
         raise VerifyError(f"{len(inputs)} inputs for a program with {places} placeholders\n  Give one for each.")
-    last = {used: node for node in gm.graph.nodes for used in node.all_input_nodes}
+    last = {used: node for node in gm.graph.nodes for used in (*node.all_input_nodes, *given_to(node))}
     values: dict[Node, Any] = {}
     given = iter(inputs)
     for node in gm.graph.nodes:
@@ -103,10 +103,15 @@ def run_rank(
             value = run_node(node, args, kwargs)
         values[node] = value
         memory.hold(value)
-        for used in dict.fromkeys((node, *node.all_input_nodes)):
+        for used in dict.fromkeys((node, *node.all_input_nodes, *given_to(node))):
             if last.get(used, node) is node:
                 memory.drop(values.pop(used))
     raise AssertionError("a graph without an output node")
+
+
+def given_to(node: Node) -> list[Node]:
+    """Returns what the collective reads that a node waits for: it is alive until then."""
+    return node.all_input_nodes[0].all_input_nodes if node.target is c10d.wait_tensor.default else []
 
 
 def run_node(node: Node, args: Any, kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from sbpc.plans.plan_file import decode
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
-OBJECTIVES = ("seconds", "bytes")
+OBJECTIVES = ("seconds", "serial", "bytes")
 
 
 def plan(
@@ -77,8 +77,9 @@ def plan(
     inputs     one layout, or None, for each tensor among the arguments: ["S(0)@data", None]. Axes that it does not name are B.
     outputs    With an input layout each rank passes its own shard. Without, inputs and outputs are whole on every rank.
     spread     store inputs, parameters and outputs exactly once over the ranks.
-    objective  "seconds"; or "bytes", which counts what the busiest rank sends and nothing else. With spread=True a single product
-               then attains the tight lower bound on the best mesh (tests/matmul_bound.py).
+    objective  "seconds", where collectives run beside computing; "serial", where they do not; or "bytes", which
+               counts what the busiest rank sends and nothing else. With spread=True a single product then attains the tight lower
+               bound on the best mesh (tests/matmul_bound.py).
     dynamic    {"x": ("b", "s", "h"), "*up.weight": ("4*h", "h"), "heads": 12} names dims of inputs and parameters, so that
                `plan.cost.expr` is a formula in them. A dim that is not named is what it meets in an op, such as the bias of
                up, or else its number, and a note says so. A name with a number is a symbol that no dim has alone. The layouts
@@ -263,6 +264,7 @@ def load(path: str | Path) -> Plan:
             name_dims(gm, mesh, body["options"]["dynamic"])
         assignment = Assignment(choices, aliases, tuple(outputs))
         plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
+        plan.serial_bound = float(body.get("serial_bound", 0.0))
         check_loaded(plan)
     return plan
 

@@ -72,6 +72,8 @@ def call_text(node: Node, names: dict[Node, str]) -> str:
     step = node.meta.get("step")
     if step is not None:
         return f"{step.collective}({argument_text(node.args[0], names)})"
+    if "awaits" in node.meta:
+        return f"wait({argument_text(node.args[0], names)})"
     producer, index = value_of(node)
     if producer is not node:
         return f"{names.get(producer, producer.name)}[{index}]"

@@ -39,8 +39,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     pinned = " with these pins" if plan.options.get("pin") else ""
     whole = f"one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     lines = [
-        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating",
-        f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %",
+        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
+        + ("" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"),
+        f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %"
+        + ("" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"),
         f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
         "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
     ]
@@ -152,7 +154,10 @@ def si(number: float) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Returns the report as JSON values."""
     cost = plan.cost
-    figures = ("seconds", "compute_seconds", "comm_seconds", "lower_bound", "gap", "flops", "flops_one_device", "bytes_sent")
+    figures = (
+        "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "lower_bound", "gap", "serial_gap", "flops",
+        "flops_one_device", "bytes_sent",
+    )  # fmt: skip
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.name,

@@ -98,15 +98,17 @@ OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 
 @dataclass
 class Cost:
-    """The cost of one step of a plan on the busiest rank. Kernels and collectives are taken to run one after the other.
+    """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: of a step. flops, flops_one_device: of a rank, and of the model on one device. bytes_sent: by
-    axis ("data", merged ones "data+tensor"), padding included. memory: bytes by kind (parameters, gradients, optimizer,
-    activations, temporaries); "total" is the peak over the step. lower_bound: what no plan of the same space can beat; seconds, or
-    bytes where `objective` is "bytes".
+    compute_seconds, comm_seconds: that kernels and collectives are busy. makespan: seconds from the start of the step to its end,
+    with collectives beside kernels (`sbpc.plans.timeline`); None where they run one after the other. flops, flops_one_device: of
+    a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor"), padding included. memory: bytes
+    by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step. lower_bound: what no
+    plan of the same space can beat; seconds, or bytes where `objective` is "bytes". serial_bound: what compute_seconds +
+    comm_seconds of no plan can beat.
 
-    `expr` and `bytes_expr` are formulas in the sizes of axes, the figures of the cluster, and the dims that `dynamic=` of
-    `sbpc.plan` names. `subs` puts numbers in, `evaluate` arrays of numbers.
+    `expr` (of compute_seconds + comm_seconds, whatever overlaps) and `bytes_expr` are formulas in the sizes of axes, the figures of
+    the cluster, and the dims that `dynamic=` of `sbpc.plan` names. `subs` puts numbers in, `evaluate` arrays of numbers.
     """
 
     mesh: Mesh
@@ -121,6 +123,8 @@ class Cost:
     transfers: tuple[tuple[Transfer, int], ...]
     dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
     objective: str = "seconds"
+    makespan: float | None = None
+    serial_bound: float = 0.0
 
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
@@ -131,13 +135,15 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a step: computing and communicating one after the other."""
-        return self.compute_seconds + self.comm_seconds
+        """Predicted seconds of a step."""
+        if self.makespan is None:
+            return self.compute_seconds + self.comm_seconds
+        return max(self.makespan, self.compute_seconds)  # which differ by rounding where nothing is sent
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of communication that nothing hides: all of them, as nothing overlaps yet."""
-        return self.comm_seconds
+        """Seconds in which nothing is computed, since a collective is waited for."""
+        return self.seconds - self.compute_seconds
 
     @property
     def gap(self) -> float:
@@ -147,7 +153,13 @@ class Cost:
     @property
     def paid(self) -> float:
         """What the plan was made to have little of: seconds, or the bytes that the busiest rank sends, as `objective` says."""
-        return self.seconds if self.objective == "seconds" else sum(self.bytes_sent.values())
+        return sum(self.bytes_sent.values()) if self.objective == "bytes" else self.seconds
+
+    @property
+    def serial_gap(self) -> float:
+        """How far the layouts may be from the best ones if nothing overlapped: the gap of compute_seconds + comm_seconds."""
+        serial = self.compute_seconds + self.comm_seconds
+        return (serial - self.serial_bound) / serial if serial else 0.0
 
     @functools.cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:
@@ -185,7 +197,7 @@ class Cost:
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
-        """`seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
+        """`compute_seconds + comm_seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
         s, mesh = self.symbols, self.mesh
         sizes = tuple(s[name] for name in mesh.axes)
         terms = []

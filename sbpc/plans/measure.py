@@ -21,9 +21,12 @@ from sbpc.rules.binding import flat_outputs
 
 
 def measure(
-    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds"
+    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], bounds: tuple[float, float], objective: str, makespan: float | None
 ) -> Cost:
-    """Returns the cost of one step of a boxed graph in the terms that `assign` minimises. memory: see `memory_totals`."""
+    """Returns the cost of one step of a boxed graph in the terms that `assign` minimises.
+
+    memory: see `memory_totals`. bounds, makespan: see `lower_bound`, `serial_bound` and `makespan` of `Cost`.
+    """
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
     for node in boxed.graph.nodes:
@@ -38,10 +41,11 @@ def measure(
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
     cost = Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound,
-        tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective,
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), bounds[0],
+        tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective, makespan,
+        min(bounds[1], compute + comm),
     )  # fmt: skip
-    return replace(cost, lower_bound=min(lower_bound, cost.paid))
+    return replace(cost, lower_bound=min(bounds[0], cost.paid))
 
 
 def kernel_key(node: Node) -> Any:

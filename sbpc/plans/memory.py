@@ -77,8 +77,8 @@ class Life:
     """All moments of a step.
 
     size, owner, last: by storage its bytes, the node that made it, and the last moment at which it is alive. live: bytes
-    at each moment. values: by node the storages of its outputs. saved: bytes alive just before the backward begins, 0
-    where there is none.
+    at each moment. values: by node the storages of its outputs. flying: by boxing its storages. saved: bytes alive just
+    before the backward begins, 0 where there is none.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -87,6 +87,7 @@ class Life:
     last: list[float] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     values: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    flying: dict[Node, list[int]] = field(default_factory=dict)
     saved: int = 0
 
     @property
@@ -106,6 +107,8 @@ class Life:
                     life.last[storage] = math.inf
             elif "step" in node.meta:
                 values[node] = (life.add_boxing(node, reads[0], mesh),)
+            elif "awaits" in node.meta:
+                values[node] = (life.end_boxing(node, reads[0], mesh),)
             elif node.target is operator.getitem:
                 values[node] = (reads[int(node.args[1])],)
                 life.add_call(node, reads, ())
@@ -132,9 +135,27 @@ class Life:
         return made
 
     def add_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
-        """Adds the calls of a boxing step, and returns the storage of its result."""
-        value, storages, result = node.meta["val"], [source], 0
-        for call in emitted(node.meta["step"], tuple(value.shape), value.dtype, mesh):
+        """Adds the calls of a boxing step, up to its wait where that is a node of its own. Returns the storage of its result."""
+        calls = emitted(node.meta["step"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
+        awaited = any("awaits" in user.meta for user in node.users)
+        storages = self.flying[node] = [source]
+        return self.add_calls(node, calls[: wait_at(calls)] if awaited else calls, storages)
+
+    def end_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
+        """Adds the calls of a boxing step from its wait on, and returns the storage of its result.
+
+        Until here the collective reads what it was given.
+        """
+        calls = emitted(node.meta["awaits"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
+        storages, first = self.flying[node.all_input_nodes[0]], wait_at(calls)
+        given = [storages[at] for call in calls[first - 1 : first] for at in call.reads]
+        self.add_call(node, [source, *given], ())
+        return self.add_calls(node, calls[first:], storages)
+
+    def add_calls(self, node: Node, calls: Sequence[Emitted], storages: list[int]) -> int:
+        """Adds calls of a boxing step, and returns the storage of the last one's result. storages: those of the step so far."""
+        result = 0
+        for call in calls:
             storages += self.add_call(node, [storages[at] for at in call.reads], call.makes)
             result = call.result
         return storages[result]
@@ -172,11 +193,17 @@ def is_view(node: Node) -> bool:
 @dataclass(frozen=True)
 class Emitted:
     """One call of a boxing step: which storages it reads (0 is the step's own operand), the bytes of those it makes
-    (numbered on), and in which storage its result lies."""
+    (numbered on), in which storage its result lies, and whether it waits for the collective before it."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     result: int
+    waits: bool = False
+
+
+def wait_at(calls: Sequence[Emitted]) -> int:
+    """Returns the number of the call that waits for the collective; that after the last if there is none."""
+    return next((at for at, call in enumerate(calls) if call.waits), len(calls))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -192,14 +219,15 @@ def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) 
     def call(op: Any, *args: Any) -> Any:
         given = [storage_of(value) for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
         reads = tuple(dict.fromkeys(numbers[storage] for storage in given if storage in numbers))
-        out = args[0] if "wait_tensor" in str(op) else op(*args)
+        waits = "wait_tensor" in str(op)
+        out = args[0] if waits else op(*args)
         storage = storage_of(out)
         makes: tuple[int, ...] = ()
         if storage not in numbers and storage not in map(storage_of, positions):
             numbers[storage] = len(numbers)
             makes = (out.untyped_storage().nbytes(),)
         alive.append(out)
-        calls.append(Emitted(reads, makes, numbers.get(storage, 0)))
+        calls.append(Emitted(reads, makes, numbers.get(storage, 0), waits))
         return out
 
     result = numbers[storage_of(lower(step, x, call, shape, mesh.sizes, origin, positions, mesh.group_name))]

@@ -21,6 +21,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals
+from sbpc.plans.timeline import Event, makespan, save_trace, timeline
 from sbpc.rules.choices import Choice
 from sbpc.solver import Proof
 
@@ -43,6 +44,7 @@ class Rewriter:
     """The functions that a plan calls on first use and does not import; the pipeline hands them in."""
 
     box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
+    schedule: Callable[[GraphModule, Mesh, float | None], GraphModule]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
     verify: Callable[[Plan], int]
     save: Callable[[Plan, Path], None]
@@ -89,7 +91,8 @@ class Plan:
     mesh: the mesh that it is for. graph: the annotated fx GraphModule at global shapes, forward and backward; `tangent_0`, ...
     in it are the gradients of the outputs, which come in from outside. options: what `sbpc.plan` was asked (pins, optimizer,
     ...). times: CPU seconds by pass; "capture" is the torch call alone. lower_bound: what no plan of this step on this mesh,
-    with these pins, can cost less, in seconds or in bytes as `objective` says.
+    with these pins, can cost less, in seconds or in bytes as `objective` says. serial_bound: what it cannot take less if nothing
+    overlaps, in seconds; 0 where that is `lower_bound`.
 
     Three graphs show the stages: `graph` has a layout for every value, `boxed` also the collectives between layouts, `local` is
     the program of rank 0 at local shapes. `sbpc show` prints or draws each.
@@ -104,6 +107,7 @@ class Plan:
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
     prover: Prover | None = field(default=None, repr=False)
+    serial_bound: float = 0.0
 
     @property
     def ports(self) -> Ports:
@@ -120,8 +124,9 @@ class Plan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of."""
-        return self.graph.meta["remarks"]
+        """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of, a schedule
+        that takes too many bytes."""
+        return self.boxed.meta["remarks"]
 
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -172,8 +177,39 @@ class Plan:
 
     @functools.cached_property
     def boxed(self) -> GraphModule:
-        """The graph at global shapes with a boxing node wherever layouts disagree."""
+        """The graph at global shapes with a boxing node wherever layouts disagree, in the order in which it runs.
+
+        Where collectives run beside computing, a boxing starts one, and a node `wait(x)` waits for it.
+        """
+        if self.objective == "serial":
+            return self.unscheduled
+        return self.rewriter.schedule(self.unscheduled, self.mesh, self.bytes_for_step)
+
+    @functools.cached_property
+    def unscheduled(self) -> GraphModule:
+        """The boxed graph in the order of capture, where every collective is waited for at once."""
         return self.rewriter.box(self.graph, self.assignment, self.mesh)
+
+    @property
+    def bytes_for_step(self) -> float | None:
+        """The bytes that a limit leaves to a step besides what the optimizer keeps; None without a limit."""
+        limit = self.options.get("memory")
+        if limit is None:
+            return None
+        life = Life.of(self.unscheduled, self.mesh)
+        return limit - memory_totals(life, self.unscheduled, self.mesh, self.options.get("optimizer"))["optimizer"]
+
+    def timeline(self) -> list[Event]:
+        """Returns what a step is predicted to do on the busiest rank: kernels and collectives, each on its stream from start to end.
+
+        Times are in seconds since the step began. Forward and backward run as one program, as `module.step` runs them.
+        """
+        return timeline(self.boxed, self.mesh)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev. Raises PlanError if it cannot be written."""
+        check_kinds(PlanError, path=(path, "a path"))
+        save_trace({"predicted": self.timeline()}, Path(path))
 
     @property
     def local(self) -> GraphModule:
@@ -214,12 +250,12 @@ class Plan:
     def forget(self) -> None:
         """Drops the boxed graph, what is alive in it and the programs. They are made again on use."""
         self.programs.clear()
-        for name in ("boxed", "life", "cut_shapes"):
+        for name in ("boxed", "unscheduled", "life", "cut_shapes"):
             vars(self).pop(name, None)
 
     @property
     def objective(self) -> str:
-        """What the plan minimises: "seconds" or "bytes"."""
+        """What the plan minimises: "seconds", "serial" (seconds where nothing overlaps) or "bytes"."""
         return str(self.options.get("objective", "seconds"))
 
     @functools.cached_property
@@ -237,7 +273,9 @@ class Plan:
         """Seconds, bytes, flops and memory of a step, with a lower bound: a `Cost`."""
         start = time.process_time()
         with uncollected():
-            cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective)
+            took = None if self.objective == "serial" else makespan(self.timeline())
+            bounds = self.lower_bound, self.serial_bound or self.lower_bound
+            cost = measure(self.boxed, self.mesh, self.memory, bounds, self.objective, took)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
 

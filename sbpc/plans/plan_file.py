@@ -95,6 +95,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
         "outputs": encode_layouts(assignment.outputs),
         "lower_bound": plan.lower_bound,
+        "serial_bound": plan.serial_bound,
         "options": plan.options,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -103,7 +103,8 @@ def decode(decoder: Decoder) -> Programs:
         digest=hashlib.sha256(decoder.path.read_bytes()).hexdigest()[:16],
     )
     outputs = list(map(decoder.value, body["outputs"]))
-    mistakes = wrong_counts(body, programs), wrong_homes(programs), wrong_shapes(programs, outputs), wrong_collectives(programs)
+    collectives = wrong_collectives(programs.mesh, programs.kinds, programs.ranks)
+    mistakes = wrong_counts(body, programs), wrong_homes(programs), wrong_shapes(programs, outputs), collectives
     for mistake in chain(*mistakes):
         raise decoder.fail(mistake)
     return programs
@@ -187,15 +188,21 @@ def fits(node: Node, value: Tensor, layout: Layout, mesh: Mesh, coordinates: tup
     return tuple(local.shape) == shape and local.dtype == value.dtype
 
 
-def wrong_collectives(programs: Programs) -> Iterator[str]:
-    """Yields collectives over groups that the mesh has not, and those on which the ranks of a group do not agree."""
-    mesh = programs.mesh
+def wrong_collectives(mesh: Mesh, kinds: Sequence[GraphModule], ranks: Sequence[int]) -> Iterator[str]:
+    """Yields collectives without one wait, over groups that the mesh has not, and those on which the ranks of a group do not agree.
+
+    kinds: the programs. ranks: the number of its program by rank.
+    """
     sizes = {mesh.group_name(axes): len(mesh.groups(axes)[0]) for axes in mesh.runs()}
     sequences: list[dict[str, list[Any]]] = []
-    for kind, gm in enumerate(programs.kinds):
+    for kind, gm in enumerate(kinds):
         by_group: dict[str, list[Any]] = {}
         for node in gm.graph.nodes:
             name = collective(node)
+            if name is not None and [str(user.target) for user in node.users] != [plan_file.WAIT]:
+                yield f"program {kind}: the collective %{node.name} is not read by one wait alone"
+            if str(node.target) == plan_file.WAIT and not any(map(collective, node.all_input_nodes)):
+                yield f"program {kind}: %{node.name} waits for no collective"
             if name is None:
                 continue
             group = node.args[-1] if node.args else None
@@ -207,14 +214,14 @@ def wrong_collectives(programs: Programs) -> Iterator[str]:
     seen = set()
     for axes in mesh.runs():
         group = mesh.group_name(axes)
-        for ranks in mesh.groups(axes):
-            members = tuple(dict.fromkeys(programs.ranks[rank] for rank in ranks))
+        for group_ranks in mesh.groups(axes):
+            members = tuple(dict.fromkeys(ranks[rank] for rank in group_ranks))
             if (group, members) in seen:
                 continue
             seen.add((group, members))
             first, *others = (sequences[kind].get(group, []) for kind in members)
             if any(other != first for other in others):
-                yield f"the ranks {ranks} do not run the same collectives over {mesh.key(axes)}"
+                yield f"the ranks {group_ranks} do not run the same collectives over {mesh.key(axes)}"
 
 
 def collective(node: Node) -> str | None:

@@ -1,0 +1,140 @@
+"""Chooses the plan whose step is shortest when collectives run beside computing, and bounds the steps of all plans.
+
+A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that sum to 1, T >=
+w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose certified bound is a bound of T.
+The weights at which the plans so far cost most give the best bound that one more problem can give, and the next plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sbpc.mesh.cluster import LINKS
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Assignment, Plan, Prover
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, busy_seconds
+
+Weights = Mapping[str, float]
+GRID = 32  # weights are multiples of one part of these
+EQUAL = 1e-2  # fraction of the seconds by which two plans may differ and count as equally fast: the one that computes less is taken
+
+
+@dataclass
+class Overlap:
+    """Proves bounds of steps in which streams overlap. Takes the place of the prover of a layout problem in a plan.
+
+    serial: of the layout problem as it is. best: of the one whose bound, times `share`, is the best for the step.
+    """
+
+    serial: Prover
+    best: Prover
+    share: float
+    bound: float
+
+    @property
+    def proof(self) -> Any:
+        """The multipliers of the best bound."""
+        return self.best.proof
+
+    def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
+        """Returns the weighted busy seconds of an assignment, which its step takes at least, and the least of any assignment."""
+        paid, bound = self.best.check(assignment, proof)
+        return paid * self.share, bound * self.share
+
+    def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
+        """Returns a faster plan, if one is found, and a bound found in about `limit` CPU seconds."""
+        better, bound = self.best.certify(plan, limit)
+        if better is None or better.cost.seconds <= 0:
+            return None, bound * self.share
+        faster = overlapped(better, plan.options, self, plan.lower_bound, plan.serial_bound)
+        return faster if faster.cost.seconds < plan.cost.seconds else None, bound * self.share
+
+
+def choose(
+    plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
+    others: Iterable[Assignment], made: Callable[[Assignment], Plan], rounds: int,
+) -> Plan:  # fmt: skip
+    """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of `others`.
+
+    plan: the fastest one where nothing overlaps, with its bound and its prover. options: of the plan to be returned. solve: plans for
+    a mesh whose costs are scaled; it returns the prover, the assignment and the bound. made: makes the plan of an assignment.
+    rounds: weights to be tried besides equal ones.
+    """
+    streams = streams_of(plan.mesh)
+    prover = Overlap(plan.problem, plan.problem, 1 / len(streams), plan.lower_bound / len(streams))
+    candidates = {id(each): overlapped(each, options) for each in (plan, *map(made, others))}
+    tried: set[tuple[float, ...]] = {(1 / len(streams),) * len(streams)}
+    for _ in range(rounds):
+        loads = [busy_seconds(each.timeline()) for each in candidates.values()]
+        weights, most = heaviest(streams, loads)
+        if most <= prover.bound * (1 + EQUAL) or tuple(weights.values()) in tried:
+            break
+        tried.add(tuple(weights.values()))
+        space, assignment, bound = solve(weighted(plan.mesh, weights))
+        if bound > prover.bound:
+            prover.best, prover.share, prover.bound = space, 1.0, bound
+        each = made(assignment)
+        candidates[id(each)] = overlapped(each, options)
+    best = fastest(list(candidates.values()))
+    made(best.assignment)  # the layouts in a graph are those of the plan that was made last
+    return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
+
+
+def fastest(plans: list[Plan]) -> Plan:
+    """Returns the plan that computes least of those that are about as fast as the fastest."""
+    most = min(plan.cost.seconds for plan in plans) * (1 + EQUAL)
+    return min((plan for plan in plans if plan.cost.seconds <= most), key=lambda plan: plan.cost.compute_seconds)
+
+
+def overlapped(
+    plan: Plan, options: dict[str, Any], prover: Prover | None = None, bound: float = 0.0, serial_bound: float = 0.0
+) -> Plan:
+    """Returns a plan of the same layouts with these options and bounds. It shares the graphs that do not depend on them."""
+    result = Plan(plan.mesh, plan.graph, plan.assignment, plan.rewriter, bound, options, plan.times)
+    result.prover, result.serial_bound = prover, serial_bound
+    shared = ("unscheduled", "boxed", "life", "memory") if plan.options is options else ("unscheduled",)
+    vars(result).update((name, getattr(plan, name)) for name in shared)
+    return result
+
+
+def streams_of(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the streams that a plan on a mesh may use."""
+    runs = [axes for axes in mesh.runs() if math.prod(mesh.sizes[at] for at in axes) > 1]
+    links = {INSIDE if mesh.inside(axes) else ACROSS for axes in runs}
+    return COMPUTE, *(stream for stream in STREAMS if stream in links)
+
+
+def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tuple[dict[str, float], float]:
+    """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none of them 0."""
+    parts = itertools.product(range(1, GRID), repeat=len(streams) - 1)
+    grid = [(*rest, GRID - sum(rest)) for rest in parts if sum(rest) < GRID]
+
+    def cost(parts: tuple[int, ...]) -> float:
+        return min(sum(part * load[stream] for part, stream in zip(parts, streams)) for load in loads) / GRID
+
+    best = max(grid, key=cost)
+    return {stream: part / GRID for stream, part in zip(streams, best)}, cost(best)
+
+
+def weighted(mesh: Mesh, weights: Weights) -> Mesh:
+    """Returns the mesh on which a second of a stream costs what its weight says."""
+    cluster, compute = mesh.cluster, weights[COMPUTE]
+    link = {"intra": weights.get(INSIDE, 1.0), "inter": weights.get(ACROSS, 1.0)}
+    rates = [
+        replace(
+            rate, link=name, least=rate.least * link[name], latency=None if rate.latency is None else rate.latency * link[name]
+        )
+        for rate in sorted(cluster.collectives, key=lambda rate: rate.link is None)  # the first of equally near ones is taken
+        for name in ([rate.link] if rate.link else LINKS)
+    ]
+    scaled = replace(
+        cluster, name="weighted", peak=cluster.peak / compute, memory_bandwidth=cluster.memory_bandwidth / compute,
+        launch=cluster.launch * compute, collectives=tuple(rates),
+        intra_latency=cluster.intra_latency * link["intra"], intra_bandwidth=cluster.intra_bandwidth / link["intra"],
+        inter_latency=cluster.inter_latency * link["inter"], inter_bandwidth=cluster.inter_bandwidth / link["inter"],
+    )  # fmt: skip
+    return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))

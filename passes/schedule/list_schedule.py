@@ -1,0 +1,135 @@
+"""Orders the nodes of a boxed graph by list scheduling: what has the longest way to the end of the step goes first.
+
+One order is made for all ranks, from the durations of the busiest one. A collective starts when its operand is there and its
+link would otherwise be idle before the next kernel ends. A kernel runs as soon as its operands are there. Where none can run,
+the computing stream waits for the collective that ends first. So the gradient of an input goes before that of a weight, whose
+collective is in flight to the end of the backward, and the next block's parameters are gathered while this one computes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from sbpc.plans.timeline import COMPUTE, STREAMS, Work
+
+
+def list_schedule(nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf) -> list[tuple[Node, bool]]:
+    """Returns the calls of a graph in the order in which they are to run, and (node, True) where a collective is waited for.
+
+    nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the order of `nodes`,
+    that has not run; it bounds what is alive at once.
+    """
+    return ListScheduler(nodes, works, window).run()
+
+
+class ListScheduler:
+    """The state of the simulated step: the time on the computing stream, what may run, and what is in flight.
+
+    Nodes are numbered in the order given. ready, sendable: heaps of (minus the longest way to the end, number) of the kernels that may
+    run now and, by link, of the collectives that may start now. early: numbers that lie beyond the window. flying: (end, number).
+    """
+
+    def __init__(self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float) -> None:
+        self.nodes, self.window = nodes, window
+        self.number = {node: at for at, node in enumerate(nodes)}
+        self.work = [works[node] for node in nodes]
+        self.users = [[self.number[user] for user in node.users if user in self.number] for node in nodes]
+        self.missing = [sum(used in self.number for used in node.all_input_nodes) for node in nodes]
+        self.way = [0.0] * len(nodes)
+        for at in reversed(range(len(nodes))):
+            self.way[at] = self.work[at].seconds + max((self.way[user] for user in self.users[at]), default=0.0)
+        self.now, self.first = 0.0, 0
+        self.free = dict.fromkeys(STREAMS, 0.0)
+        self.done = [False] * len(nodes)
+        self.ready: list[tuple[float, int]] = []
+        self.sendable: dict[str, list[tuple[float, int]]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
+        self.early: list[int] = []
+        self.flying: list[tuple[float, int]] = []
+        self.landed: set[int] = set()  # collectives that have ended, and that nothing has waited for yet
+        self.order: list[tuple[Node, bool]] = []
+
+    def run(self) -> list[tuple[Node, bool]]:
+        """Runs the simulated step to its end."""
+        for at, missing in enumerate(self.missing):
+            if not missing:
+                self.offer(at)
+        while self.first < len(self.nodes):
+            self.land(self.now)
+            kernel = heapq.heappop(self.ready)[1] if self.ready else None
+            self.start_collectives(math.inf if kernel is None else self.now + self.work[kernel].seconds)
+            if kernel is not None:
+                self.compute(kernel)
+            elif self.flying:
+                self.now = max(self.now, self.flying[0][0])
+        self.land(math.inf)
+        for at in sorted(self.landed):
+            self.end(at)
+        return self.order
+
+    def offer(self, at: int) -> None:
+        """Takes in a node whose operands are there: it may run, or lies beyond the window."""
+        if at > self.first + self.window:
+            heapq.heappush(self.early, at)
+            return
+        work = self.work[at]
+        heap = self.ready if work.stream == COMPUTE else self.sendable[work.stream]
+        # what takes no time goes before everything: a collective may hang on it
+        heapq.heappush(heap, (-self.way[at] if work.seconds else -math.inf, at))
+
+    def land(self, until: float) -> None:
+        """Lets the readers of the collectives run that end by a time."""
+        while self.flying and self.flying[0][0] <= until:
+            _, at = heapq.heappop(self.flying)
+            for before in [each for each in self.landed if not self.users[each]]:
+                self.end(before)  # a result of the step: its operand need not live on
+            self.landed.add(at)
+            self.release(at)
+
+    def start_collectives(self, horizon: float) -> None:
+        """Starts those collectives whose link would be idle before a time."""
+        for link, heap in self.sendable.items():
+            while heap and max(self.free[link], self.now) < horizon:
+                _, at = heapq.heappop(heap)
+                self.await_operands(at)
+                self.free[link] = max(self.free[link], self.now) + self.work[at].seconds
+                self.order.append((self.nodes[at], False))
+                heapq.heappush(self.flying, (self.free[link], at))
+                self.finish(at)
+
+    def compute(self, at: int) -> None:
+        """Runs a kernel, or what takes no time."""
+        self.await_operands(at)
+        self.now += self.work[at].seconds
+        self.order.append((self.nodes[at], False))
+        self.finish(at)
+        self.release(at)
+
+    def await_operands(self, at: int) -> None:
+        """Waits for those operands of a node that were collectives."""
+        for used in self.nodes[at].all_input_nodes:
+            if self.number.get(used) in self.landed:
+                self.end(self.number[used])
+
+    def end(self, at: int) -> None:
+        """Writes that a collective is waited for."""
+        self.landed.remove(at)
+        self.order.append((self.nodes[at], True))
+
+    def finish(self, at: int) -> None:
+        """Notes that a node was written, and offers what the window has reached."""
+        self.done[at] = True
+        while self.first < len(self.done) and self.done[self.first]:
+            self.first += 1
+        while self.early and self.early[0] <= self.first + self.window:
+            self.offer(heapq.heappop(self.early))
+
+    def release(self, at: int) -> None:
+        """Offers the readers of a value that have all their operands now."""
+        for user in self.users[at]:
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                self.offer(user)

@@ -1,0 +1,67 @@
+"""Schedules: puts the calls of a boxed graph in the order that makes the step shortest, with starts and waits apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import LazyGraphModule
+from sbpc.graph.rewrite import called, copied, put
+from sbpc.mesh.mesh import Mesh
+from sbpc.passes.schedule.list_schedule import list_schedule
+from sbpc.plans.memory import Life
+from sbpc.plans.timeline import COMPUTE, makespan, timeline, works
+
+WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
+SLACK = 1.05  # of the bytes of the graph as it is: what a schedule may take where no limit is given
+
+
+def wait(x: Tensor) -> Tensor:
+    """Stands for the end of a collective. At global shapes it changes nothing."""
+    return x
+
+
+def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> GraphModule:
+    """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else `boxed`.
+
+    Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends something a node
+    `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the optimizer's; by default SLACK
+    times those of the graph as it is.
+    """
+    calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
+    work = works(boxed, mesh)
+    if all(work[node].stream == COMPUTE for node in calls):
+        return boxed
+    most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
+    for window in WINDOWS:
+        scheduled = ordered(boxed, list_schedule(calls, work, window))
+        if Life.of(scheduled, mesh).peak <= most:
+            return min(boxed, scheduled, key=lambda gm: makespan(timeline(gm, mesh)))
+    result = ordered(boxed, ((node, False) for node in calls))
+    result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
+    return result
+
+
+def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]]) -> GraphModule:
+    """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}  # by node of `boxed`: what its readers read
+    for node in boxed.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = copied(graph, node, copies.__getitem__)
+    for node, waits in order:
+        if waits:
+            about = {key: value for key, value in node.meta.items() if key != "step"}
+            start = copies[node]
+            copies[node] = called(graph, wait, (start,), {}, f"wait_{node.name}")
+            put(copies[node], "meta", about | {"awaits": node.meta["step"]})
+        else:
+            copies[node] = copied(graph, node, copies.__getitem__)
+    end = boxed.graph.output_node()
+    copied(graph, end, copies.__getitem__)
+    result = LazyGraphModule(boxed, graph)  # code is made when it is run
+    result.meta.update(boxed.meta)
+    return result

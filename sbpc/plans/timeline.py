@@ -1,0 +1,159 @@
+"""Simulates a step on two kinds of streams: one computes, and each kind of link carries one collective at a time.
+
+A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon as its link
+is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody waits for apart is waited
+for where it stands. Durations are those of the busiest rank, as in `Cost`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from sbpc.boxing.steps import wire
+from sbpc.mesh.cluster import collective_seconds, kernel_seconds
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.cost import kernel_work
+from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
+
+COMPUTE, INSIDE, ACROSS = "compute", "links inside a node", "links across nodes"
+STREAMS = COMPUTE, INSIDE, ACROSS
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kernel or a collective on its stream, from `start` to `end` in seconds since the step began.
+
+    stream: one of `STREAMS`. name: of the node of the boxed graph. kind: the op or the collective. phase: "forward" or "backward".
+    """
+
+    stream: str
+    start: float
+    end: float
+    name: str
+    kind: str
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node of a boxed graph occupies: a stream, for so many seconds. Views and local boxings take none."""
+
+    stream: str
+    seconds: float
+
+
+NOTHING = Work(COMPUTE, 0.0)
+
+
+def works(boxed: GraphModule, mesh: Mesh) -> dict[Node, Work]:
+    """Returns what every node of a boxed graph occupies on the busiest rank."""
+    known: dict[Any, Work] = {}
+    result = {}
+    for node in boxed.graph.nodes:
+        if "step" in node.meta:
+            result[node] = transfer_work(node, mesh)
+        elif "choice" in node.meta and node.op == "call_function":
+            key = kernel_key(node)
+            if key not in known:
+                known[key] = kernel_work_of(node, mesh)
+            result[node] = known[key]
+        else:
+            result[node] = NOTHING
+    return result
+
+
+def transfer_work(node: Node, mesh: Mesh) -> Work:
+    """Returns what a boxing occupies: the link of its widest axis, or nothing if it sends nothing."""
+    transfer = transfer_of(node)
+    return step_work(transfer.step, transfer.shape, transfer.itemsize, mesh)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> Work:
+    """Returns what one boxing step of a tensor occupies."""
+    rounds, sent = wire(step, shape, itemsize, mesh.sizes)
+    if not rounds:
+        return NOTHING
+    seconds = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective)))
+    return Work(INSIDE if mesh.inside(step.axes) else ACROSS, seconds)
+
+
+def kernel_work_of(node: Node, mesh: Mesh) -> Work:
+    """Returns what one kernel occupies."""
+    kernel, cluster = kernel_of(node), mesh.cluster
+    if kernel.free:
+        return NOTHING
+    flops, moved = kernel_work(kernel, mesh.sizes)
+    return Work(COMPUTE, float(kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)))
+
+
+def sends(node: Node, mesh: Mesh) -> bool:
+    """Returns whether a node of a boxed graph is a collective that sends anything."""
+    return "step" in node.meta and transfer_work(node, mesh) is not NOTHING
+
+
+def is_awaited(node: Node) -> bool:
+    """Returns whether a boxing has a node of its own that waits for it."""
+    return any("awaits" in user.meta for user in node.users)
+
+
+def timeline(boxed: GraphModule, mesh: Mesh) -> list[Event]:
+    """Returns the events of one step of a boxed graph, in the order of its nodes."""
+    events: list[Event] = []
+    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[Node, float]()
+    for node, work in works(boxed, mesh).items():
+        if "awaits" in node.meta:
+            now = max(now, ends[node.all_input_nodes[0]])
+        if not work.seconds:
+            continue
+        begin = max(now, free[work.stream])
+        free[work.stream] = ends[node] = begin + work.seconds
+        events.append(event_of(node, work.stream, begin, ends[node]))
+        if work.stream == COMPUTE or not is_awaited(node):
+            now = ends[node]
+    return events
+
+
+def event_of(node: Node, stream: str, start: float, end: float) -> Event:
+    """Returns the event of a node."""
+    kind = node.meta["step"].collective if "step" in node.meta else str(node.target).removesuffix(".default")
+    return Event(stream, start, end, node.name, kind, node.meta.get("module") or "", node.meta.get("phase", "forward"))
+
+
+def makespan(events: list[Event]) -> float:
+    """Returns the seconds after which the last event ends."""
+    return max((event.end for event in events), default=0.0)
+
+
+def busy_seconds(events: list[Event]) -> Mapping[str, float]:
+    """Returns the seconds that each stream is busy."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for event in events:
+        busy[event.stream] += event.end - event.start
+    return busy
+
+
+def save_trace(lanes: Mapping[str, list[Event]], path: Path) -> None:
+    """Writes events as a Chrome trace, which Perfetto opens: a process for every lane, a thread for every stream.
+
+    lanes: by title, such as "predicted", the events.
+    """
+    records: list[dict[str, Any]] = []
+    for process, (title, events) in enumerate(lanes.items()):
+        records.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}})
+        for thread, stream in enumerate(STREAMS):
+            records.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": stream}})
+        for event in events:
+            about = {"node": event.name, "module": event.module, "phase": event.phase}
+            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+            place = {"pid": process, "tid": STREAMS.index(event.stream)}
+            records.append({"ph": "X", "name": event.kind, "cat": event.phase, **times, **place, "args": about})
+    path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}))
