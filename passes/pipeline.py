@@ -133,7 +133,8 @@ def finish(
             plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
     elif overlaps:
         with stages.timed("schedule"):
-            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if large else MANY_WEIGHTS)
+            few = large or options.get("microbatches", 1) > 1
+            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if few else MANY_WEIGHTS)
     if stages.dump is not None:
         for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
             stages.show(name, stage)

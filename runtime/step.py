@@ -110,9 +110,9 @@ class Runner:
         given = weights.by_port(self, train)
         for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
             given[port] = self.shard_of(port, leaf, train)
-        return self.run(given, random, train, function or StepFunction)
+        return self.run(given, random, train, function)
 
-    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function]) -> Any:
+    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function] | None = None) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers."""
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
@@ -125,7 +125,7 @@ class Runner:
                 others: list[Tensor] = []
                 parameters = [given[port] for port in self.parameters]
                 leaves = (given[port] for port in self.gradients)
-                differentiable = function.apply(self, values, others, parameters, *leaves)
+                differentiable = (function or StepFunction).apply(self, values, others, parameters, *leaves)
                 results = merge(differentiable, others, self.differentiable)
             else:
                 with torch.no_grad():

@@ -162,7 +162,7 @@ def test_a_renaming_that_several_read_keeps_the_layouts_from_which_they_can_shar
     for many in (0, 10**9):
         monkeypatch.setattr(layout_problem, "MANY", many)
         given, outputs = ["S(0)@x"], ["S(0)@x", "S(2)@x", "S(3)@x"]
-        plan = sbpc.plan(Turned(), (torch.randn(16, 16, 8, 8),), Mesh(x=2), inputs=given, outputs=outputs, train=False)
+        plan = sbpc.plan(Turned(), (torch.randn(16, 16, 8, 8),), Mesh(x=2), inputs=given, outputs=outputs, train=False, objective="serial")
         seconds.append((plan.cost.seconds, plan.cost.lower_bound))
     assert seconds[0] == seconds[1]
 
@@ -199,7 +199,7 @@ def test_a_plan_of_least_bytes_has_its_bound_in_bytes(tmp_path: Path) -> None:
     assert plan.cost.gap == 0 and plan.cost.lower_bound == sum(plan.cost.bytes_sent.values()) > 1
     assert f"no plan with these pins sends less than {plan.cost.lower_bound:,.0f} bytes a rank" in str(plan)
     assert plan.certify(seconds=1) == 0
-    fastest = sbpc.plan(model, args, mesh, pin=pin)
+    fastest = sbpc.plan(model, args, mesh, pin=pin, objective="serial")
     assert plan.cost.paid <= sum(fastest.cost.bytes_sent.values()) and fastest.cost.seconds <= plan.cost.seconds
     plan.save(tmp_path / "plan")
     assert sbpc.load(tmp_path / "plan").cost.gap == 0
@@ -207,7 +207,7 @@ def test_a_plan_of_least_bytes_has_its_bound_in_bytes(tmp_path: Path) -> None:
 
 def test_gradients_land_in_their_parameters_home() -> None:
     model, args = models.gpt2(layers=1)
-    plan = sbpc.plan(model, args, Mesh(x=2, y=2), pin={"*.up.weight": "S(0)@x"})
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2), pin={"*.up.weight": "S(0)@x"}, objective="serial")
     for port, node, layout in zip(plan.ports.outputs, results(plan.graph), plan.assignment.outputs):
         if port.kind == "gradient":
             assert node is not None and layout == plan.layout(port.name)
@@ -215,13 +215,13 @@ def test_gradients_land_in_their_parameters_home() -> None:
 
 def test_pin_of_a_column_and_row_pair_needs_one_all_reduce_each_way() -> None:
     model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(tensor=2), pin={"ups.*.weight": "S(0)@tensor", "downs.*.weight": "S(1)@tensor"})
+    plan = sbpc.plan(model, args, Mesh(tensor=2), pin={"ups.*.weight": "S(0)@tensor", "downs.*.weight": "S(1)@tensor"}, objective="serial")
     assert str(plan.layout("ups.0.weight")) == "[S(0)]" and str(plan.layout("downs.0.weight")) == "[S(1)]"
 
 
 def test_pin_with_an_order_of_splits_is_kept() -> None:
     model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(data=2, tensor=2), pin={"ups.0.weight": "S(0)@tensor>data"})
+    plan = sbpc.plan(model, args, Mesh(data=2, tensor=2), pin={"ups.0.weight": "S(0)@tensor>data"}, objective="serial")
     assert str(plan.layout("ups.0.weight")) == "[S(0), S(0)] S(0)@tensor>data"
 
 

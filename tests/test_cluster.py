@@ -42,7 +42,7 @@ def test_a_cluster_file_is_read_back_as_it_was(cluster: Cluster, tmp_path: Path)
 
 def test_a_plan_file_holds_its_cluster(tmp_path: Path) -> None:
     model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED))
+    plan = sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED), objective="serial")
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
     assert loaded.mesh.cluster == MEASURED and loaded.cost.seconds == plan.cost.seconds
@@ -108,7 +108,7 @@ def test_no_figure_in_its_range_makes_a_cost_overflow(name: str, number: float) 
     rates = tuple(Rate(kind, **({name: number} if name in vars(Rate) else {})) for kind in COLLECTIVES)
     figures: dict[str, Any] = {} if name in vars(Rate) else {name: number}
     model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(a=2, b=2, cluster=dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures)))
+    plan = sbpc.plan(model, args, Mesh(a=2, b=2, cluster=dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures)), objective="serial")
     for each in (plan, random_plan(plan, seed=1)):
         assert math.isfinite(each.cost.seconds) and each.cost.subs() == pytest.approx(each.cost.seconds, rel=1e-9)
     assert plan.cost.gap <= 1e-3
@@ -156,19 +156,19 @@ def test_a_collective_runs_at_the_rate_of_its_link_and_of_the_nearest_group_size
 def test_solver_cost_and_formula_agree_on_measured_rates() -> None:
     model, args = models.gpt2(layers=1)
     slow = dataclasses.replace(MEASURED, peak=1e9, launch=0.0)  # so slow that it pays to communicate
-    plan = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slow), optimizer="sgd")
+    plan = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slow), optimizer="sgd", objective="serial")
     assert plan.cost.comm_seconds > 0 and plan.cost.gap <= 1e-3
     assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-9)
     rates = tuple(dataclasses.replace(rate, latency=1e-3) for rate in MEASURED.collectives)
     slower = dataclasses.replace(slow, collectives=rates)
-    other = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slower), optimizer="sgd")
+    other = sbpc.plan(model, args, Mesh(data=4, tensor=4, cluster=slower), optimizer="sgd", objective="serial")
     assert other.cost.seconds > plan.cost.seconds
 
 
 def test_plans_and_formulas_count_what_a_collective_takes_at_least() -> None:
     model, args = models.mlp()
     cluster = dataclasses.replace(H100, collectives=tuple(Rate(name, least=1.0) for name in COLLECTIVES))
-    free = sbpc.plan(model, args, Mesh(data=4, cluster=cluster))
+    free = sbpc.plan(model, args, Mesh(data=4, cluster=cluster), objective="serial")
     assert free.cost.comm_seconds == 0.0  # nothing is so dear
     plan = random_plan(free, seed=1)
     count = sum(many for transfer, many in plan.cost.transfers if transfer.step.collective in COLLECTIVES)
@@ -179,7 +179,7 @@ def test_plans_and_formulas_count_what_a_collective_takes_at_least() -> None:
 
 def test_bytes_on_the_wire_are_those_of_the_backend() -> None:
     model, args = models.mlp()
-    plan = random_plan(sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED)), seed=1)
+    plan = random_plan(sbpc.plan(model, args, Mesh(data=4, cluster=MEASURED), objective="serial"), seed=1)
     sent = {kind: 0.0 for kind in ("reduce_scatter", "other")}
     for row in plan.cost.transfers:
         one = dataclasses.replace(plan.cost, transfers=(row,), bytes_sent={"data": 0.0})

@@ -59,7 +59,7 @@ def refused(call: Any) -> str:
 
 
 def test_megatron_splits_columns_then_rows_and_leaves_norms_whole() -> None:
-    plan = sbpc.baseline("megatron", *block(), Mesh(data=2, tensor=2, cluster="a100"))
+    plan = sbpc.baseline("megatron", *block(), Mesh(data=2, tensor=2, cluster="a100"), objective="serial")
     assert_expected_inline(homes(plan), """\
 norm1.weight        [B, B]
 norm1.bias          [B, B]
@@ -75,7 +75,7 @@ down.weight         [B, S(1)]
 
 
 def test_summa_stores_every_weight_once_over_both_axes() -> None:
-    plan = sbpc.baseline("summa", *block(), Mesh(i=2, j=2), pin={"norm*": "[B, B]"})
+    plan = sbpc.baseline("summa", *block(), Mesh(i=2, j=2), pin={"norm*": "[B, B]"}, objective="serial")
     assert_expected_inline(homes(plan), """\
 norm1.weight        [B, B]
 norm1.bias          [B, B]
@@ -91,7 +91,7 @@ down.weight         [S(1), S(0)]
 
 
 def test_agarwal_swaps_the_roles_of_x_and_y_from_layer_to_layer() -> None:
-    plan = sbpc.baseline("agarwal", *block(), Mesh(z=2, y=2, x=2), pin={"norm*": "[B, B, B]"})
+    plan = sbpc.baseline("agarwal", *block(), Mesh(z=2, y=2, x=2), pin={"norm*": "[B, B, B]"}, objective="serial")
     assert_expected_inline(homes(plan), """\
 norm1.weight        [B, B, B]
 norm1.bias          [B, B, B]
@@ -107,7 +107,7 @@ down.weight         [S(1), S(1), S(0)] S(1)@y>z
 
 
 def test_one_weird_trick_splits_the_batch_of_convolutions_and_the_weights_of_linear_layers() -> None:
-    plan = sbpc.baseline("one weird trick", *models.vgg(), Mesh(x=4))
+    plan = sbpc.baseline("one weird trick", *models.vgg(), Mesh(x=4), objective="serial")
     assert_expected_inline(homes(plan), """\
 features.0.weight   [B]
 features.0.bias     [B]
@@ -124,7 +124,7 @@ classifier.2.bias   [B]
 
 def test_data_and_fsdp_differ_in_homes_only() -> None:
     args = block()
-    whole, spread = (sbpc.baseline(name, *args, Mesh(x=2, y=2)) for name in ("data", "fsdp"))
+    whole, spread = (sbpc.baseline(name, *args, Mesh(x=2, y=2), objective="serial") for name in ("data", "fsdp"))
     assert {str(layout) for layout in whole.parameters.values()} == {"[B, B]"}
     assert {str(layout) for layout in spread.parameters.values()} == {"[S(0), S(0)]"}
     nodes = whole.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.einsum.default)
@@ -143,7 +143,7 @@ def test_baselines_compute_what_one_device_computes(name: str) -> None:
     for model, args in (block(), models.vgg()):
         for mesh in MESHES[-1:] if name == "agarwal" else MESHES[1:2]:
             try:
-                plan = sbpc.baseline(name, model, args, mesh)
+                plan = sbpc.baseline(name, model, args, mesh, objective="serial")
             except PlanError:
                 continue
             assert plan.verify() > 0 and largest_error(plan, model, args) <= 1e-10
@@ -153,22 +153,22 @@ def test_baselines_compute_what_one_device_computes(name: str) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     args = block()
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatorn", *args, Mesh(x=2))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("megatorn", *args, Mesh(x=2), objective="serial")), """\
 no baseline is called 'megatorn'
   There are 'data', 'fsdp', 'megatron', 'megatron+sp', 'summa', 'agarwal', 'one weird trick'.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("agarwal", *args, Mesh(x=2))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("agarwal", *args, Mesh(x=2), objective="serial")), """\
 the baseline 'agarwal' does not fit Mesh(x=2): it needs 3 axes, for z, y and x
   Give a mesh of 3 axes or more.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("data", *args, Mesh(x=16))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("data", *args, Mesh(x=16), objective="serial")), """\
 the baseline 'data' does not fit Mesh(x=16): a batch of 8 for 16 ranks
   Give a larger batch, or fewer ranks on these axes.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("one weird trick", *args, Mesh(x=2))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("one weird trick", *args, Mesh(x=2), objective="serial")), """\
 the baseline 'one weird trick' does not fit Mesh(x=2): the model has no convolutions
   Take 'megatron' for linear layers alone.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatron", *models.resnet(), Mesh(x=2))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("megatron", *models.resnet(), Mesh(x=2), objective="serial")), """\
 the baseline 'megatron' does not fit Mesh(x=2): no linear layer's features reach another one that sums them
   The model has no column-row pair.""")
-    assert_expected_inline(refused(lambda: sbpc.baseline("megatron+sp", *models.mlp(), Mesh(x=2))), """\
+    assert_expected_inline(refused(lambda: sbpc.baseline("megatron+sp", *models.mlp(), Mesh(x=2), objective="serial")), """\
 the baseline 'megatron+sp' does not fit Mesh(x=2): no linear layer has a sequence
   Take 'megatron'.""")
 
@@ -235,5 +235,5 @@ def test_a_parameter_of_which_views_are_several_results_has_no_layer_but_a_plan(
             return (torch.nn.functional.layer_norm(x @ first, (8,)) @ second).logsumexp(1)
 
     model, args = Unbound(), (torch.randn(4, 8),)
-    plan = sbpc.baseline("data", model, args, Mesh(x=2))
+    plan = sbpc.baseline("data", model, args, Mesh(x=2), objective="serial")
     assert largest_error(plan, model, args) <= 1e-5

@@ -46,7 +46,7 @@ PAIR = {"x": ("b", "s", "h"), "up.weight": ("4*h", "h"), "down.weight": ("h", "4
 
 def pair(dynamic: Any = None, mesh: Mesh | None = None, **options: Any) -> sbpc.Plan:
     """The plan of two layers on [6, 10, 8]."""
-    return sbpc.plan(Pair(), (torch.randn(6, 10, 8),), mesh or Mesh(t=2), dynamic=dynamic, **options)
+    return sbpc.plan(Pair(), (torch.randn(6, 10, 8),), mesh or Mesh(t=2), dynamic=dynamic, **options, objective="serial")
 
 
 SIZES = [
@@ -59,7 +59,7 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh, sizes: dict[str, int]) -> None:
     model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
-    plan = sbpc.plan(model, args, mesh, dynamic=GPT)
+    plan = sbpc.plan(model, args, mesh, dynamic=GPT, objective="serial")
     assert not plan.notes and plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
     model, args = models.gpt2(**sizes)
     there = measure(box(prepare(model, args).gm, plan.assignment, mesh), mesh, {}, 0.0)
@@ -74,7 +74,7 @@ def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh
 def test_dims_that_are_not_named_are_what_they_meet() -> None:
     model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
     few = {name: GPT[name] for name in ("tokens", "tokens.weight", "positions.weight", "*.qkv.weight", "*.up.weight", "heads")}
-    full, plan = (sbpc.plan(model, args, H100, dynamic=names) for names in (GPT, few))
+    full, plan = (sbpc.plan(model, args, H100, dynamic=names, objective="serial") for names in (GPT, few))
     assert not plan.notes
     assert plan.cost.expr == full.cost.expr and plan.cost.bytes_expr == full.cost.bytes_expr
 
@@ -94,7 +94,7 @@ def test_a_dim_that_meets_no_name_stays_its_number() -> None:
 def test_bytes_of_a_column_row_pair_read_as_in_the_textbook() -> None:
     x = torch.randn(2, 3, 64, requires_grad=True)
     pins = {"up.weight": "S(0)", "down.weight": "S(1)"}
-    cost = sbpc.plan(Pair(64, 256), (x,), Mesh(t=2), dynamic=PAIR, pin=pins).cost
+    cost = sbpc.plan(Pair(64, 256), (x,), Mesh(t=2), dynamic=PAIR, pin=pins, objective="serial").cost
     assert str(sympy.simplify(cost.bytes_expr["t"])) == "16*b*h*s*(t - 1)/t"
 
 

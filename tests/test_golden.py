@@ -31,7 +31,7 @@ PAIR = {"up.weight": "S(0)", "down.weight": "S(1)"}
 
 def rewrite(mesh: Mesh, **options: Any) -> sbpc.Plan:
     """The plan of two layers on a batch of 6."""
-    return sbpc.plan(TwoLayers(), (torch.randn(6, 8),), mesh, **options)
+    return sbpc.plan(TwoLayers(), (torch.randn(6, 8),), mesh, **options, objective="serial")
 
 
 def test_column_then_row_parallel_needs_one_all_reduce() -> None:
@@ -71,7 +71,7 @@ output                               output(box_mm_1)
 
 def test_backward_of_column_then_row_needs_one_all_reduce_of_the_input_gradient_only() -> None:
     x = torch.randn(6, 8, requires_grad=True)
-    plan = sbpc.plan(TwoLayers(), (x,), Mesh(tensor=2), pin=PAIR)
+    plan = sbpc.plan(TwoLayers(), (x,), Mesh(tensor=2), pin=PAIR, objective="serial")
     assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
 up.weight      f32[16, 8]  S(0)  parameter
 down.weight    f32[8, 16]  S(1)  parameter
@@ -97,7 +97,7 @@ output                           output(box_mm_1, mm_4, mm_2, box_mm_5)
 
 def test_fully_sharded_weights_are_gathered_and_their_gradients_scattered() -> None:
     x = torch.randn(96, 8)
-    plan = sbpc.plan(TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "S(0)"}, inputs=["S(0)"], outputs=["S(0)"])
+    plan = sbpc.plan(TwoLayers(), (x,), Mesh(data=2), pin={"*.weight": "S(0)"}, inputs=["S(0)"], outputs=["S(0)"], objective="serial")
     assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
 up.weight        f32[16, 8]   S(0)  parameter
 down.weight      f32[8, 16]   S(0)  parameter

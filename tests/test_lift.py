@@ -90,7 +90,7 @@ def test_every_kind_of_flattened_product_keeps_its_numbers(name):
     lifted(function, *args)
     model = Model(lambda *given: function(*given).square())
     for mesh in ({"x": 2}, {"x": 3}, {"x": 2, "y": 2}):
-        plan = sbpc.plan(model, args, Mesh(**mesh), train=False)
+        plan = sbpc.plan(model, args, Mesh(**mesh), train=False, objective="serial")
         found = sbpc.simulate(plan, model, args).outputs
         torch.testing.assert_close(found, model(*args).detach(), rtol=1e-13, atol=1e-13)
 
@@ -111,7 +111,7 @@ def test_lifting_keeps_every_number(name):
 def test_a_local_program_runs_matrix_products_only():
     torch.manual_seed(0)
     module, args = gpt2(layers=1)
-    plan = sbpc.plan(module, args, Mesh(x=2, y=2))
+    plan = sbpc.plan(module, args, Mesh(x=2, y=2), objective="serial")
     assert any(node.target is aten.linear.default for node in plan.graph.graph.nodes)
     found = Counter(node.target for node in plan.local.graph.nodes)
     assert found[aten.mm.default] and found[aten.addmm.default] == 4
@@ -136,7 +136,7 @@ def test_a_pin_on_the_norm_gives_sequence_parallelism():
     module = nn.Sequential(Pair(24), Pair(24)).double()
     args = (torch.randn(4, 48, 24, dtype=torch.float64),)
     pins = {"native_layer_norm": "S(1)", "native_layer_norm_1": "S(1)", "gelu": "S(2)", "gelu_1": "S(2)"}
-    plan = sbpc.plan(module, args, Mesh(tensor=4), inputs=["S(1)"], outputs=["S(1)"], pin=pins)
+    plan = sbpc.plan(module, args, Mesh(tensor=4), inputs=["S(1)"], outputs=["S(1)"], pin=pins, objective="serial")
     forward = [node for node in plan.boxed.graph.nodes if node.meta.get("phase") == "forward" and "step" in node.meta]
     found = [(node.meta["step"].collective, tuple(node.meta["val"].shape)) for node in forward]
     moved = [(name, shape) for name, shape in found if name in WIRE]

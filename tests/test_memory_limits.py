@@ -42,7 +42,7 @@ def bytes_in(space: LimitedSpace, assignment: Assignment, moment: Moment) -> flo
 
 def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, float]:
     """The most that a moment of random plans counts, as a part of what the plan takes; and of what is alive then."""
-    free = sbpc.plan(*models.MODELS[name](), mesh)
+    free = sbpc.plan(*models.MODELS[name](), mesh, objective="serial")
     gm = annotate(store(free.graph))
     space = LimitedSpace(gm, mesh, {}, {})
     calls = list(calls_of(gm).values())[::every]
@@ -91,7 +91,7 @@ def test_of_pieces_of_one_storage_each_is_counted_and_of_values_that_overlap_one
             a, b = y.split(4, 1)
             return (a.sin() * b.cos() * y.exp()[:, :4]).sum()
 
-    gm = annotate(store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2)).graph))
+    gm = annotate(store(sbpc.plan(Pieces(), (torch.randn(4, 8, requires_grad=True),), Mesh(x=2), objective="serial").graph))
     first = next(node for node in gm.graph.nodes if node.op == "call_function" and node.meta["phase"] == "backward")
     counted = {name for name, _ in bytes_alive_in_every_plan(gm, next(iter(first.users)), COPIES) if name.endswith("_stored")}
     pieces, overlapping = {"getitem_stored", "getitem_1_stored"}, {"exp_stored", "slice_1_stored"}
@@ -107,7 +107,7 @@ class Again(nn.Module):
 
 
 def test_of_a_value_that_has_been_read_and_will_be_again_what_it_takes_at_the_least_is_counted() -> None:
-    gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False).graph, Mesh(x=2, y=2)
+    gm, mesh = sbpc.plan(Again(), (torch.randn(6, 9),), Mesh(x=2, y=2), train=False, objective="serial").graph, Mesh(x=2, y=2)
     space = LimitedSpace(gm, mesh, {}, {})
     sin, cos, mul = (next(node for node in gm.graph.nodes if node.name == name) for name in ("sin", "cos", "mul_1"))
     place = ("mul", Place(PlaceKind.LEAST, 0))
@@ -123,7 +123,7 @@ def test_a_result_is_counted_as_it_is_left_once_it_is_there() -> None:
             scores = 2 * x
             return scores.sin().sum(), scores
 
-    plan = sbpc.plan(Scored(), (torch.randn(48, 10),), Mesh(x=4), train=False, inputs=["S(0)"], pin={"mul": "S(0)"})
+    plan = sbpc.plan(Scored(), (torch.randn(48, 10),), Mesh(x=4), train=False, inputs=["S(0)"], pin={"mul": "S(0)"}, objective="serial")
     gm, space = plan.graph, LimitedSpace(plan.graph, plan.mesh, {}, {})
     call = next(node for node in gm.graph.nodes if node.name == "sum_1")
     x, scores, sines = 4 * 120, 4 * 480, 4 * 120  # bytes on a rank: of scores the whole, which is boxed at once
@@ -143,7 +143,7 @@ class Scaled(nn.Module):
 
 
 def test_what_a_call_that_is_taken_apart_does_not_read_is_not_counted_until_then() -> None:
-    gm = annotate(store(sbpc.plan(Scaled(64), (torch.randn(1, 64),), Mesh(x=4)).graph))
+    gm = annotate(store(sbpc.plan(Scaled(64), (torch.randn(1, 64),), Mesh(x=4), objective="serial").graph))
     call = next(node for node in gm.graph.nodes if node.name == "cos")
     backward = next(node for node in gm.graph.nodes if "native_layer_norm_backward" in node.name)
     read = {node.name for node in backward.all_input_nodes}
@@ -153,8 +153,8 @@ def test_what_a_call_that_is_taken_apart_does_not_read_is_not_counted_until_then
 
 def test_a_limit_under_which_many_plans_hold_too_much_is_kept_by_the_best() -> None:
     model, mesh = (Scaled(4096), (torch.randn(1, 4096),)), Mesh(x=2, cluster="a100")
-    most = 0.65 * sbpc.plan(*model, mesh, optimizer="sgd").cost.memory["total"]
-    plan = sbpc.plan(*model, mesh, optimizer="sgd", memory=most)
+    most = 0.65 * sbpc.plan(*model, mesh, optimizer="sgd", objective="serial").cost.memory["total"]
+    plan = sbpc.plan(*model, mesh, optimizer="sgd", memory=most, objective="serial")
     assert plan.cost.memory["total"] <= most and plan.cost.seconds == pytest.approx(1.05027e-4, rel=1e-4)  # nothing is faster
 
 
@@ -165,7 +165,7 @@ class Squared(nn.Sequential):
 
 def test_a_tight_limit_of_a_tiny_model_is_met() -> None:
     model = Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),)
-    assert sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=640).cost.memory["total"] <= 640
+    assert sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=640, objective="serial").cost.memory["total"] <= 640
 
 
 def test_a_limit_that_no_plan_keeps_is_refused_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,12 +178,12 @@ def test_a_limit_that_no_plan_keeps_is_refused_as_soon_as_that_is_known(monkeypa
     monkeypatch.setattr(memory.MemorySearch, "run", run)
     model = Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),)
     with pytest.raises(MemoryLimitError, match="no plan takes as little as 100"):
-        sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=100)
+        sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=100, objective="serial")
     assert limits == [100]
 
 
 def test_a_bound_is_not_above_the_plan_by_rounding() -> None:
-    plan = sbpc.plan(Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),), Mesh(x=5), optimizer="sgd")
+    plan = sbpc.plan(Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),), Mesh(x=5), optimizer="sgd", objective="serial")
     assert plan.cost.gap == 0 and plan.cost.lower_bound == plan.cost.seconds  # the solver adds in another order
 
 
@@ -199,12 +199,12 @@ def test_a_limit_below_what_the_caller_holds_is_refused() -> None:
 
     for limit in (5764.0, 1.0):
         with pytest.raises(MemoryLimitError, match="no plan was found that takes less than 11,528 bytes a rank"):
-            sbpc.plan(Returned(), (torch.randn(24, 24),), Mesh(x=4, cluster="a100"), train=False, memory=limit)
+            sbpc.plan(Returned(), (torch.randn(24, 24),), Mesh(x=4, cluster="a100"), train=False, memory=limit, objective="serial")
 
 
 def test_a_gathered_parameter_that_is_kept_is_counted_beside_its_home() -> None:
     model, args = Linears(64), (torch.randn(4, 4, 64, requires_grad=True),)
-    free = sbpc.baseline("fsdp", model, args, Mesh(p=4), inputs=["S(0)"])
+    free = sbpc.baseline("fsdp", model, args, Mesh(p=4), inputs=["S(0)"], objective="serial")
     then, alive_then = first_of_backward(free)
     assert 0.9 * alive_then <= then <= alive_then
 
@@ -226,7 +226,7 @@ def test_of_a_call_that_is_taken_apart_what_is_alive_at_once_is_counted() -> Non
         def forward(self, x: Tensor) -> Tensor:
             return (2 * x).log_softmax(1)
 
-    plan = sbpc.plan(Scores(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"_log_softmax": "S(1)"})
+    plan = sbpc.plan(Scores(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"_log_softmax": "S(1)"}, objective="serial")
     call = next(node for node in plan.graph.graph.nodes if "log_softmax" in node.name)
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
@@ -239,7 +239,7 @@ def test_of_a_call_that_is_taken_apart_a_result_that_nothing_reads_is_alive_no_l
         def forward(self, x: Tensor) -> Tensor:
             return torch.nn.functional.layer_norm(2 * x, (40,))
 
-    plan = sbpc.plan(Normed(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"native_layer_norm": "S(1)"})
+    plan = sbpc.plan(Normed(), (torch.randn(6, 40),), Mesh(x=2), train=False, inputs=["S(1)"], pin={"native_layer_norm": "S(1)"}, objective="serial")
     call = next(node for node in plan.graph.graph.nodes if node.name == "native_layer_norm")
     assert call.meta["candidates"].apart(plan.assignment.choices[call.name])
     space = LimitedSpace(plan.graph, plan.mesh, {}, {})
@@ -257,8 +257,8 @@ PROVED = [
 @pytest.mark.parametrize(("name", "sizes", "mesh", "share"), PROVED, ids=str)
 def test_a_small_plan_under_a_limit_is_proved_to_be_the_best(name: str, sizes: dict[str, int], mesh: Mesh, share: float) -> None:
     model = models.MODELS[name](**sizes)
-    free = sbpc.plan(*model, mesh)
-    plan = sbpc.plan(*model, mesh, memory=share * free.cost.memory["total"])
+    free = sbpc.plan(*model, mesh, objective="serial")
+    plan = sbpc.plan(*model, mesh, memory=share * free.cost.memory["total"], objective="serial")
     assert free.cost.seconds < plan.cost.seconds and plan.cost.gap <= 1e-5
 
 
@@ -294,13 +294,13 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
         cluster = dataclasses.replace(CLUSTERS["ideal"], peak=CLUSTERS["ideal"].peak * draws.choice((10, 100)))
         mesh = Mesh(x=draws.choice((2, 3)), cluster=cluster)
         model, args = Drawn(program, width), (torch.randn(batch, width),)
-        free = sbpc.plan(model, args, mesh)
+        free = sbpc.plan(model, args, mesh, objective="serial")
         limit = share * free.cost.memory["total"]
         gm = annotate(store(free.graph))
         space = LimitedSpace(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), {})
         counts = [len(variable.costs) for variable in space.variables]
         try:
-            plan = sbpc.plan(model, args, mesh, memory=limit)
+            plan = sbpc.plan(model, args, mesh, memory=limit, objective="serial")
         except MemoryLimitError:
             continue
         assert plan.cost.memory["total"] <= limit

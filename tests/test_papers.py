@@ -41,7 +41,7 @@ class Chain(nn.Module):
 
 def best(model: nn.Module, shape: tuple[int, ...], mesh: Mesh, **options: Any) -> sbpc.Plan:
     """The plan of a model on the meta device, proved to be the best."""
-    plan = sbpc.plan(*on_meta(model, shape), mesh, **options)
+    plan = sbpc.plan(*on_meta(model, shape), mesh, **options, objective="serial")
     assert plan.cost.gap <= 1e-9 or "memory" in options
     return plan
 
@@ -162,7 +162,7 @@ forward  10 all_gather over i
 forward   2 reduce_scatter over j
 """,
     )
-    expert = sbpc.baseline("summa", *on_meta(Block(4096, 32), (64, 128, 4096)), mesh, **about)
+    expert = sbpc.baseline("summa", *on_meta(Block(4096, 32), (64, 128, 4096)), mesh, **about, objective="serial")
     bsh = 4 * 64 * 128 * 4096 * 3 / 16  # bytes of one activation that is gathered over j in each group of i
     assert expert.cost.bytes_sent["j"] == pytest.approx(7 * bsh, rel=1e-3)
     assert plan.cost.bytes_sent["j"] == pytest.approx(4 * bsh, rel=1e-3)
@@ -209,9 +209,9 @@ backward 10 reduce_scatter over data
 
 def test_one_weird_trick_for_a_vgg_between_slow_hosts() -> None:
     model, args = models.vgg(128, 64, 32, 2048, 1000)
-    plan = sbpc.plan(model.to("meta"), args, Mesh(x=4, cluster=HOSTS), inputs=["S(0)", "S(0)"])
+    plan = sbpc.plan(model.to("meta"), args, Mesh(x=4, cluster=HOSTS), inputs=["S(0)", "S(0)"], objective="serial")
     assert plan.cost.gap <= 1e-9
-    expert = sbpc.baseline("data", model, args, Mesh(x=4, cluster=HOSTS), inputs=["S(0)", "S(0)"])
+    expert = sbpc.baseline("data", model, args, Mesh(x=4, cluster=HOSTS), inputs=["S(0)", "S(0)"], objective="serial")
     assert sum(plan.cost.bytes_sent.values()) * 10 < sum(expert.cost.bytes_sent.values())
     assert_expected_inline(
         layouts(plan, moves=False),

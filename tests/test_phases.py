@@ -55,7 +55,7 @@ def test_an_op_of_one_result_is_taken_apart_though_its_parts_know_more(name: str
             return getattr(x * self.scale, name)(1)
 
     model, args = Spread(), (torch.randn(6, 8, dtype=torch.float64),)
-    plan = sbpc.plan(model, args, Mesh(x=2), inputs=["S(1)"])
+    plan = sbpc.plan(model, args, Mesh(x=2), inputs=["S(1)"], objective="serial")
     random = [random_plan(plan, seed) for seed in range(4)]
     assert max(largest_error(found, model, args) for found in (plan, *random)) <= 1e-12
 
@@ -68,7 +68,7 @@ def moved(plan: sbpc.Plan) -> Counter[tuple[str, tuple[int, ...]]]:
 
 def test_cross_entropy_over_a_split_vocabulary_moves_three_numbers_for_each_token() -> None:
     args = torch.randn(12, 32), torch.tensor([479, 0, 240, -100, 1, -100, -100, 239, 7, 8, 9, 300])
-    plan = sbpc.plan(Head(), args, Mesh(tensor=2), pin={"weight.weight": "S(0)"})
+    plan = sbpc.plan(Head(), args, Mesh(tensor=2), pin={"weight.weight": "S(0)"}, objective="serial")
     assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
 weight.weight                       f32[480, 32]    S(0)    parameter
 x                                   f32[12, 32]     B       input
@@ -109,7 +109,7 @@ def test_a_split_vocabulary_gives_the_loss_of_one_device(ranks: int) -> None:
     torch.manual_seed(0)
     model = Head(vocab=30).double()
     args = torch.randn(7, 32).double() * 10, torch.tensor([29, 0, 14, -100, 15, -100, 3])
-    plan = sbpc.plan(model, args, Mesh(tensor=ranks), pin={"weight.weight": "S(0)", "_log_softmax": "S(1)"})
+    plan = sbpc.plan(model, args, Mesh(tensor=ranks), pin={"weight.weight": "S(0)", "_log_softmax": "S(1)"}, objective="serial")
     assert largest_error(plan, model, args) <= 1e-12
 
 
@@ -129,7 +129,7 @@ NORMED = {"up.weight": "S(0)", "native_layer_norm": "S(1)", "down.weight": "S(1)
 
 
 def test_a_norm_over_a_split_dim_moves_the_mean_and_the_variance() -> None:
-    plan = sbpc.plan(Normed(), (torch.randn(6, 8),), Mesh(tensor=2), pin=NORMED, train=False)
+    plan = sbpc.plan(Normed(), (torch.randn(6, 8),), Mesh(tensor=2), pin=NORMED, train=False, objective="serial")
     assert_expected_inline(graph_text(plan.boxed, plan.mesh), """\
 up.weight                   f32[16, 8]  S(0)  parameter
 norm.weight                 f32[16]     S(0)  parameter
@@ -163,7 +163,7 @@ def test_a_norm_over_a_split_dim_that_does_not_divide_equals_one_device(hidden: 
     model = Normed(hidden=hidden).double()
     args = (100 + torch.randn(6, 8).double(),)
     pins = {name: layout for name, layout in NORMED.items() if hidden == 16 or "weight" not in name}
-    plan = sbpc.plan(model, args, Mesh(tensor=4), pin=pins)
+    plan = sbpc.plan(model, args, Mesh(tensor=4), pin=pins, objective="serial")
     assert any(node.meta["candidates"].apart(plan.assignment.choices[node.name]) for node in calls(plan, "native_layer_norm"))
     assert largest_error(plan, model, args) <= 1e-12
 
@@ -187,7 +187,7 @@ def test_batch_norm_over_a_split_batch_has_the_statistics_of_one_device(mesh: di
     model, args = models.batch_norm(batch=10)
     model, args = model.double(), (args[0].double() * 3 + 50, args[1])
     wanted = "S(0)" if len(mesh) == 1 else "[S(0), S(0)]"
-    plan = sbpc.plan(model, args, Mesh(**mesh), pin={"convolution": wanted, "relu": wanted})
+    plan = sbpc.plan(model, args, Mesh(**mesh), pin={"convolution": wanted, "relu": wanted}, objective="serial")
     for name in ("_native_batch_norm_legit_functional", "native_batch_norm_backward"):
         (node,) = calls(plan, name)
         assert node.meta["candidates"].apart(plan.assignment.choices[node.name]), name
@@ -296,7 +296,7 @@ def test_a_function_that_does_not_give_what_the_op_gives_is_refused(name: str, m
 def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluster: str | None) -> None:
     model, args = models.MODELS[name](**({"layers": 1, "batch": 4} if name == "gpt2" else {}))
     mesh = Mesh(x=2, y=2, cluster=cluster)
-    space = Space(sbpc.plan(model, args, Mesh(x=1)).graph, mesh, {}, {})
+    space = Space(sbpc.plan(model, args, Mesh(x=1), objective="serial").graph, mesh, {}, {})
     generator, apart = torch.Generator().manual_seed(0), 0
     for _ in range(12):
         labels = [int(torch.randint(len(table), (), generator=generator)) for table in space.tables]
@@ -339,7 +339,7 @@ def test_formulas_of_what_is_taken_apart_hold_at_other_sizes(cluster: str | None
     def planned(tokens: int, vocab: int, **options: Any) -> sbpc.Plan:
         args = torch.randn(tokens, 32), torch.randint(0, vocab, (tokens,))
         pins = {"weight.weight": "S(0)", "_log_softmax": "S(1)", "_log_softmax_backward_data": "S(1)"}
-        return sbpc.plan(Head(vocab=vocab), args, Mesh(tensor=2, cluster=cluster), pin=pins, **options)
+        return sbpc.plan(Head(vocab=vocab), args, Mesh(tensor=2, cluster=cluster), pin=pins, **options, objective="serial")
 
     names = {"x": ("t", "h"), "targets": ("t",), "weight.weight": ("v", "h")}
     cost = planned(12, 480, dynamic=names).cost

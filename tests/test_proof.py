@@ -77,7 +77,7 @@ def test_every_plan_has_a_proof_that_is_recomputed_and_corruption_shows(name: st
         model, args = models.gpt2(layers=6, batch=8, seq=8, vocab=32, width=16, heads=4)
     else:
         model, args = models.mlp()
-    plan = sbpc.plan(model, args, mesh, pin={"*up*.weight": "S(0)@x"}, **options)
+    plan = sbpc.plan(model, args, mesh, pin={"*up*.weight": "S(0)@x"}, **options, objective="serial")
     checked = plan.check_bound()
     assert checked.paid == pytest.approx(plan.cost.paid, rel=1e-9) and checked.searched == plan.lower_bound
     assert 0.9 * checked.paid <= checked.bound <= checked.paid * (1 + 1e-9)
@@ -93,8 +93,8 @@ def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
     torch.manual_seed(0)
     model, args = models.gpt2(layers=1, batch=8, seq=16, vocab=64, width=64, heads=4)
     mesh = Mesh(x=4, cluster="h100")
-    free = sbpc.plan(model, args, mesh, optimizer="adam")
-    plan = sbpc.plan(model, args, mesh, optimizer="adam", memory=0.6 * free.cost.memory["total"])
+    free = sbpc.plan(model, args, mesh, optimizer="adam", objective="serial")
+    plan = sbpc.plan(model, args, mesh, optimizer="adam", memory=0.6 * free.cost.memory["total"], objective="serial")
     checked = plan.check_bound()
     assert plan.cost.memory["total"] <= 0.6 * free.cost.memory["total"]
     assert checked.paid == pytest.approx(plan.cost.seconds, rel=1e-9) and checked.searched == plan.lower_bound
@@ -107,7 +107,7 @@ def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
 
 
 def test_a_plan_from_a_file_says_that_it_holds_no_problem(tmp_path: Path) -> None:
-    plan = sbpc.plan(*models.mlp(), Mesh(x=2))
+    plan = sbpc.plan(*models.mlp(), Mesh(x=2), objective="serial")
     plan.save(tmp_path / "plan")
     with pytest.raises(PlanError, match="does not hold the problem that it solves\n  Plan the model anew"):
         sbpc.load(tmp_path / "plan").check_bound()

@@ -83,7 +83,7 @@ def test_the_solver_finds_sequence_parallelism_where_it_is_cheapest() -> None:
     """Nothing is pinned: the norms and residuals of tokens split over the ranks need less of the memory's bandwidth."""
     with torch.device("meta"):
         model, x = Model(4096, 32, 4 * 4096, 2), torch.randn(2, 2048, 4096)
-    plan = sbpc.plan(model, (x,), Mesh(tensor=8, cluster="h100"))
+    plan = sbpc.plan(model, (x,), Mesh(tensor=8, cluster="h100"), objective="serial")
     assert activations(plan) == SCHEME
     assert {name: str(plan.layout(name)) for name in ("blocks.1.q.weight", "blocks.1.o.weight")} == {
         "blocks.1.q.weight": "[S(0)]",
@@ -110,9 +110,9 @@ def test_the_solver_finds_sequence_parallelism_where_memory_is_short() -> None:
     with torch.device("meta"):
         model, x = Model(4096, 32, 4 * 4096, 2), torch.randn(2, 2048, 4096)
     mesh = Mesh(tensor=8, cluster=switched)
-    free = sbpc.plan(model, (x,), mesh)
+    free = sbpc.plan(model, (x,), mesh, objective="serial")
     assert activations(free) == MEGATRON
-    short = sbpc.plan(model, (x,), mesh, memory=0.9 * free.cost.memory["total"])
+    short = sbpc.plan(model, (x,), mesh, memory=0.9 * free.cost.memory["total"], objective="serial")
     assert activations(short) == SCHEME
     assert free.cost.seconds < short.cost.seconds < 1.1 * free.cost.seconds
 
@@ -120,7 +120,7 @@ def test_the_solver_finds_sequence_parallelism_where_memory_is_short() -> None:
 def test_sequence_parallelism_that_the_solver_finds_equals_one_device() -> None:
     torch.manual_seed(0)
     model, x = Model(48, 4, 192, 2).double(), torch.randn(2, 24, 48, dtype=torch.float64)
-    plan = sbpc.plan(model, (x,), Mesh(tensor=4), pin=COLUMN_ROW)
+    plan = sbpc.plan(model, (x,), Mesh(tensor=4), pin=COLUMN_ROW, objective="serial")
     assert activations(plan) == SCHEME
     assert largest_error(plan, model, (x,)) <= 1e-10
 
@@ -131,7 +131,7 @@ def test_heads_that_do_not_divide_are_refused_by_signature_and_not_by_model(rank
     more than the view."""
     torch.manual_seed(0)
     model, x = Model(24, 3, 96, 1).double(), torch.randn(1, 5, 24, dtype=torch.float64)
-    plan = sbpc.plan(model, (x,), Mesh(tensor=ranks), pin=COLUMN_ROW)
+    plan = sbpc.plan(model, (x,), Mesh(tensor=ranks), pin=COLUMN_ROW, objective="serial")
     views = [node for node in plan.graph.graph.nodes if node.target is torch.ops.aten.view.default]
     states = {plan.layout(node.name).states[0] for node in views if node.meta["val"].shape == (1, 5, 3, 8)}
     assert states == {Split(2) if split else B}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from networkx.utils import UnionFind
 
 from sbpc.errors import LayoutError
 from sbpc.graph.operands import operands, value_of
@@ -81,7 +82,16 @@ class Space(LayoutProblem):
         for at, taken in stored.items():
             if taken and all(number >= 0 for number, _ in taken):
                 classes[at] = numbers.setdefault((*sorted(taken), id(self.tables[at])), len(numbers))
-        return [classes.get(at, len(numbers) + at) for at in range(len(self.variables))]
+        return self.with_copies_tied([classes.get(at, len(numbers) + at) for at in range(len(self.variables))])
+
+    def with_copies_tied(self, classes: list[int]) -> list[int]:
+        """Returns the classes, those that hold copies of one call, one in each micro-batch, made one."""
+        union = UnionFind(classes)
+        for at, (node, number) in enumerate(zip(self.nodes, classes)):
+            if "origin" in node.meta:
+                union.union(number, (node.meta["origin"], id(self.tables[at])))
+        numbers: dict[Any, int] = {}
+        return [numbers.setdefault(union[number], len(numbers)) for number in classes]
 
     def block_places(self, apart: int) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yields the variables of calls in repeated blocks, with their run and place in a block."""

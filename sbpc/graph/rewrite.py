@@ -68,7 +68,7 @@ class Writer:
 def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> GraphModule:
     """The graph with the ops that `rewrites` names rewritten and dead code removed; `gm` stays as it was."""
     new: dict[Node, Any] = {}
-    writer = Writer(_mode(gm))
+    writer = Writer(mode_of(gm))
     for node in gm.graph.nodes:
         write = rewrites.get(node.target)
         if write is not None:
@@ -93,7 +93,7 @@ def _erase_dead(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _mode(gm: GraphModule) -> FakeTensorMode:
+def mode_of(gm: GraphModule) -> FakeTensorMode:
     return next(node.meta["val"].fake_mode for node in gm.graph.nodes if isinstance(node.meta.get("val"), Tensor))
 
 

@@ -21,11 +21,12 @@ from sbpc.rules.binding import flat_outputs
 
 
 def measure(
-    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], bounds: tuple[float, float], objective: str, makespan: float | None
-) -> Cost:
+    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds",
+    makespan: float | None = None, serial_bound: float = 0.0,
+) -> Cost:  # fmt: skip
     """Returns the cost of one step of a boxed graph in the terms that `assign` minimises.
 
-    memory: see `memory_totals`. bounds, makespan: see `lower_bound`, `serial_bound` and `makespan` of `Cost`.
+    memory: see `memory_totals`. lower_bound, makespan, serial_bound: see `Cost`.
     """
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
@@ -41,11 +42,11 @@ def measure(
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
     cost = Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), bounds[0],
+        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound,
         tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective, makespan,
-        min(bounds[1], compute + comm),
+        min(serial_bound, compute + comm),
     )  # fmt: skip
-    return replace(cost, lower_bound=min(bounds[0], cost.paid))
+    return replace(cost, lower_bound=min(lower_bound, cost.paid))
 
 
 def kernel_key(node: Node) -> Any:

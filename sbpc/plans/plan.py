@@ -274,8 +274,8 @@ class Plan:
         start = time.process_time()
         with uncollected():
             took = None if self.objective == "serial" else makespan(self.timeline())
-            bounds = self.lower_bound, self.serial_bound or self.lower_bound
-            cost = measure(self.boxed, self.mesh, self.memory, bounds, self.objective, took)
+            serial_bound = self.serial_bound or self.lower_bound
+            cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective, took, serial_bound)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
 

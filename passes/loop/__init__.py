@@ -1,0 +1,1 @@
+"""Runs a step as several micro-batches."""

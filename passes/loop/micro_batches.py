@@ -1,0 +1,222 @@
+"""Micro-batches: writes a step as several copies of itself, each on a part of the batch, with the whole batch's numbers.
+
+The copies are the ranks of a mesh of one axis that run one after another on one device. So the rules that make a step right on
+several ranks make it right here: every value is split (each copy has its part), whole (made once, for all copies), or partial (the
+copies' values add up). The graph is planned as data parallelism on that axis and localized for each of its ranks, with local ops
+in place of collectives: a sum for an all_reduce, a concatenation for an all_gather. Means, counts of targets, batch statistics and
+random numbers are thereby those of the whole batch. What comes out is a captured graph like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import LazyGraphModule, rename
+from sbpc.boxing.steps import Step
+from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.graph.operands import operands, value_of
+from sbpc.graph.ports import results
+from sbpc.graph.rewrite import Writer, copied, mode_of, put
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import Partial, Split, chunk_sizes
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import Requests, wishes
+from sbpc.passes.box import box
+from sbpc.rules.choices import local_sizes
+from sbpc.rules.match import Shard
+
+aten = torch.ops.aten
+AXIS = "copy"
+KEPT = ("val", "phase", "stack_trace", "module", "decomposed")  # of a node's meta
+PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
+ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
+
+
+def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool = True) -> GraphModule:
+    """Returns the annotated graph of the same step in `count` micro-batches: calls are repeated on parts of the batch.
+
+    gm: an annotated graph. Parameters, inputs and outputs are those of `gm`; inputs are cut in the graph. in_turn: one micro-batch
+    goes all the way before the next one, so that the activations of one are alive; else they go side by side. Raises PlanError if
+    the batch cannot be cut so.
+    """
+    mesh = Mesh(cluster=cluster, **{AXIS: count})
+    batch = Model(gm).batch
+    if batch % count:
+        raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
+    try:
+        asked = wishes(gm, mesh, Requests({}, baseline="data"))
+        assignment, _ = Space(gm, mesh, asked.nodes, asked.outputs).solve()
+    except (PinError, LayoutError, PlanError) as error:
+        raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error
+    unroller = Unroller(gm, box(gm, assignment, mesh), count)
+    copies = unroller.run()
+    return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
+
+
+def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
+    """Returns the graph in another order: what can run goes first if it is shared, then if it is of an earlier copy.
+
+    copy_of: the number of its copy by the name of a node that is not shared.
+    """
+    nodes = list(gm.graph.nodes)
+    number = {node: at for at, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [(copy_of.get(node.name, -1), number[node]) for node in nodes if not missing[node]]
+    graph, copies = Graph(), dict[Node, Node]()
+    heapq.heapify(ready)
+    while ready:
+        node = nodes[heapq.heappop(ready)[1]]
+        if node.op != "output":  # which is last
+            copies[node] = copied(graph, node, copies.__getitem__)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (copy_of.get(user.name, -1), number[user]))
+    copied(graph, gm.graph.output_node(), copies.__getitem__)
+    result = LazyGraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+class Unroller:
+    """Writes the copies. `values` holds, by node of the boxed graph, what stands for it in each copy; one node for all if shared."""
+
+    def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
+        self.gm, self.boxed, self.count = gm, boxed, count
+        self.writer = Writer(mode_of(gm))
+        self.values: dict[Node, list[Any]] = {}
+        self.copy_of: dict[str, int] = {}
+
+    def run(self) -> GraphModule:
+        """Writes node by node, each for all copies."""
+        for node in self.boxed.graph.nodes:
+            if node.op == "output":
+                break
+            self.writer.about = SimpleNamespace(
+                target=node.target, meta={key: node.meta[key] for key in KEPT if key in node.meta}
+            )
+            self.values[node] = self.written(node)
+        ends = [None if node is None else self.values[node][0] for node in results(self.boxed)]
+        self.writer.graph.output(tuple(ends)).meta.update(self.boxed.graph.output_node().meta)
+        result = LazyGraphModule(self.gm, self.writer.graph)
+        result.meta.update(self.gm.meta)
+        return result
+
+    def written(self, node: Node) -> list[Any]:
+        """Writes one node, and returns what stands for it in each copy."""
+        if node.op in ("placeholder", "get_attr"):
+            copy = copied(self.writer.graph, node, self.values.__getitem__)
+            put(copy, "meta", self.writer.about.meta)
+            return [copy] * self.count
+        if "step" in node.meta:
+            return MOVES[node.meta["step"].collective](self, node.meta["step"], self.values[operands(node)[0]])
+        choice = node.meta.get("choice")
+        shared = all(all(each is copies[0] for each in copies) for copies in map(self.values.__getitem__, node.all_input_nodes))
+        if shared and (choice is None or not choice.cuts()):
+            return [self.call(node, 0)] * self.count
+        return [self.own(at, lambda at=at: self.call(node, at)) for at in range(self.count)]
+
+    def own(self, at: int, write: Callable[[], Any]) -> Any:
+        """Returns what `write` writes, and notes that it is of one copy."""
+        nodes = self.writer.graph.nodes
+        before = len(nodes)
+        made = write()
+        self.copy_of |= {node.name: at for node in itertools.islice(reversed(nodes), len(nodes) - before)}
+        return made
+
+    def call(self, node: Node, at: int) -> Any:
+        """Writes one call for one copy, by its rule."""
+        if node.target is operator.getitem:
+            producer, index = value_of(node)
+            several = self.values[producer][at]
+            return several[index] if isinstance(several, tuple) else self.named(self.writer.part(several, index), node, at)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda used: self.values[used][at])
+        match, call = node.meta.get("match"), self.writer.call
+        if match is None:
+            return self.named(call(node.target, *args, **kwargs), node, at)
+        choice, sizes = node.meta["choice"], (self.count,)
+        local = local_sizes(match.sizes.items(), choice, sizes, (at,))
+        starts = {factor: self.start(match.sizes[factor], at) for factor in choice.cuts() if factor in match.shifts}
+        if match.op in PRODUCTS:
+            made = Shard(match, call, args, kwargs, local, {}).plain()
+        else:
+            made = match.localize(call, args, kwargs, local, starts)
+        return self.named(made, node, at) if isinstance(made, Node) else tuple(made)
+
+    def named(self, made: Node, node: Node, at: int) -> Node:
+        """Gives what was written for a node its name, with a number after the first copy, and notes of what it is a copy."""
+        rename(made, f"{node.name}_{at}" if at else node.name)
+        made.meta["origin"] = node.name
+        return made
+
+    def start(self, size: int, at: int) -> Node:
+        """Writes where the part of a dim begins that a copy has, a 0-dim int64."""
+        first = sum(chunk_sizes(size, self.count)[:at])
+        return self.writer.call(aten.full.default, [], first, dtype=torch.int64, device=torch.device("cpu"))
+
+    def reduced(self, step: Step, copies: list[Any]) -> list[Any]:
+        """Writes the sum of partial values, the same for all copies."""
+        (state,) = step.before.states
+        assert isinstance(state, Partial)
+        add: Callable[..., Any] = functools.partial(self.writer.call, ADD[state.op])
+        return [functools.reduce(add, copies)] * self.count
+
+    def joined(self, step: Step, copies: list[Any]) -> list[Any]:
+        """Writes the parts one after the other, the same for all copies."""
+        (state,) = step.before.states
+        assert isinstance(state, Split)
+        return [self.writer.call(aten.cat.default, copies, state.dim)] * self.count
+
+    def cut(self, step: Step, copies: list[Any]) -> list[Any]:
+        """Writes each copy's part of a value."""
+        (state,) = step.after.states
+        assert isinstance(state, Split)
+        sizes = chunk_sizes(copies[0].meta["val"].shape[state.dim], self.count)
+        ends = [sum(sizes[: at + 1]) for at in range(self.count)]
+        spans = zip(copies, ends, sizes)
+        op = aten.slice.Tensor
+        cuts = [functools.partial(self.writer.call, op, x, state.dim, end - size, end) for x, end, size in spans]
+        return [self.own(at, cut) for at, cut in enumerate(cuts)]
+
+    def kept(self, step: Step, copies: list[Any]) -> list[Any]:
+        """Writes a whole value as a partial one: zeros in all copies but the first."""
+        return [copies[0], *(self.writer.call(aten.zeros_like.default, x) for x in copies[1:])]
+
+    def padded(self, step: Step, copies: list[Any]) -> list[Any]:
+        """Writes each part in its place among zeros."""
+        (state,) = step.before.states
+        assert isinstance(state, Split)
+        sizes, result = [x.meta["val"].shape[state.dim] for x in copies], []
+        for at, x in enumerate(copies):
+            pads = [0] * (2 * (x.meta["val"].dim() - 1 - state.dim)) + [sum(sizes[:at]), sum(sizes[at + 1 :])]
+            result.append(self.writer.call(aten.constant_pad_nd.default, x, pads))
+        return result
+
+
+def in_turn(*moves: Callable[[Unroller, Step, list[Any]], list[Any]]) -> Callable[[Unroller, Step, list[Any]], list[Any]]:
+    """Returns the move that is these, one after the other."""
+    return lambda unroller, step, copies: functools.reduce(lambda done, move: move(unroller, step, done), moves, copies)
+
+
+MOVES: dict[str, Callable[[Unroller, Step, list[Any]], list[Any]]] = {
+    "all_gather": Unroller.joined,
+    "all_reduce": Unroller.reduced,
+    "all_to_all": in_turn(Unroller.joined, Unroller.cut),
+    "keep": Unroller.kept,
+    "pad": Unroller.padded,
+    "reduce_scatter": in_turn(Unroller.reduced, Unroller.cut),
+    "slice": Unroller.cut,
+}
