@@ -18,7 +18,7 @@ from sbpc.passes.assign.space import Space
 from sbpc.solver import Bounder, Problem, Proof, Solution, Value, Variable, certify, checked_bound, solve, total
 from sbpc.solver.dual import blocks, raise_bound
 from sbpc.solver.fold import fold
-from sbpc.solver.messages.trws import Messages, big_m
+from sbpc.solver.messages.trws import BALANCE, Messages, big_m
 from sbpc.solver.problem import with_ports
 from sbpc.solver.subsets import nearest
 from tests import models
@@ -202,6 +202,16 @@ def test_messages_go_on_at_other_costs_with_a_bound_of_the_new_problem(seed):
     anew = Bounder(other, fold(other, classes))
     assert bounder.bound == checked_bound(other, bounder.proof) <= solve(other).seconds * (1 + 1e-9)
     assert bounder.bound >= 0.9 * anew.bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(variables=6, labels=8, axes=1))
+def test_messages_that_start_from_others_go_on_as_these_do(problem):
+    first, second = (Messages(problem, big_m(problem)) for _ in range(2))
+    for _ in range(2 * BALANCE):  # then the same sweep is next
+        first.sweep()
+    second.start_from(first, range(len(problem.values)))
+    assert second.sweep() == pytest.approx(first.sweep(), rel=1e-9, abs=1e-15)
 
 
 def on_three_axes(problem: Problem) -> Problem:

@@ -31,6 +31,7 @@ class Bounder:
         self.folded, self.cap = folded, big_m(folded.problem, seconds)
         self.nothing_tied = max(folded.sizes) == 1
         part = blocks(folded)
+        self.bundles = part.bundles
         self.messages = Messages(part.problem, self.cap, precision(part.problem))
         self.solve(problem)
 
@@ -47,6 +48,14 @@ class Bounder:
         self.proof = dual.proof()
         self.bound = checked_bound(problem, self.proof)
 
+    def tied_reduced_costs(self) -> list[np.ndarray]:
+        """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks. They go on from
+        those of the blocks. Their bound is one only of plans in which a class has one label."""
+        messages = Messages(self.folded.problem, self.cap, precision(self.folded.problem))
+        messages.start_from(self.messages, self.bundles)
+        raise_bound(messages)
+        return messages.reduced_costs()
+
     def below(self, seconds: float) -> Subset | None:
         """Returns the labels and aliases with which a plan may cost at most `seconds`; None if there is no such plan.
 
@@ -56,7 +65,6 @@ class Bounder:
         problem = self.folded.problem
         most = seconds * (1 + ROUNDING) if is_wide(problem) else seconds
         subset = everything(problem)
-        values = blocks(self.folded).bundles  # values that nothing reads have no messages
         for (kind, at), bounds in zip(self.messages.names, self.messages.label_bounds()):
             kept = np.flatnonzero(bounds <= most)
             if not len(kept):
@@ -64,7 +72,7 @@ class Bounder:
             if kind == 0:
                 subset.labels[at] = kept
             else:
-                subset.aliases[values[at]] = kept
+                subset.aliases[self.bundles[at]] = kept  # values that nothing reads have no messages
         return subset
 
     def solve_ends(self, dual: Dual) -> None:

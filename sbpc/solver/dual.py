@@ -59,7 +59,7 @@ class Dual:
                     self.multipliers[bundle.slots[place]] = multipliers / (unit * bundle.multiplicity[place])
         for number, shares in messages.shares().items():
             if len(shares) == len(self.folded.bundles[part.bundles[number]].slots) - 1:  # of all consumers
-                self.shares[part.bundles[number]] = [share.astype(float) / part.units[number] for share in shares]
+                self.shares[part.bundles[number]] = [share / part.units[number] for share in shares]
 
 
 def share_key(bundle: Bundle) -> tuple[object, ...]:
@@ -100,7 +100,7 @@ def blocks(folded: Folded) -> SubProblem:
         unit = max(weights[bundle.slots[place][0]] / bundle.multiplicity[place] for place in places)
         key = id(bundle.closure), unit
         if key not in closures:  # one array for equal closures, as the messages look for them
-            closures[key] = unit * bundle.closure if unit != 1 else bundle.closure
+            closures[key] = value.closure if unit == bundle.count else unit * bundle.closure
         consumers = [value.consumers[place - 1] for place in places[1:]]
         add_value(part, Value(value.producer, value.out, consumers, closures[key]), at, places, unit)
     return part

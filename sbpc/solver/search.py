@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.bounder import Bounder, is_wide, precision
-from sbpc.solver.dual import raise_bound
+from sbpc.solver.bounder import Bounder, is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest
-from sbpc.solver.messages.trws import Messages, big_m
+from sbpc.solver.messages.trws import big_m
 from sbpc.solver.problem import Problem, Proof, SearchStep, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, nearest
@@ -81,11 +80,7 @@ class Search:
     def near_bounds(self, bounder: Bounder) -> None:
         """Looks for a better plan among labels near two bounds: that of the blocks, and that of the folded problem, which knows
         the ends."""
-        reduced_costs = [bounder.reduced_costs]
-        if self.tied:
-            own = Messages(self.folded.problem, bounder.cap, precision(self.folded.problem))
-            raise_bound(own)
-            reduced_costs.append(own.reduced_costs())
+        reduced_costs = [bounder.reduced_costs, *([bounder.tied_reduced_costs()] if self.tied else [])]
         labels = near_program(self.folded.problem, self.labels, reduced_costs, self.scale)
         if labels is not None:
             self.offer(labels)
@@ -125,7 +120,8 @@ def near_program(
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
     near = nearest(reduced_costs[0], each)
-    return cheapest(problem, around(problem, [plan], near, *first), scale, NEAR_ENOUGH).labels
+    labels = cheapest(problem, around(problem, [plan], near, *first), scale, NEAR_ENOUGH).labels
+    return labels and surroundings.tidy(labels, total(problem, labels))
 
 
 def solve(

@@ -52,7 +52,7 @@ FREE: dict[str, list[Patch]] = {
     "machine code": [(trws, "machine", None)],
     "messages along paths": [(Messages, "follow_paths", lambda self, follow: None)],
     "balance of cost shares": [(Messages, "balance_from", 0)],
-    "single precision": [(bounder, "precision", lambda problem: np.float64), (search, "precision", lambda problem: np.float64)],
+    "single precision": [(bounder, "precision", lambda problem: np.float64)],
     "ends": [(Bounder, "solve_ends", lambda self, dual: None)],
     "program on near labels": [(search.Search, "near_bounds", lambda self, bounder: None)],
     "labels of other orders": [(search, "OWN", 0)],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,7 +39,8 @@ class Messages:
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
         self.ports: list[list[NodePort]] = []
-        self.edges = [edge for number, value in enumerate(problem.values) for edge in self.connect(number, value)]
+        self.edges_of = [self.connect(number, value) for number, value in enumerate(problem.values)]
+        self.edges = [edge for edges in self.edges_of for edge in edges]
         sides: list[tuple[list[Edge], list[Edge]]] = [([], []) for _ in self.names]
         for edge in self.edges:
             sides[edge.last.node][0].append(edge)
@@ -72,6 +74,15 @@ class Messages:
             if not kind:
                 here.costs[:] = problem.variables[at].costs
         self.problem, self.bound = problem, -np.inf
+
+    def start_from(self, other: Messages, values: Sequence[int]) -> None:
+        """Takes the messages of a problem with the same variables. values: by value of the other problem, its number in this one."""
+        for number, edges in zip(values, other.edges_of):
+            if len(self.edges_of[number]) == len(edges):  # else it has other consumers
+                for mine, theirs in zip(self.edges_of[number], edges):
+                    mine.first.inbox[:], mine.last.inbox[:] = theirs.first.inbox, theirs.last.inbox
+                    if mine.star is not None and theirs.star is not None:
+                        mine.star.start_from(theirs.star)
 
     @functools.cached_property
     def tables(self) -> Tables:
