@@ -156,13 +156,6 @@ def unregister_process_group(name: str) -> None:
     torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
 
 
-def lend_backends(group: Any, borrower: Any) -> None:
-    """Gives a new process group the backends of another one, on every kind of device that it serves."""
-    for device in group._device_types:
-        borrower._register_backend(device, borrower.BackendType.GLOO, group._get_backend(device))
-    borrower._set_default_backend(borrower.BackendType.GLOO)
-
-
 def rename(node: torch.fx.Node, name: str) -> None:
     """Renames a node. If the name is taken, torch appends a number to it."""
     node._rename(name)

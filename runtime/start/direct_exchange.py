@@ -7,6 +7,7 @@ two ranks of a pair send one after the other. Here a rank asks for all blocks fi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sbpc._compat import lend_backends
-
 Exchange = tuple[list[dist.Work], Callable[[], Any]]
-TAG = 0x5BC  # of the messages. Those between two ranks arrive in the order in which they were sent, so one tag will do.
 LARGE = 1 << 16  # bytes of a block from which a direct all-to-all between nodes is faster than gloo's
 COMBINE = (
     (dist.ReduceOp.SUM, torch.add),
@@ -30,14 +28,14 @@ COMBINE = (
 class DirectGroup(dist.ProcessGroup):
     """A gloo group that does reduce-scatters by direct exchange, and all-to-alls where that is faster; all else gloo does.
 
-    across: whether its ranks are on several nodes. Which way a collective goes depends on that and on the sizes of the blocks,
-    which are the same on all ranks of the group, so that all go the same way.
+    messages: a group of the same ranks that does nothing else. across: whether they are on several nodes. Which
+    way a collective goes depends on that and on the sizes of the blocks, which are the same on all ranks of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, across: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, messages: dist.ProcessGroup, across: bool) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        lend_backends(group, self)
-        self.gloo, self.across = group, across
+        self.gloo, self.messages, self.across = group, messages, across
+        self.tags = itertools.cycle(range(1 << 20))  # a tag for each collective; all ranks start them in one order
 
     def reduce_scatter_tensor_coalesced(  # type: ignore[override]  # torch passes the arguments by place
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any
@@ -46,7 +44,7 @@ class DirectGroup(dist.ProcessGroup):
         combine = next((function for op, function in COMBINE if options.reduceOp == op), None)
         if combine is None or any(x.device.type != "cpu" for x in inputs):
             return self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-        return DirectWork([reduce_scatter(self.gloo, out, x, combine) for out, x in zip(outputs, inputs)])
+        return DirectWork([reduce_scatter(self.messages, next(self.tags), out, x, combine) for out, x in zip(outputs, inputs)])
 
     def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
@@ -55,7 +53,25 @@ class DirectGroup(dist.ProcessGroup):
         large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
         if not (self.across and large and x.device.type == "cpu"):
             return self.gloo.alltoall_base(output, x, received, sent, options)
-        return DirectWork([all_to_all(self.gloo, output, x)])
+        return DirectWork([all_to_all(self.messages, next(self.tags), output, x)])
+
+
+    # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo that frees
+    # a tensor needs that lock while it holds the one that torch then waits for.
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """Starts an all-reduce."""
+        return self.gloo.allreduce(tensors, options)
+
+    def allgather_into_tensor_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any
+    ) -> dist.Work:
+        """Starts an all-gather of every input."""
+        return self.gloo.allgather_into_tensor_coalesced(outputs, inputs, options)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """Starts a broadcast."""
+        return self.gloo.broadcast(tensors, options)
 
 
 class DirectWork(dist.Work):
@@ -78,11 +94,13 @@ class DirectWork(dist.Work):
         return True
 
 
-def reduce_scatter(group: dist.ProcessGroup, out: Tensor, x: Tensor, combine: Callable[..., Tensor]) -> Exchange:
+def reduce_scatter(
+    group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor, combine: Callable[..., Tensor]
+) -> Exchange:
     """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in every run."""
     me, own = group.rank(), x.contiguous().chunk(group.size())
     blocks = [out, *(torch.empty_like(out) for _ in own[1:])]
-    messages = exchange(group, blocks, own)
+    messages = exchange(group, tag, blocks, own)
 
     def finish() -> None:
         blocks[me] = own[me]
@@ -94,13 +112,13 @@ def reduce_scatter(group: dist.ProcessGroup, out: Tensor, x: Tensor, combine: Ca
     return messages, finish
 
 
-def all_to_all(group: dist.ProcessGroup, out: Tensor, x: Tensor) -> Exchange:
+def all_to_all(group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor) -> Exchange:
     """Starts to bring into `out` the blocks of all ranks for this one, which are of one size."""
     me, blocks, own = group.rank(), out.chunk(group.size()), x.contiguous().chunk(group.size())
-    return exchange(group, blocks, own), lambda: blocks[me].copy_(own[me])
+    return exchange(group, tag, blocks, own), lambda: blocks[me].copy_(own[me])
 
 
-def exchange(group: dist.ProcessGroup, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
+def exchange(group: dist.ProcessGroup, tag: int, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
     """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the same one.
 
     A rank that is ready to receive is sent the data at once. Were the order the other way round, its request would wait behind
@@ -108,5 +126,5 @@ def exchange(group: dist.ProcessGroup, into: Sequence[Tensor], out_of: Sequence[
     """
     me, ranks = group.rank(), group.size()
     others = [(me + step) % ranks for step in range(1, ranks)]
-    receives = [group.recv([into[rank]], rank, TAG) for rank in reversed(others)]
-    return receives + [group.send([out_of[rank]], rank, TAG) for rank in others]
+    receives = [group.recv([into[rank]], rank, tag) for rank in reversed(others)]
+    return receives + [group.send([out_of[rank]], rank, tag) for rank in others]

@@ -85,16 +85,19 @@ def bind(mesh: Mesh) -> None:
 
 
 def bind_groups(name: str, groups: Sequence[Sequence[int]]) -> None:
-    """Makes these groups, of which one holds this rank, and binds that one under a name, if the name is not bound yet."""
+    """Makes these groups, of which one holds this rank, and binds that one under a name, if the name is not bound yet.
+
+    On gloo each has a second one for the messages of direct exchange, so that a group does one kind of thing at a time.
+    """
     if name in bound:
         return
-    nodes = from_all_ranks(node())
+    nodes, direct = from_all_ranks(node()), dist.get_backend() == "gloo"
     for ranks in groups:
-        group = new_group(ranks)
+        group, messages = new_group(ranks), new_group(ranks) if direct else None
         if dist.get_rank() in ranks:
             across = len({nodes[rank] for rank in ranks}) > 1
             bound[name] = group
-            named[name] = DirectGroup(group, across) if dist.get_backend(group) == "gloo" else group
+            named[name] = group if messages is None else DirectGroup(group, messages, across)
     register_process_group(name, named[name])
 
 
