@@ -95,7 +95,8 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     return boxed
 
 
-UNINITIALISED = ("aten.empty", "aten.new_empty")  # ops whose results may hold NaN from earlier use of the memory
+BROUGHT = tuple(f"_c10d_functional.{name}" for name in ("all_gather", "all_to_all", "reduce_scatter"))  # when awaited
+UNINITIALISED = ("aten.empty", "aten.new_empty", *BROUGHT)  # whose results may hold NaN from earlier use of the memory
 
 
 class NanCheck(Interpreter):

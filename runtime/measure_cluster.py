@@ -35,11 +35,14 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of `ranks` ranks, neighbours `stride` apart, that cut the machine into equal pieces; `group` is this rank's."""
+    """Groups of `ranks` ranks, neighbours `stride` apart, that cut the machine into equal pieces.
+
+    group: the name under which this rank's is bound, as those of programs are.
+    """
 
     ranks: int
     stride: int
-    group: dist.ProcessGroup
+    group: str
 
     def inside(self, per_node: int) -> bool:
         """Returns whether the groups stay inside a node."""
@@ -103,13 +106,10 @@ def groupings(world: int) -> list[Grouping]:
     made = []
     for ranks in (p for p in range(2, world + 1) if world % p == 0):
         for stride in dict.fromkeys((1, world // ranks)):
-            own = None
-            for first in (r for r in range(world) if r // stride % ranks == 0):
-                members = [first + at * stride for at in range(ranks)]
-                group = process_groups.new_group(members)
-                own = group if dist.get_rank() in members else own
-            assert own is not None
-            made.append(Grouping(ranks, stride, own))
+            firsts = (r for r in range(world) if r // stride % ranks == 0)
+            name = f"sbpc::profile::{ranks},{stride}"
+            process_groups.bind_groups(name, [[first + at * stride for at in range(ranks)] for first in firsts])
+            made.append(Grouping(ranks, stride, name))
     return made
 
 
@@ -232,7 +232,7 @@ class Message:
 
     def call(self, where: torch.device) -> Callable[[], Any]:
         """Returns the function that runs it."""
-        p, block, group = self.grouping.ranks, self.block, self.grouping.group.group_name
+        p, block, group = self.grouping.ranks, self.block, self.grouping.group
         given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
         calls: dict[str, Callable[[], Any]] = {
             "all_gather": lambda: c10d.all_gather_into_tensor(given, p, group),

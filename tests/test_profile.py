@@ -39,14 +39,14 @@ def test_a_line_has_no_negative_start_and_weighs_relative_errors() -> None:
 
 
 def test_what_small_messages_take_is_told_of_a_group_size_however_its_lines_were_fitted() -> None:
-    groupings = [Grouping(2, stride, None) for stride in (1, 2)]  # type: ignore[arg-type]
+    groupings = [Grouping(2, stride, "g") for stride in (1, 2)]
     lines = {("all_reduce", groupings[0]): LinearCost(1e-3, 5e7, 7e-3), ("all_reduce", groupings[1]): LinearCost(6.8e-3, 5e7, 0.0)}
     (rate,) = rates(lines, CLUSTERS["ethernet"])
     assert rate.least == pytest.approx(6.9e-3) and rate.latency == pytest.approx(3.9e-3 / 2)
 
 
 def test_a_slow_spell_falls_on_one_repeat_and_long_messages_end_a_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    grouping = Grouping(2, 1, None)  # type: ignore[arg-type]
+    grouping = Grouping(2, 1, "g")
     asked: list[int] = []
 
     def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def on_one_machine(monkeypatch: pytest.MonkeyPatch, seconds: float, moved: float
     """Two ranks, whose messages take so long and move so much, per byte."""
     figures = {
         "timed_once": lambda message, work: (seconds * message.textbook, moved * message.textbook),
-        "groupings": lambda world: [Grouping(2, 1, None)],  # type: ignore[arg-type]
+        "groupings": lambda world: [Grouping(2, 1, "g")],
         "from_all_ranks": lambda mine: [mine, mine],
     }
     for name, other in figures.items():

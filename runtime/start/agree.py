@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,7 +23,7 @@ def agree(plan: Plan | Programs) -> None:
 
     Raises PlanError that says which ranks differ in what, MeshError if the nodes do not hold the ranks as the mesh needs it.
     """
-    everywhere = process_groups.from_all_ranks({"node": node(), **identity(plan)})
+    everywhere = process_groups.from_all_ranks({"node": process_groups.node(), **identity(plan)})
     compare(everywhere)
     check_nodes(plan.mesh, [each["node"] for each in everywhere])
 
@@ -54,11 +52,6 @@ def installed() -> str:
 def digest(value: Any) -> str:
     """Returns the start of the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def node() -> str:
-    """Returns the name of this rank's node: its number under torchrun, else the name of the machine."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def compare(everywhere: Sequence[dict[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sbpc._compat import gloo_in_turn, register_process_group, unregister_process_group
 from sbpc.errors import MeshError
 from sbpc.mesh.mesh import Mesh
+from sbpc.runtime.start.direct_exchange import DirectGroup
 from sbpc.runtime.start.rendezvous import store_of_attempt
 
 TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
@@ -21,6 +23,7 @@ TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with 
 # The state of this process, like torch's own table of groups: a group name means one process group in a process, every
 # module and every plan there shares it, and `stop` ends them all. So none of it can belong to one plan or module.
 bound: dict[str, dist.ProcessGroup] = {}
+named: dict[str, dist.ProcessGroup] = {}  # what the names mean in programs: gloo groups with direct exchange
 meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
 waiting = {"seconds": TIMEOUT}
 
@@ -78,14 +81,29 @@ def bind(mesh: Mesh) -> None:
     Every rank must call this at the same point: making groups is a collective.
     """
     for axes in mesh.runs():
-        name = mesh.group_name(axes)
-        if name in bound:
-            continue
-        for ranks in mesh.groups(axes):
-            group = new_group(ranks)
-            if dist.get_rank() in ranks:
-                bound[name] = group
-        register_process_group(name, bound[name])
+        bind_groups(mesh.group_name(axes), mesh.groups(axes))
+
+
+def bind_groups(name: str, groups: Sequence[Sequence[int]]) -> None:
+    """Makes these groups, of which one holds this rank, and binds that one under a name, if the name is not bound yet.
+
+    On gloo each has a second one for the messages of direct exchange, so that a group does one kind of thing at a time.
+    """
+    if name in bound:
+        return
+    nodes, direct = from_all_ranks(node()), dist.get_backend() == "gloo"
+    for ranks in groups:
+        group, messages = new_group(ranks), new_group(ranks) if direct else None
+        if dist.get_rank() in ranks:
+            across = len({nodes[rank] for rank in ranks}) > 1
+            bound[name] = group
+            named[name] = group if messages is None else DirectGroup(group, messages, across)
+    register_process_group(name, named[name])
+
+
+def node() -> str:
+    """Returns the name of this rank's node: its number under torchrun, else the name of the machine."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
@@ -106,6 +124,7 @@ def stop() -> None:
     for name in bound:
         unregister_process_group(name)
     bound.clear()
+    named.clear()
     meshes.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

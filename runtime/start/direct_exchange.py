@@ -1,0 +1,130 @@
+"""Reduce-scatter and all-to-all on gloo by direct exchange: every rank sends each block straight to the rank that owns it.
+
+gloo's own reduce-scatter is an all-reduce of which a rank keeps its part, so that it sends twice the bytes of the textbook.
+In its all-to-all, a rank asks for blocks after it has begun to send. On a slow link the request waits behind the data, and the
+two ranks of a pair send one after the other. Here a rank asks for all blocks first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Exchange = tuple[list[dist.Work], Callable[[], Any]]
+LARGE = 1 << 16  # bytes of a block from which a direct all-to-all between nodes is faster than gloo's
+COMBINE = (
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.MIN, torch.minimum),
+)  # as `sbpc.mesh.states.REDUCE`
+
+
+class DirectGroup(dist.ProcessGroup):
+    """A gloo group that does reduce-scatters by direct exchange, and all-to-alls where that is faster; all else gloo does.
+
+    messages: a group of the same ranks that does nothing else. across: whether they are on several nodes. Which
+    way a collective goes depends on that and on the sizes of the blocks, which are the same on all ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, messages: dist.ProcessGroup, across: bool) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+        self.gloo, self.messages, self.across = group, messages, across
+        self.tags = itertools.cycle(range(1 << 20))  # a tag for each collective; all ranks start them in one order
+
+    def reduce_scatter_tensor_coalesced(  # type: ignore[override]  # torch passes the arguments by place
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any
+    ) -> dist.Work:
+        """Starts a reduce-scatter of every input. What `torch.ops._c10d_functional` calls for one as for several."""
+        combine = next((function for op, function in COMBINE if options.reduceOp == op), None)
+        if combine is None or any(x.device.type != "cpu" for x in inputs):
+            return self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+        return DirectWork([reduce_scatter(self.messages, next(self.tags), out, x, combine) for out, x in zip(outputs, inputs)])
+
+    def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
+        self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
+    ) -> dist.Work:
+        """Starts an all-to-all of pieces of these sizes. Where one differs from the others, ranks may know other sizes."""
+        large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
+        if not (self.across and large and x.device.type == "cpu"):
+            return self.gloo.alltoall_base(output, x, received, sent, options)
+        return DirectWork([all_to_all(self.messages, next(self.tags), output, x)])
+
+
+    # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo that frees
+    # a tensor needs that lock while it holds the one that torch then waits for.
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """Starts an all-reduce."""
+        return self.gloo.allreduce(tensors, options)
+
+    def allgather_into_tensor_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any
+    ) -> dist.Work:
+        """Starts an all-gather of every input."""
+        return self.gloo.allgather_into_tensor_coalesced(outputs, inputs, options)
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+        """Starts a broadcast."""
+        return self.gloo.broadcast(tensors, options)
+
+
+class DirectWork(dist.Work):
+    """What `wait_tensor` waits for: messages on their way, and what is done with them once all are there.
+
+    gloo's threads move the data meanwhile. Sums are made at the end, on the thread that waits.
+    """
+
+    def __init__(self, exchanges: list[Exchange]) -> None:
+        super().__init__()
+        self.exchanges = exchanges
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for every message as long as the group allows. Raises RuntimeError after that, and if a rank is gone."""
+        for messages, finish in self.exchanges:
+            for message in messages:
+                message.wait()
+            finish()
+        self.exchanges = []
+        return True
+
+
+def reduce_scatter(
+    group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor, combine: Callable[..., Tensor]
+) -> Exchange:
+    """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in every run."""
+    me, own = group.rank(), x.contiguous().chunk(group.size())
+    blocks = [out, *(torch.empty_like(out) for _ in own[1:])]
+    messages = exchange(group, tag, blocks, own)
+
+    def finish() -> None:
+        blocks[me] = own[me]
+        if me == 0:
+            out.copy_(own[0])
+        for block in blocks[1:]:
+            combine(out, block, out=out)
+
+    return messages, finish
+
+
+def all_to_all(group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor) -> Exchange:
+    """Starts to bring into `out` the blocks of all ranks for this one, which are of one size."""
+    me, blocks, own = group.rank(), out.chunk(group.size()), x.contiguous().chunk(group.size())
+    return exchange(group, tag, blocks, own), lambda: blocks[me].copy_(own[me])
+
+
+def exchange(group: dist.ProcessGroup, tag: int, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
+    """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the same one.
+
+    A rank that is ready to receive is sent the data at once. Were the order the other way round, its request would wait behind
+    the data that it sends itself.
+    """
+    me, ranks = group.rank(), group.size()
+    others = [(me + step) % ranks for step in range(1, ranks)]
+    receives = [group.recv([into[rank]], rank, tag) for rank in reversed(others)]
+    return receives + [group.send([out_of[rank]], rank, tag) for rank in others]

@@ -1,0 +1,227 @@
+"""Direct exchange on real gloo ranks: right, the same in every run, in every executor, and clean when a rank dies."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sbpc
+from sbpc import Mesh
+from sbpc.boxing.paths import path
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.states import REDUCE
+from sbpc.runtime.start import direct_exchange, process_groups
+from sbpc.runtime.start.direct_exchange import LARGE, DirectGroup
+from sbpc.runtime.start.launch import RankError, launch
+from tests import models
+from tests.boxings import positions, program
+from tests.processes import run_ranks
+from tests.test_launch import gone, script
+
+c10d = torch.ops._c10d_functional
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+MESHES = {2: (Mesh(x=2),), 3: (Mesh(x=3),), 4: (Mesh(x=4), Mesh(a=2, b=2))}
+
+
+def bind(mesh: Mesh, across: bool) -> None:
+    """Bind the groups of a mesh as if its ranks were on several nodes, or on one."""
+    process_groups.bind(mesh)
+    for axes in mesh.runs():
+        process_groups.named[mesh.group_name(axes)].across = across  # type: ignore[attr-defined]
+
+
+def blocks_of(rank: int, ranks: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings to a collective: random numbers, of which sums are rounded."""
+    numbers = torch.rand(ranks * rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    return (numbers * 1000).to(dtype)
+
+
+def right_results(ranks: int) -> int:
+    """On a rank: every dtype, reduction, size and way, twice, against plain sums; how many collectives were right."""
+    right = 0
+    for mesh, across, dtype, rows in itertools.product(MESHES[ranks], (True, False), DTYPES, (1, 5, 9000)):
+        bind(mesh, across)
+        for axes in mesh.runs():
+            name = mesh.group_name(axes)
+            members = next(group for group in mesh.groups(axes) if dist.get_rank() in group)
+            me, size = members.index(dist.get_rank()), len(members)
+            brought = [blocks_of(rank, size, rows, dtype) for rank in members]
+            given = brought[me].t().contiguous().t()  # as wide as it is, but not contiguous
+            mine = [each.chunk(size)[me] for each in brought]
+            for op, _ in itertools.product(REDUCE, range(2)):
+                found = c10d.wait_tensor(c10d.reduce_scatter_tensor(given, op, size, name))
+                assert torch.equal(found, functools.reduce(REDUCE[op], mine)), (name, across, dtype, rows, op)
+                plain = functools.reduce(REDUCE[op], [each.double() for each in mine])
+                assert torch.allclose(found.double(), plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+                right += 1
+            found = c10d.wait_tensor(c10d.all_to_all_single(given, [rows] * size, [rows] * size, name))
+            assert torch.equal(found, torch.cat(mine)), (name, across, dtype, rows)
+            right += 1
+    uneven_shards(ranks)
+    return right
+
+
+def uneven_shards(ranks: int) -> None:
+    """On a rank: box large tensors, whose dims do not divide, from one layout into another."""
+    mesh = Mesh(u=ranks)
+    bind(mesh, True)
+    for before, after in (("[P]", "[S(0)]"), ("[P(max)]", "[S(1)]"), ("[S(0)]", "[S(1)]"), ("[S(1)]", "[S(0)]")):
+        ends, shape = [Layout.parse(text, mesh.axes) for text in (before, after)], (331, 403)
+        whole = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(1)).double()
+        part = ends[0].shards(whole, mesh.sizes, torch.Generator().manual_seed(2))[dist.get_rank()]
+        steps, rank = path(*ends, shape, 8, mesh), dist.get_rank()
+        assert [step.collective for step in steps] == ["reduce_scatter" if "P" in before else "all_to_all"]
+        run = program(steps, shape, mesh, rank)
+        for node in run.graph.nodes:  # the program names its groups by their axes
+            node.args = tuple(mesh.group_name((0,)) if arg == "u" else arg for arg in node.args)
+        run.recompile()
+        found = run(part, *positions(mesh, rank))
+        assert torch.equal(found, ends[1].shards(whole, mesh.sizes)[rank]), (before, after)
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+def test_collectives_give_the_plain_sum_in_the_order_of_the_ranks(ranks: int) -> None:
+    cases = 2 * len(DTYPES) * 3 * 7 * sum(len(mesh.runs()) for mesh in MESHES[ranks])
+    assert run_ranks(right_results, ranks, ranks) == [cases] * ranks
+
+
+def ways() -> list[Any]:
+    """On a rank: which collectives go directly on one node and on several; how many are in flight at the end."""
+    mesh, taken = Mesh(x=2), list[str]()
+    name = mesh.group_name((0,))
+    original = direct_exchange.exchange
+    direct_exchange.exchange = lambda *given: taken.append("direct") or original(*given)  # type: ignore[func-returns-value]
+    small, large = torch.ones(2, LARGE // 4 - 1), torch.ones(2, LARGE // 4)
+    for across in (False, True):
+        bind(mesh, across)
+        for x in (small, large):
+            taken.append(f"{across}")
+            c10d.wait_tensor(c10d.all_to_all_single(x, [1, 1], [1, 1], name))
+    taken.append("reduce_scatter")
+    c10d.wait_tensor(c10d.reduce_scatter_tensor(small, "sum", 2, name))
+    averaged = c10d.wait_tensor(c10d.reduce_scatter_tensor(small * dist.get_rank(), "avg", 2, name))
+    assert torch.equal(averaged, small[:1] / 2)
+    kinds = [type(group) for group in process_groups.named.values()]
+    process_groups.stop()
+    return [taken, kinds == [DirectGroup], torch._C._distributed_c10d._get_work_registry_size()]
+
+
+def test_all_to_alls_go_directly_where_it_is_faster_and_nothing_stays_in_flight() -> None:
+    expected = ["False", "False", "True", "True", "direct", "reduce_scatter", "direct"]
+    assert run_ranks(ways, 2) == [[expected, True, 0]] * 2
+
+
+def in_flight() -> bool:
+    """On a rank: many collectives of two groups started before the first is awaited, then awaited in another order by each rank."""
+    mesh = Mesh(a=2, b=2)
+    bind(mesh, True)
+    return all(right_in_flight(mesh, dist.get_rank()) for _ in range(10))
+
+
+def right_in_flight(mesh: Mesh, rank: int) -> bool:
+    """Start and await once; gloo's threads free tensors meanwhile."""
+    started: list[tuple[Tensor, Tensor]] = []
+    for turn, axis in itertools.product(range(4), (0, 1)):
+        name, x = mesh.group_name((axis,)), torch.full((2, 20_000), float(10 * turn + axis + 1))
+        members = next(group for group in mesh.groups((axis,)) if rank in group)
+        started.append((c10d.reduce_scatter_tensor(x * (rank + 1), "sum", 2, name), x[:1] * (sum(members) + 2)))
+        started.append((c10d.all_reduce(x, "sum", name), 2 * x))
+        moved = torch.cat([x[:1] * (member + 1) for member in members])
+        started.append((c10d.all_to_all_single(x * (rank + 1), [1, 1], [1, 1], name), moved))
+        del x  # what is sent lives on until it has been awaited
+    order = torch.randperm(len(started), generator=torch.Generator().manual_seed(rank)).tolist()
+    return all(torch.equal(c10d.wait_tensor(started[at][0]), started[at][1]) for at in order)
+
+
+def test_collectives_of_several_groups_are_in_flight_at_once() -> None:
+    assert run_ranks(in_flight, 4) == [True] * 4
+
+
+def step_of(executor: str) -> dict[str, Tensor]:
+    """On a rank: the gradients of one step, whole, by a plan that reduce-scatters them."""
+    plan, model, args = sharded_plan()
+    module = sbpc.parallelize(model, plan, executor=executor)
+    bind(plan.mesh, True)
+    module(*args).backward()
+    whole = {name: each.grad.full_tensor() for name, each in module.named_parameters()}  # type: ignore[union-attr]
+    process_groups.stop()
+    return whole
+
+
+def sharded_plan() -> tuple[sbpc.Plan, torch.nn.Module, tuple[Tensor, ...]]:
+    """A plan of an MLP, with dims that do not divide, whose parameters are stored in shards."""
+    torch.manual_seed(0)
+    model, args = models.mlp(batch=10, width=7, hidden=13)
+    model, args = model.double(), tuple(x.double() for x in args)
+    plan = sbpc.baseline("fsdp", model, args, Mesh(x=2))
+    assert "reduce_scatter_tensor" in plan.local.code
+    return plan, model, args
+
+
+@pytest.mark.parametrize("executor", ["code", "interpreter", "nans", pytest.param("inductor", marks=pytest.mark.prove)])
+def test_every_executor_gives_the_numbers_of_simulate(executor: str) -> None:
+    plan, model, args = sharded_plan()
+    _, expected = sbpc.simulate(plan, model, args)
+    for found in run_ranks(step_of, 2, executor, seconds=280.0):  # Inductor compiles
+        assert isinstance(found, dict), found
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+
+
+FAULT = """
+import torch
+from sbpc import Mesh
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.launch import as_rank
+def run():
+    process_groups.start(timeout=5)
+    mesh = Mesh(x=3)
+    process_groups.bind(mesh)
+    for each in process_groups.named.values():
+        each.across = True
+    c10d, name = torch.ops._c10d_functional, mesh.group_name((0,))
+    x = torch.ones(3, 1 << 20)
+    c10d.wait_tensor(c10d.reduce_scatter_tensor(x, "sum", 3, name))
+    torch.distributed.barrier()
+    if {late} and rank == 1:
+        time.sleep(600)
+    begun = [c10d.reduce_scatter_tensor(x, "sum", 3, name), c10d.all_to_all_single(x, [1] * 3, [1] * 3, name)]
+    begun.append(c10d.all_gather_into_tensor(x, 3, name))
+    if rank == 1:
+        {fault}
+    for each in begun:
+        c10d.wait_tensor(each)
+    c10d.wait_tensor(c10d.all_reduce(x, "sum", name))
+"""
+AS_RANK, PLAIN = "with as_rank():\n    run()\n", "run()\n"
+FAULTS = {
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", AS_RANK, "rank 1 was ended by SIGKILL"),
+    "raises": ("raise ValueError('theirs')", AS_RANK, "ValueError: theirs"),
+    "raises, without our launcher": ("raise ValueError('theirs')", PLAIN, "ValueError: theirs"),
+    "raises, then tears down": ("process_groups.stop(); raise ValueError('theirs')", PLAIN, "ValueError: theirs"),
+    "waits elsewhere": ("", AS_RANK, "waited for another rank as long as --timeout"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_rank_that_fails_between_start_and_wait_ends_all_with_its_own_error(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fault, end, message = FAULTS[what]
+    body = FAULT.format(fault=fault or "pass", late=what == "waits elsewhere") + end
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(script(tmp_path, body), 3)
+    assert time.monotonic() - begun < 90 and gone(tmp_path, 3)
+    said = str(caught.value) + "".join(capfd.readouterr())
+    assert message in said, said
+    assert "terminate called" not in said and "SIGABRT" not in said and "SIGSEGV" not in said, said
