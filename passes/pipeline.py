@@ -129,12 +129,11 @@ def finish(
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
         if overlaps:
             streams = len(streams_of(mesh))
-            prover = Overlap(plan.problem, plan.problem, 1 / streams, plan.lower_bound / streams)
+            prover = Overlap(plan.problem, 1 / streams, plan.lower_bound / streams)
             plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
     elif overlaps:
         with stages.timed("schedule"):
-            few = large or options.get("microbatches", 1) > 1
-            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if few else MANY_WEIGHTS)
+            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if large else MANY_WEIGHTS)
     if stages.dump is not None:
         for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
             stages.show(name, stage)

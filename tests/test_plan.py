@@ -214,7 +214,7 @@ def test_unknown_names_and_ranks_are_refused() -> None:
 @pytest.mark.parametrize("net", ["mlp", "resnet"])
 def test_formula_of_the_cost_gives_its_seconds(net: str, mesh: Mesh) -> None:
     model, args = getattr(models, net)(batch=10)
-    cost = sbpc.plan(model, args, mesh).cost
+    cost = sbpc.plan(model, args, mesh, objective="serial").cost
     assert isinstance(cost.expr, sympy.Expr) and cost.expr.free_symbols <= set(cost.symbols.values())
     assert cost.subs() == pytest.approx(cost.seconds, rel=1e-9)
     numbers = {cost.symbols[name]: value for name, value in cost.numbers.items()}
@@ -252,12 +252,12 @@ def test_formula_of_data_parallelism_is_the_textbook_one() -> None:
 
 def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:
     model, args = models.mlp(batch=12)
-    free = sbpc.plan(model, args, Mesh(x=4), pin={})
+    free = sbpc.plan(model, args, Mesh(x=4), objective="serial")
     least = 0
     for share in (1.0, 0.9, 0.8, 0.7):
         limit = free.cost.memory["total"] * share
         try:
-            plan = sbpc.plan(model, args, Mesh(x=4), memory=limit)
+            plan = sbpc.plan(model, args, Mesh(x=4), memory=limit, objective="serial")
         except MemoryLimitError as error:
             assert "more than the limit of" in str(error) and "the largest tensors: %" in str(error)
             break

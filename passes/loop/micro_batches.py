@@ -127,7 +127,7 @@ class Unroller:
         shared = all(all(each is copies[0] for each in copies) for copies in map(self.values.__getitem__, node.all_input_nodes))
         if shared and (choice is None or not choice.cuts()):
             return [self.call(node, 0)] * self.count
-        return [self.own(at, lambda at=at: self.call(node, at)) for at in range(self.count)]
+        return [self.own(at, functools.partial(self.call, node, at)) for at in range(self.count)]
 
     def own(self, at: int, write: Callable[[], Any]) -> Any:
         """Returns what `write` writes, and notes that it is of one copy."""

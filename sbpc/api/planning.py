@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of
-from sbpc.errors import MemoryLimitError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
@@ -24,8 +24,9 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
 from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Layouts, Requests, expert_alternatives, wishes
+from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
+from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
@@ -170,7 +171,7 @@ class Task:
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": pins, "spread": spread, **self.about,
+            "pin": pins, "spread": spread, "microbatches": microbatches or 1, **self.about,
         }  # fmt: skip
         if baseline is not None:
             options["baseline"] = baseline
@@ -178,23 +179,23 @@ class Task:
             options["dynamic"] = name_dims(gm, mesh, dynamic)
         requests = Requests(pins, inputs, outputs, spread, baseline)
         try:
-            plan = self.finished(gm, mesh, requests, options | {"microbatches": microbatches or 1})
-            if microbatches is None and gains_by_halves(plan):
-                with suppress(PlanError, MemoryLimitError):
-                    with self.stages.timed("microbatches"):
-                        halves = micro_batches(gm, 2, mesh.cluster, in_turn=False)
-                    other = self.finished(halves, mesh, requests, options | {"microbatches": 2})
-                    return other if other.cost.seconds < (1 - GAIN) * plan.cost.seconds else plan
-            return plan
+            asked = wishes(gm, mesh, requests)
+            experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes)
+            plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+            return self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
         except PinError as error:
             raise conflicting_pins(gm, mesh, requests) from error
 
-    def finished(self, gm: GraphModule, mesh: Mesh, requests: Requests, options: dict[str, Any]) -> Plan:
-        """Returns the plan of an annotated graph."""
-        asked = wishes(gm, mesh, requests)
-        alone = requests.baseline is not None or options["microbatches"] > 1  # experts are compared with the whole batch
-        experts = None if alone else partial(expert_alternatives, gm, mesh, asked.nodes)
-        return finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+    def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
+        """Returns the plan in two micro-batches if it is faster, fits and is possible, else the plan."""
+        options = plan.options | {"microbatches": 2}
+        in_order = options | {"objective": "serial"}
+        with suppress(PlanError, PinError, LayoutError), self.stages.timed("microbatches"):
+            halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, in_order, self.stages))
+            limit = plan.options["memory"]
+            fits = limit is None or halves.cost.memory["total"] <= limit
+            return halves if fits and halves.cost.seconds < (1 - GAIN) * plan.cost.seconds else plan
+        return plan
 
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""

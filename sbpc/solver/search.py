@@ -14,7 +14,7 @@ import numpy as np
 
 from sbpc.solver.bounder import Bounder, is_wide
 from sbpc.solver.fold import fold
-from sbpc.solver.highs import cheapest
+from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import big_m
 from sbpc.solver.problem import Problem, Proof, SearchStep, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
@@ -120,7 +120,9 @@ def near_program(
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
     near = nearest(reduced_costs[0], each)
-    labels = cheapest(problem, around(problem, [plan], near, *first), scale, NEAR_ENOUGH).labels
+    subset = around(problem, [plan], near, *first)
+    some = around(problem, [plan], support(subset, relax(problem, subset, scale).parts))  # of these the best plan is mostly made
+    labels = cheapest(problem, some, scale, NEAR_ENOUGH).labels
     return labels and surroundings.tidy(labels, total(problem, labels))
 
 

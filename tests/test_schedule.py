@@ -1,0 +1,178 @@
+"""Schedules: any legal one computes the same, the chosen one is no slower and keeps to its bytes, and files keep starts and waits."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, Node
+
+import sbpc
+from sbpc import Mesh, Plan
+from sbpc.errors import PlanError, SbpcError, VerifyError
+from sbpc.passes.schedule.list_schedule import list_schedule
+from sbpc.passes.schedule.schedule import SLACK, ordered, schedule
+from sbpc.plans.memory import Life
+from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, makespan, sends, timeline, works
+from tests import models
+from tests.bench.ablation import SLOW
+from tests.compare import compare, eager
+from tests.random_plans import random_plan
+
+NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"tied": True}, "resnet": {}}
+MESHES = [Mesh(x=2), Mesh(x=3), Mesh(x=2, y=2), Mesh(x=2, y=3)]
+
+
+def random_order(boxed: GraphModule, mesh: Mesh, seed: int) -> list[tuple[Node, bool]]:
+    """A random order of the calls that works, with waits at random places between a collective and its first reader."""
+    draw = random.Random(seed)
+    calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
+    known = set(calls)
+    missing = {node: sum(used in known for used in node.all_input_nodes) for node in calls}
+    ready = [(node, False) for node in calls if not missing[node]]
+    order = []
+    while ready:
+        node, waits = ready.pop(draw.randrange(len(ready)))
+        order.append((node, waits))
+        if sends(node, mesh) and not waits:
+            ready.append((node, True))
+            continue
+        for user in node.users:
+            if user in known:
+                missing[user] -= 1
+                ready += [(user, False)] if not missing[user] else []
+    return order
+
+
+def with_order(plan: Plan, order: list[tuple[Node, bool]]) -> Plan:
+    """The plan, its boxed graph in another order."""
+    result = replace(plan, programs={})
+    vars(result)["boxed"] = ordered(plan.unscheduled, order)
+    return result
+
+
+def check_random_schedules(net: str, mesh: Mesh, seeds: range) -> None:
+    """Random schedules of random legal plans compute what one device computes, and send what the plan says."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = getattr(models, net)(**NETS[net])
+    outputs, gradients = eager(model, args)
+    solved = sbpc.plan(model, args, mesh)
+    for seed in seeds:
+        plan = random_plan(solved, seed)
+        scheduled = with_order(plan, random_order(plan.unscheduled, mesh, seed))
+        scheduled.verify()
+        assert compare(scheduled, model, args, outputs, gradients) <= 1e-10
+        assert scheduled.cost.bytes_sent == pytest.approx(plan.cost.bytes_sent)
+        assert scheduled.cost.seconds <= scheduled.cost.compute_seconds + scheduled.cost.comm_seconds + 1e-12
+
+
+@pytest.mark.parametrize("net, mesh", [("mlp", MESHES[3]), ("gpt2", MESHES[1]), ("resnet", MESHES[2])], ids=repr)
+def test_random_legal_schedules_compute_the_same(net: str, mesh: Mesh) -> None:
+    check_random_schedules(net, mesh, range(1))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("mesh", MESHES, ids=repr)
+@pytest.mark.parametrize("net", NETS)
+def test_many_random_legal_schedules_compute_the_same(net: str, mesh: Mesh) -> None:
+    check_random_schedules(net, mesh, range(100, 142))  # 504 in all
+
+
+def gpt_on_slow_links(**options: Any) -> tuple[Plan, Any, Any]:
+    model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2)
+    return sbpc.plan(model, args, Mesh(d=2, t=2, cluster=SLOW), **options), model, args
+
+
+def test_the_schedule_hides_communication_and_its_seconds_are_those_of_its_timeline() -> None:
+    plan, model, args = gpt_on_slow_links(microbatches=1)
+    cost, events = plan.cost, plan.timeline()
+    assert cost.seconds == pytest.approx(makespan(events)) and max(event.end for event in events) == makespan(events)
+    serial = makespan(timeline(plan.unscheduled, plan.mesh))
+    assert serial == pytest.approx(cost.compute_seconds + cost.comm_seconds) and cost.seconds < 0.97 * serial
+    assert cost.exposed_seconds == pytest.approx(cost.seconds - cost.compute_seconds)
+    busy = busy_seconds(events)
+    assert busy[COMPUTE] == pytest.approx(cost.compute_seconds)
+    assert sum(busy.values()) - busy[COMPUTE] == pytest.approx(cost.comm_seconds)
+    for stream in STREAMS:  # one thing at a time on every stream
+        spans = sorted((event.start, event.end) for event in events if event.stream == stream)
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in zip(spans, spans[1:]))
+    assert cost.lower_bound <= cost.seconds and 0 <= cost.serial_gap <= cost.gap < 1
+
+
+def test_a_plan_is_no_slower_than_the_serial_one_scheduled_and_serial_plans_do_not_overlap() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    serial, *_ = gpt_on_slow_links(objective="serial")
+    assert serial.cost.seconds == serial.cost.compute_seconds + serial.cost.comm_seconds
+    assert not any("awaits" in node.meta for node in serial.boxed.graph.nodes)
+    scheduled = replace(serial, options=plan.options)
+    assert plan.cost.seconds <= scheduled.cost.seconds * (1 + 1e-2)
+    assert plan.cost.lower_bound <= scheduled.cost.seconds
+
+
+def test_peak_bytes_of_a_schedule_are_those_counted() -> None:
+    plan, model, args = gpt_on_slow_links(microbatches=1, optimizer="sgd")
+    counted = sbpc.simulate(plan, model, args).peak_memory
+    assert plan.life.peak == pytest.approx(counted, rel=0.05)
+
+
+def test_a_byte_budget_is_kept_and_one_that_no_schedule_meets_leaves_the_order() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    boxed, mesh = plan.unscheduled, plan.mesh
+    least = Life.of(boxed, mesh).peak
+    assert Life.of(schedule(boxed, mesh), mesh).peak <= SLACK * least
+    assert Life.of(schedule(boxed, mesh, 1.001 * least), mesh).peak <= 1.001 * least
+    as_it_is = schedule(boxed, mesh, 10.0)
+    assert makespan(timeline(as_it_is, mesh)) == pytest.approx(makespan(timeline(boxed, mesh)))
+    assert "no schedule takes at most 10 bytes" in as_it_is.meta["remarks"][-1]
+    assert not any("no schedule" in remark for remark in boxed.meta["remarks"])
+
+
+def test_a_narrow_window_runs_no_call_far_ahead() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    calls = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"]
+    number = {node: at for at, node in enumerate(calls)}
+    for window in (0, 8):
+        order = [number[node] for node, waits in list_schedule(calls, works(plan.unscheduled, plan.mesh), window) if not waits]
+        left = set(order)
+        for at in order:
+            assert at <= min(left) + window
+            left.remove(at)
+        assert not left
+
+
+def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    plan.save_trace(tmp_path / "trace.json")
+    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [record for record in records if record["ph"] == "X"]
+    assert len(spans) == len(plan.timeline()) and {record["cat"] for record in spans} == {"forward", "backward"}
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(1e6 * plan.cost.seconds)
+    with pytest.raises(SbpcError):
+        plan.save_trace(3)  # type: ignore[arg-type]
+
+
+def test_a_wait_that_is_missing_or_read_past_is_found() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    node = next(node for node in plan.boxed.graph.nodes if "awaits" in node.meta and node.users)
+    reader = next(iter(node.users))
+    reader.replace_input_with(node, node.all_input_nodes[0])
+    with pytest.raises(VerifyError, match="something else reads it before"):
+        plan.verify()
+
+
+def test_a_file_whose_starts_and_waits_do_not_match_is_refused(tmp_path: Path) -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    plan.export(tmp_path / "step.sbpc")
+    sbpc.load_programs(tmp_path / "step.sbpc")
+    program = plan.local
+    first = next(node for node in program.graph.nodes if "wait_tensor" in str(node.target) and node.users)
+    next(iter(first.users)).replace_input_with(first, first.all_input_nodes[0])
+    plan.export(tmp_path / "broken.sbpc")
+    with pytest.raises(PlanError, match="is not read by one wait alone"):
+        sbpc.load_programs(tmp_path / "broken.sbpc")
