@@ -25,6 +25,7 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.explain import explain
 from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
@@ -38,7 +39,7 @@ from sbpc.plans.symbolic_sizes import declare
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
-REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text)
+REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text, explain)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),

@@ -12,7 +12,7 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.passes.assign.layout_problem import LayoutProblem
 from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.solver import Bounder, Proof, certify, checked_bound, solve, total
+from sbpc.solver import Bounder, Problem, Proof, certify, checked_bound, solve, total
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of
 
@@ -55,6 +55,10 @@ class Space(LayoutProblem):
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """Returns the seconds of an assignment of this space, and the bound that the multipliers give."""
         return self.seconds(assignment), checked_bound(self.problem, proof)
+
+    def priced(self) -> tuple[Space, Problem, float]:
+        """Returns this space and its problem, in which bytes cost nothing."""
+        return self, self.problem, 0.0
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they give a better one."""

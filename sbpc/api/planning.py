@@ -33,6 +33,7 @@ from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 OBJECTIVES = ("seconds", "bytes")
+ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
 
 
 def plan(
@@ -151,6 +152,10 @@ class Task:
         inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
     ) -> Plan:  # fmt: skip
         """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
+        asked_for = {
+            "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
+            "inputs": inputs, "outputs": outputs, "baseline": baseline,
+        }  # fmt: skip
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
@@ -164,9 +169,11 @@ class Task:
         try:
             asked = wishes(self.gm, mesh, requests)
             experts = None if baseline else partial(expert_alternatives, self.gm, mesh, asked.nodes)
-            return finish(self.gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+            made = finish(self.gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
         except PinError as error:
             raise conflicting_pins(self.gm, mesh, requests) from error
+        made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+        return made
 
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
@@ -264,7 +271,19 @@ def load(path: str | Path) -> Plan:
         assignment = Assignment(choices, aliases, tuple(outputs))
         plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
         check_loaded(plan)
+        plan.again = partial(again, plan)
     return plan
+
+
+def again(plan: Plan, **other: Any) -> Plan:
+    """Plans the graph of a loaded plan again. Inputs and outputs keep their layouts. other: options of `Task.plan`."""
+    options = plan.options
+    about = {name: options.get(name) for name in ABOUT}
+    asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
+    given, left = plan.given, plan.left
+    asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
+    asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
+    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
 
 
 def check_loaded(plan: Plan) -> None:

@@ -48,6 +48,7 @@ class Rewriter:
     save: Callable[[Plan, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
+    explain: Callable[[Plan, str], Any]
 
 
 class Prover(Protocol):
@@ -59,6 +60,10 @@ class Prover(Protocol):
 
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """Returns what an assignment costs, and the bound that the multipliers give."""
+
+    def priced(self) -> tuple[Any, Any, float]:
+        """Returns the space, its problem in which labels pay for their bytes, and the seconds that a plan within the limit so pays
+        at most."""
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the best bound."""
@@ -89,7 +94,8 @@ class Plan:
     mesh: the mesh that it is for. graph: the annotated fx GraphModule at global shapes, forward and backward; `tangent_0`, ...
     in it are the gradients of the outputs, which come in from outside. options: what `sbpc.plan` was asked (pins, optimizer,
     ...). times: CPU seconds by pass; "capture" is the torch call alone. lower_bound: what no plan of this step on this mesh,
-    with these pins, can cost less, in seconds or in bytes as `objective` says.
+    with these pins, can cost less, in seconds or in bytes as `objective` says. again: plans the captured step again on this mesh,
+    with other options where they are given.
 
     Three graphs show the stages: `graph` has a layout for every value, `boxed` also the collectives between layouts, `local` is
     the program of rank 0 at local shapes. `sbpc show` prints or draws each.
@@ -104,6 +110,7 @@ class Plan:
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
     prover: Prover | None = field(default=None, repr=False)
+    again: Callable[..., Plan] = field(default=lambda **_: no_model(), repr=False)
 
     @property
     def ports(self) -> Ports:
@@ -170,10 +177,19 @@ class Plan:
             raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
         return self.layouts[name]
 
+    def explain(self, name: str) -> Any:
+        """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
+
+        Its alternatives are the best whole plans in which it is laid out otherwise. name: as for `layout`. Raises PlanError for a name
+        that is neither, and for a plan under a memory limit that was read from a file.
+        """
+        return self.rewriter.explain(self, name)
+
     @functools.cached_property
     def boxed(self) -> GraphModule:
         """The graph at global shapes with a boxing node wherever layouts disagree."""
-        return self.rewriter.box(self.graph, self.assignment, self.mesh)
+        with uncollected():
+            return self.rewriter.box(self.graph, self.assignment, self.mesh)
 
     @property
     def local(self) -> GraphModule:
@@ -225,7 +241,8 @@ class Plan:
     @functools.cached_property
     def life(self) -> Life:
         """What is alive at every moment of a step."""
-        return Life.of(self.boxed, self.mesh)
+        with uncollected():
+            return Life.of(self.boxed, self.mesh)
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
@@ -251,8 +268,9 @@ class Plan:
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self, seconds)
         if better is not None:
+            kept = {"again": self.again}
             vars(self).clear()
-            vars(self).update(vars(better))
+            vars(self).update(vars(better) | kept)
         self.lower_bound = max(self.lower_bound, bound)
         vars(self).pop("cost", None)
         return self.cost.gap
@@ -310,3 +328,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def no_model() -> Plan:
+    """Raises the error of a plan that cannot be planned again."""
+    raise PlanError("this plan does not hold the step that it plans\n  Plan the model anew with sbpc.plan.")

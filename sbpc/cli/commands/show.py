@@ -7,8 +7,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from sbpc.api.planning import load
-from sbpc.cli.options import add_file, add_planning, is_plan, plan_of, register, without_planning
+from sbpc.cli.options import add_file, add_planning, plan_at
 from sbpc.cli.output import check_file, print_json, quiet, write
 from sbpc.errors import SbpcError
 from sbpc.inspect.graph_rows import graph_rows
@@ -40,12 +39,7 @@ def run(options: argparse.Namespace) -> int:
             f"--rank {options.rank} is of no use with --stage {options.stage}\n  Add --stage local, or remove it."
         )
     with quiet(options):
-        if is_plan(options.target):
-            without_planning(options, options.target, "dtype")
-            register(options)
-            plan = load(options.target)
-        else:
-            plan, _ = plan_of(options, options.target)
+        plan = plan_at(options, options.target)
         gm = graph_at(plan, options)
         if options.svg:
             draw(plan, gm, options)

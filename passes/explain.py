@@ -1,0 +1,127 @@
+"""Explains the layout of one value: solves the problem of a plan again with the value laid out otherwise."""
+
+from __future__ import annotations
+
+import fnmatch
+from functools import partial
+
+from sbpc.errors import PlanError
+from sbpc.graph.no_gc import uncollected
+from sbpc.graph.operands import value_of
+from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
+from sbpc.inspect.explain import Alternative, Explanation
+from sbpc.mesh.layout import Layout
+from sbpc.passes.annotate import duplicate
+from sbpc.passes.assign.alternatives import Neighbourhood, Otherwise, alternatives
+from sbpc.passes.assign.differences import computing, only_in
+from sbpc.passes.assign.space import Space
+from sbpc.plans.plan import Plan, Prover
+from sbpc.solver import checked_bound, total
+
+EXACT = "solved again with each layout pinned and all else free: exact"
+NEAR = (
+    "solved again with each layout pinned and what is near it free, as far as anything changes; `at least` is what\n"
+    "          the multipliers of the bound prove for every plan with the layout"
+)
+OUTSIDE = {  # by kind of a port
+    INPUT: "it comes in from outside: `inputs=` of sbpc.plan says in which layout",
+    TANGENT: "it comes in from outside: `outputs=` of sbpc.plan says in which layout",
+    BUFFER: "buffers are whole on every rank",
+}
+
+
+@uncollected()
+def explain(plan: Plan, name: str) -> Explanation:
+    """Returns why a parameter or a value has its layout. Raises PlanError for a name that is neither."""
+    layout = plan.layout(name)
+    prover = solved(plan)
+    space, problem, allowed = prover.priced()
+    at, index = variable(plan, space, name)
+    hood = Neighbourhood(problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), at)
+    seconds = total(space.problem, hood.labels)
+    known = alternatives(space, hood, index, allowed)
+    rows = tuple(alternative(plan, space, hood, each, seconds) for each in known if each.labels is not None)
+    beyond = tuple((each.layout, each.at_least) for each in known if each.labels is None)
+    how = EXACT if all(row.exact for row in rows) and not beyond else NEAR
+    if not rows:
+        how = "there is no other layout that it may have"
+    return Explanation(name, layout, seconds, rows, beyond, decided(plan, name, layout), how, plan)
+
+
+def alternative(plan: Plan, space: Space, hood: Neighbourhood, each: Otherwise, seconds: float) -> Alternative:
+    """Returns an alternative with what it pays otherwise. seconds: what the plan takes."""
+    assert each.labels is not None
+    changed, numbers = hood.touched(each.labels)
+    return Alternative(
+        each.layout, seconds + each.difference, each.difference, each.at_least, each.exact,
+        only_in(space, numbers, each.labels, hood.labels), only_in(space, numbers, hood.labels, each.labels),
+        computing(space, changed, each.labels, hood.labels), partial(whole, plan, space, each),
+    )  # fmt: skip
+
+
+def solved(plan: Plan) -> Prover:
+    """Returns the problem that a plan solves; of a plan from a file, the problem of the graph in it, solved anew."""
+    if plan.prover is None:
+        if plan.options.get("memory") is not None:
+            raise PlanError(
+                "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
+                "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
+            )
+        plan.prover = plan.again().prover
+    return plan.problem
+
+
+def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
+    """Returns the number of the variable that makes a value, and which of its outputs the value is."""
+    nodes = {node.name: node for node in space.gm.graph.nodes}
+    first = plan.ports.tied.get(name, name)
+    nodes |= {port.name: node for port, node in placeholders(space.gm).items() if port.kind != INPUT}
+    producer, index = value_of(nodes[first])
+    return space.named[producer.name], index
+
+
+def whole(plan: Plan, space: Space, each: Otherwise, graph: bool) -> Plan:
+    """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
+    assert each.labels is not None
+    gm, options = duplicate(plan.graph) if graph else plan.graph, dict(plan.options)
+    least = max(plan.cost.paid + each.at_least, plan.lower_bound)
+    made = Plan(plan.mesh, gm, space.assignment(each.labels), plan.rewriter, least, options)
+    for node in gm.graph.nodes if graph else ():
+        if node.name in made.layouts:
+            node.meta["sbp"] = made.layouts[node.name]
+    return made
+
+
+def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
+    """Returns what pins, limits and options have to do with a layout, found by planning without each of them."""
+    options, lines = plan.options, []
+    if (kind := kind_of(plan, name)) in OUTSIDE:
+        lines.append(OUTSIDE[kind])
+    if options.get("spread"):
+        lines.append("spread=True stores inputs, parameters and outputs exactly once")
+    if options.get("baseline"):
+        lines.append(f"the scheme {options['baseline']!r} is followed")
+    for pattern, text in options.get("pin", {}).items():
+        named = [known for known in (name, plan.ports.tied.get(name, name)) if fnmatch.fnmatchcase(known, pattern)]
+        others = {other: pin for other, pin in options["pin"].items() if other != pattern}
+        without = effect(plan, layout, name, plan.again(pin=others))
+        lines.append(f"pin {pattern!r}: {text!r} {'names it' if named else 'names others'}; without the pin {without}")
+    if options.get("memory") is not None:
+        lines.append(f"limit memory={options['memory']:g}; without the limit {effect(plan, layout, name, plan.again(memory=None))}")
+    return tuple(lines or ["no pin and no limit has to do with it"])
+
+
+def kind_of(plan: Plan, name: str) -> str:
+    """Returns the kind of the port of a value, "" where it has none."""
+    first = plan.ports.tied.get(name, name)
+    for port, node in placeholders(plan.graph).items():
+        if first in (node.name, port.name if port.kind in (PARAMETER, BUFFER) else node.name):
+            return port.kind
+    return ""
+
+
+def effect(plan: Plan, layout: Layout, name: str, other: Plan) -> str:
+    """Returns how a value is laid out in another plan, and what that takes."""
+    found = other.layouts.get(name)
+    where = "it stays so" if found == layout else f"it is {found}"
+    return f"{where}, a step takes {other.cost.seconds:.4g} s instead of {plan.cost.seconds:.4g} s"
