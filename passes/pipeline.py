@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.errors import LayoutError, PinError
+from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_text
 from sbpc.mesh.layout import Layout
@@ -39,7 +40,7 @@ from sbpc.plans.symbolic_sizes import declare
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
-REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text, explain)
+REWRITER = Rewriter(box, localize, verify, plan_file.save, rank_programs.save, plan_text, explain, diff)
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),

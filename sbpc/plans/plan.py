@@ -49,6 +49,7 @@ class Rewriter:
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
     explain: Callable[[Plan, str], Any]
+    diff: Callable[[Plan, Plan], Any]
 
 
 class Prover(Protocol):
@@ -184,6 +185,14 @@ class Plan:
         that is neither, and for a plan under a memory limit that was read from a file.
         """
         return self.rewriter.explain(self, name)
+
+    def diff(self, other: Plan) -> Any:
+        """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
+
+        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. Raises PlanError for a
+        plan of another model.
+        """
+        return self.rewriter.diff(self, other)
 
     @functools.cached_property
     def boxed(self) -> GraphModule:
