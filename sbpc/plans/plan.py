@@ -21,6 +21,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals
+from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.rules.choices import Choice
 from sbpc.solver import Proof
 
@@ -257,6 +258,10 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Bytes on the busiest rank by what they are for, "total" at the peak; see `Cost`."""
         return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+
+    def memory_curve(self) -> MemoryCurve:
+        """Returns the bytes alive at every moment of a step, by what they are for, and what holds most at the peak."""
+        return memory_curve(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
 
     @functools.cached_property
     def cost(self) -> Cost:
