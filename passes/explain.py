@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from functools import partial
 
 from sbpc.errors import PlanError
@@ -12,11 +13,11 @@ from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
 from sbpc.inspect.explain import Alternative, Explanation
 from sbpc.mesh.layout import Layout
 from sbpc.passes.annotate import duplicate
-from sbpc.passes.assign.alternatives import Neighbourhood, Otherwise, alternatives
+from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
 from sbpc.passes.assign.differences import computing, only_in
 from sbpc.passes.assign.space import Space
 from sbpc.plans.plan import Plan, Prover
-from sbpc.solver import checked_bound, total
+from sbpc.solver import checked_bound
 
 EXACT = "solved again with each layout pinned and all else free: exact"
 NEAR = (
@@ -33,33 +34,45 @@ OUTSIDE = {  # by kind of a port
 @uncollected()
 def explain(plan: Plan, name: str) -> Explanation:
     """Returns why a parameter or a value has its layout. Raises PlanError for a name that is neither."""
-    layout = plan.layout(name)
-    prover = solved(plan)
-    space, problem, allowed = prover.priced()
-    at, index = variable(plan, space, name)
-    hood = Neighbourhood(problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), at)
-    seconds = total(space.problem, hood.labels)
-    known = alternatives(space, hood, index, allowed)
-    rows = tuple(alternative(plan, space, hood, each, seconds) for each in known if each.labels is not None)
+    layout, solved = plan.layout(name), solved_by(plan, prover_of(plan))
+    known = alternatives(solved, *variable(plan, solved.space, name))
+    rows = tuple(alternative(plan, solved, each) for each in known if each.labels is not None)
     beyond = tuple((each.layout, each.at_least) for each in known if each.labels is None)
     how = EXACT if all(row.exact for row in rows) and not beyond else NEAR
     if not rows:
         how = "there is no other layout that it may have"
-    return Explanation(name, layout, seconds, rows, beyond, decided(plan, name, layout), how, plan)
+    return Explanation(name, layout, solved.seconds, rows, beyond, decided(plan, name, layout), how, plan)
 
 
-def alternative(plan: Plan, space: Space, hood: Neighbourhood, each: Otherwise, seconds: float) -> Alternative:
-    """Returns an alternative with what it pays otherwise. seconds: what the plan takes."""
+@uncollected()
+def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
+    """Returns alternatives of several parameters, at most so many of each; none of a plan from a file."""
+    if plan.prover is None:
+        return {}
+    solved = solved_by(plan, plan.prover)
+    found = {name: alternatives(solved, *variable(plan, solved.space, name), most) for name in names}
+    return {name: tuple(alternative(plan, solved, each) for each in known if each.labels) for name, known in found.items()}
+
+
+def solved_by(plan: Plan, prover: Prover) -> Solved:
+    """Returns the solved problem of a plan."""
+    space, problem, allowed = prover.priced()
+    return Solved(space, problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), allowed)
+
+
+def alternative(plan: Plan, solved: Solved, each: Otherwise) -> Alternative:
+    """Returns an alternative with what it pays otherwise."""
     assert each.labels is not None
-    changed, numbers = hood.touched(each.labels)
+    space, labels = solved.space, solved.labels
+    changed, numbers = solved.touched(each.labels)
     return Alternative(
-        each.layout, seconds + each.difference, each.difference, each.at_least, each.exact,
-        only_in(space, numbers, each.labels, hood.labels), only_in(space, numbers, hood.labels, each.labels),
-        computing(space, changed, each.labels, hood.labels), partial(whole, plan, space, each),
+        each.layout, solved.seconds + each.difference, each.difference, each.at_least, each.exact,
+        only_in(space, numbers, each.labels, labels), only_in(space, numbers, labels, each.labels),
+        computing(space, changed, each.labels, labels), partial(whole, plan, space, each),
     )  # fmt: skip
 
 
-def solved(plan: Plan) -> Prover:
+def prover_of(plan: Plan) -> Prover:
     """Returns the problem that a plan solves; of a plan from a file, the problem of the graph in it, solved anew."""
     if plan.prover is None:
         if plan.options.get("memory") is not None:

@@ -19,7 +19,7 @@ from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
 from sbpc.solver import Problem, Proof, Value, Variable, total
 from sbpc.solver.highs import cheapest
-from sbpc.solver.problem import star_seconds
+from sbpc.solver.problem import SLACK, star_seconds
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, everything, nearest
 
@@ -47,14 +47,21 @@ class Otherwise:
 
 
 @dataclass(eq=False)
-class Neighbourhood:
-    """A solved problem around one variable. bound: of all plans, by the multipliers of `proof`. labels: the plan."""
+class Solved:
+    """A solved problem. bound: of all plans, by the multipliers of `proof`. labels: the plan. allowed: seconds that a plan within the
+    limits pays at most for its bytes, where the problem has prices for them."""
 
+    space: Space
     problem: Problem
     proof: Proof
     bound: float
     labels: Sequence[int]
-    at: int
+    allowed: float = 0.0
+
+    @cached_property
+    def seconds(self) -> float:
+        """What the plan takes, bytes for nothing."""
+        return total(self.space.problem, self.labels)
 
     @cached_property
     def touching(self) -> list[list[int]]:
@@ -76,7 +83,8 @@ class Neighbourhood:
         costs = [problem.variables[at].costs for at in changed]
         own = (float(each[labels[at]] - each[self.labels[at]]) for at, each in zip(changed, costs))
         values = [problem.values[number] for number in numbers]
-        return math.fsum([*own, *(star_seconds(value, labels) - star_seconds(value, self.labels) for value in values)])
+        found = math.fsum([*own, *(star_seconds(value, labels) - star_seconds(value, self.labels) for value in values)])
+        return found if abs(found) > SLACK * self.seconds else 0.0
 
     def reduced_costs(self, at: int) -> np.ndarray:
         """Returns, by label of a variable, how far above the bound all plans with it are, by the multipliers."""
@@ -88,15 +96,15 @@ class Neighbourhood:
                 costs = costs if given is None else costs + given
         return costs - costs.min()
 
-    def within(self, reach: int) -> dict[int, int]:
-        """Returns the variables at most so many values away, each with its distance, nearest first."""
-        distance, queue = {self.at: 0}, [self.at]
-        for at in queue:
-            for number in self.touching[at] if distance[at] < reach else ():
+    def within(self, at: int, reach: int) -> dict[int, int]:
+        """Returns the variables at most so many values away from one, each with its distance, nearest first."""
+        distance, queue = {at: 0}, [at]
+        for near in queue:
+            for number in self.touching[near] if distance[near] < reach else ():
                 value = self.problem.values[number]
                 for other in (value.producer, *(reader for reader, _ in value.consumers)):
                     if other not in distance and len(distance) < MANY:
-                        distance[other] = distance[at] + 1
+                        distance[other] = distance[near] + 1
                         queue.append(other)
         return distance
 
@@ -112,19 +120,19 @@ class Neighbourhood:
         ]
         return members, Problem([self.problem.variables[at] for at in members], moved)
 
-    def solve(self, pinned: np.ndarray) -> tuple[list[int] | None, bool]:
-        """Returns the best labels found with the variable on one of the `pinned` labels, and whether none are better."""
+    def solve(self, at: int, pinned: np.ndarray) -> tuple[list[int] | None, bool]:
+        """Returns the best labels found with a variable on one of the `pinned` labels, and whether none are better."""
         subset = everything(self.problem) if len(self.problem.variables) <= MANY else None
         if subset is not None and columns_of(self.problem, subset) <= SMALL:
-            subset.labels[self.at] = pinned
-            variables = [self.staying(at) for at in range(len(self.problem.variables))]
+            subset.labels[at] = pinned
+            variables = [self.staying(each) for each in range(len(self.problem.variables))]
             answer = cheapest(Problem(variables, self.problem.values), subset, self.scale)
             return answer.labels, answer.proved
         labels: list[int] | None = None
         for reach in range(REACH, FARTHEST + 1, REACH):
-            distance = self.within(reach)
+            distance = self.within(at, reach)
             labels = self.solve_near(list(distance), pinned)
-            edge = [at for at, steps in distance.items() if steps == reach and labels and labels[at] != self.labels[at]]
+            edge = [each for each, steps in distance.items() if steps == reach and labels and labels[each] != self.labels[each]]
             if labels is not None and not edge:
                 break
         return labels, False
@@ -135,7 +143,7 @@ class Neighbourhood:
         near = nearest([self.reduced_costs(at) for at in free], NEAR)
         labels = [np.union1d(each, [self.labels[at]]).astype(np.intp) for at, each in zip(free, near)]
         labels += [np.array([self.labels[at]], dtype=np.intp) for at in members[len(free) :]]
-        labels[members.index(self.at)] = pinned
+        labels[0] = pinned
         part.variables[: len(free)] = [self.staying(at) for at in free]
         answer = cheapest(part, around(part, [], labels), self.scale)
         if answer.labels is None:
@@ -158,21 +166,20 @@ class Neighbourhood:
         return total(self.problem, self.labels) or 1.0
 
 
-def alternatives(space: Space, hood: Neighbourhood, index: int, allowed: float) -> list[Otherwise]:
-    """Returns what is known of every other layout of output `index` of the variable that `hood` is around, the best first.
+def alternatives(solved: Solved, at: int, index: int, most: int = SOLVED) -> list[Otherwise]:
+    """Returns what is known of every other layout of output `index` of a variable, the best first.
 
-    allowed: seconds that a plan within the limits pays at most for its bytes, where the problem of `hood` has prices for them.
+    most: layouts that are solved again.
     """
-    codes = space.tables[hood.at].outs[index]
-    reduced = hood.reduced_costs(hood.at)
-    least = hood.bound - allowed - total(space.problem, hood.labels)
-    groups = [np.flatnonzero(codes == code) for code in np.unique(codes) if code != codes[hood.labels[hood.at]]]
+    space, codes, reduced = solved.space, solved.space.tables[at].outs[index], solved.reduced_costs(at)
+    least = solved.bound - solved.allowed - solved.seconds
+    groups = [np.flatnonzero(codes == code) for code in np.unique(codes) if code != codes[solved.labels[at]]]
     groups.sort(key=lambda labels: float(reduced[labels].min()))
     known = []
     for number, pinned in enumerate(groups):
-        labels, exact = hood.solve(pinned) if number < SOLVED else (None, False)
-        difference = math.inf if labels is None else hood.difference(space.problem, labels)
-        exact, at_least = exact and not allowed, min(least + float(reduced[pinned].min()), difference)
+        labels, exact = solved.solve(at, pinned) if number < most else (None, False)
+        difference = math.inf if labels is None else solved.difference(space.problem, labels)
+        exact, at_least = exact and not solved.allowed, min(least + float(reduced[pinned].min()), difference)
         layout = decode(int(codes[pinned[0]]), space.mesh.axes)
         known.append(Otherwise(layout, labels, difference, difference if exact else at_least, exact))
     return sorted(known, key=lambda each: (float(f"{each.difference:.6g}"), each.at_least))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,8 +49,10 @@ class Rewriter:
     save: Callable[[Plan, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
+    html: Callable[[Plan], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Plan, Plan], Any]
+    page: Callable[[Plan, Mapping[str, Sequence[float]] | None], str]
 
 
 class Prover(Protocol):
@@ -324,6 +326,18 @@ class Plan:
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
+    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory, graph, alternatives.
+
+        losses: by name of a run, the loss of every step, drawn side by side. Raises PlanError if it cannot be written.
+        """
+        check_kinds(PlanError, path=(path, "a path"))
+        text = self.rewriter.page(self, losses)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error
+
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
 
@@ -339,6 +353,9 @@ class Plan:
 
     def __str__(self) -> str:
         return self.rewriter.text(self)
+
+    def _repr_html_(self) -> str:
+        return self.rewriter.html(self)
 
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"

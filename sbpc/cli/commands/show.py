@@ -29,11 +29,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stage", choices=STAGES, default="boxed", help="which graph (default: boxed)")
     parser.add_argument("--rank", type=int, default=0, help="whose program, for --stage local (default: 0)")
     add_file(parser, "--svg", help="draw it into this file instead of printing it")
+    add_file(parser, "--html", help="write one page about the whole plan into this file instead, which loads nothing")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs `sbpc show`."""
     check_file(options.svg)
+    check_file(options.html)
     if options.rank and options.stage != "local":
         raise SbpcError(
             f"--rank {options.rank} is of no use with --stage {options.stage}\n  Add --stage local, or remove it."
@@ -43,11 +45,13 @@ def run(options: argparse.Namespace) -> int:
         gm = graph_at(plan, options)
         if options.svg:
             draw(plan, gm, options)
+        if options.html:
+            plan.save_page(options.html)
     if options.json:
         rows = [row.as_json() for row in graph_rows(gm, plan.mesh)]
-        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), "values": rows, "svg": options.svg})
-    elif options.svg:
-        print(f"written   {options.svg}")
+        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), "values": rows, "svg": options.svg, "html": options.html})
+    elif options.svg or options.html:
+        print(f"written   {', '.join(file for file in (options.svg, options.html) if file)}")
     else:
         print(graph_text(gm, plan.mesh), end="")
     return 0
