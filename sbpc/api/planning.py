@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +13,13 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from sbpc._compat import left_out_of
+from sbpc._compat import left_out_of, trace_artifact
 from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
+from sbpc.inspect.graph_text import graph_text
+from sbpc.inspect.report import plan_json
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
@@ -173,6 +176,9 @@ class Task:
         except PinError as error:
             raise conflicting_pins(self.gm, mesh, requests) from error
         made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+        trace_artifact("plan", "string", lambda: str(made))
+        trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
+        trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
         return made
 
     def again(self) -> Task:

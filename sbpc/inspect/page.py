@@ -92,7 +92,7 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
         ("a step", quantity(cost.seconds, "s"), overlap, parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
         ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
-        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {'sends' if unit == 'B' else 'takes'} less", proof),
+        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {'sends' if unit == 'B' else 'takes'} less than the bound", proof),
         ("flops of a rank", quantity(cost.flops, ""), f"{share:.1f} % of one device's; 1/{mesh.ranks} is {100 / mesh.ranks:.1f} %", []),
     ]  # fmt: skip
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
