@@ -184,15 +184,16 @@ EVENTS = [
 
 
 def test_a_timeline_marks_what_is_exposed() -> None:
-    drawn = timeline(EVENTS)
+    drawn = timeline(EVENTS, {"mm": 7})
     assert drawn["lanes"] == ["compute", "links inside a node", "links across nodes"]
     assert drawn["whole"] == "10 s" and drawn["exposed_seconds"] == "2 s"
     assert drawn["exposed"] == [(400.0, 200.0)] and drawn["rows"] == [("blocks.*", "forward", "2.5 s", 100.0)]
     assert [(bar["x"], bar["end"], bar["y"]) for bar in drawn["bars"]] == [
         (0.0, 400.0, 6.0), (600.0, 1000.0, 6.0), (300.0, 700.0, 40.0), (500.0, 550.0, 74.0)
     ]  # fmt: skip
+    assert [bar["row"] for bar in drawn["bars"]] == [7, None, None, None]
     many = [Event("compute", at * 1e-3, (at + 1) * 1e-3, "k") for at in range(100_000)]
-    assert len(timeline(many)["bars"]) < 1000
+    assert len(timeline(many, {})["bars"]) < 1000
 
 
 def test_spans_are_joined_and_cut() -> None:
@@ -241,22 +242,30 @@ setTimeout(() => {
   done.push(document.getElementById("panel").hidden);
   document.querySelector("[data-for=memchart] [data-zoom=in]").click();
   done.push(document.getElementById("memchart").getAttribute("viewBox"));
+  document.querySelector("[data-for=memchart] [data-zoom=all]").click();
+  const chart = document.getElementById("memchart"), frame = chart.getBoundingClientRect();
+  chart.dispatchEvent(new MouseEvent("click", { clientX: frame.left + frame.width * peak / 1000, clientY: frame.top + 50 }));
+  done.push(document.querySelector("#panel h3").textContent);
   document.body.replaceChildren(Object.assign(document.createElement("pre"), { textContent: "DONE" + JSON.stringify(done) + "END" }));
 }, 300);
 """
 
 
-def test_in_a_browser_search_filters_and_clicks_work_without_errors(page: str, tmp_path) -> None:
+def test_in_a_browser_search_filters_and_clicks_work_without_errors(plan: sbpc.Plan, page: str, tmp_path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no Chromium on the path")
-    (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{SCRIPT}</script></body>"))
+    peak = max(data_of(page)["moments"], key=lambda moment: moment[1])
+    script = f"const peak = {peak[0]}; {SCRIPT}"
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
     ran = subprocess.run([*command, "--dump-dom", f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in ran.stderr, ran.stderr
-    found, wires, title, sources, readers, opened, before, after, box = json.loads(
+    found, wires, title, sources, readers, opened, before, after, box, at_peak = json.loads(
         ran.stdout.partition("DONE")[2].partition("END")[0].replace("&gt;", ">").replace("&amp;", "&")
     )
     assert "blocks.0.up.weight" in found and all("up" in name or "linear" in name for name in found)
     assert wires == ["v boxing"] * len(wires) and len(wires) > 0 and title == "box_blocks_0_up_weight" and (sources, readers) == (1, 2)
     assert opened and not before and after and box == "250 0 500 220"
+    curve = plan.memory_curve()
+    assert at_peak == peak[2] == curve.calls[curve.peak]

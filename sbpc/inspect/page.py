@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 from markupsafe import Markup
 from sympy.printing.mathml import mathml
 from torch.fx import Node
@@ -43,14 +44,14 @@ def page_html(
     folded = fold(rows)
     curve = memory(plan.memory_curve(), mesh.cluster.memory)
     homes = {str(layout): chips_of(layout) for layout in plan.parameters.values()}
-    places = {row.name: folded.shown[row.at] for row in rows}
+    places = {node.name: folded.shown[at] for at, node in enumerate(plan.boxed.graph.nodes)}
     for moment in curve["moments"]:
         moment.append(places.get(moment[2]))
     page = {
         "model": clean(str(plan.options.get("model", "model"))), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
         "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline_of(plan), "formulas": formulas(plan),
+        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline_of(plan, places), "formulas": formulas(plan),
         "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
         "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
         "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,
@@ -157,10 +158,10 @@ def module_of(node: Node) -> str:
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
 
 
-def timeline_of(plan: Plan) -> dict[str, Any] | None:
-    """Returns the timeline of a plan that can tell it."""
+def timeline_of(plan: Plan, rows: Mapping[str, int]) -> dict[str, Any] | None:
+    """Returns the timeline of a plan that can tell it. rows: by name of a value, the number of the row that stands for it."""
     tell = getattr(plan, "timeline", None)
-    return None if tell is None else timeline(tell())
+    return None if tell is None else timeline(tell(), rows)
 
 
 def links(plan: Plan) -> list[tuple[str, str, str]]:
@@ -181,7 +182,7 @@ def formulas(plan: Plan) -> list[dict[str, Any]]:
     found.sort(key=lambda item: -item[0])
     return [
         {"count": count, "collective": t.step.collective, "axis": plan.mesh.key(t.step.axes), "sent": quantity(whole / count, "B"),
-         "shape": str(list(t.shape)), "math": Markup(mathml(plan.cost.wire_expr(t)[1], printer="presentation"))}
+         "shape": str(list(t.shape)), "math": Markup(mathml(sympy.factor(plan.cost.wire_expr(t)[1]), printer="presentation"))}
         for whole, count, t in found[:FORMULAS]
     ]  # fmt: skip
 

@@ -34,8 +34,11 @@ class Event(Protocol):
     phase: str
 
 
-def timeline(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the lanes of a timeline with their bars, the spans in which only links are busy, and these by module and phase."""
+def timeline(events: Sequence[Event], rows: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the lanes of a timeline with their bars, the spans in which only links are busy, and these by module and phase.
+
+    rows: by name of an event, the number of its row in the graph.
+    """
     whole = max((event.end for event in events), default=0.0) or 1.0
     lanes = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
     computing = union([(event.start, event.end) for event in events if event.stream == STREAMS[0]])
@@ -44,7 +47,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     scale = WIDE / whole
     return {
         "width": WIDE, "height": LANE * (len(lanes) + 1), "bar": BAR, "lane": LANE, "whole": quantity(whole, "s"), "lanes": lanes,
-        "bars": [bar for number, lane in enumerate(lanes) for bar in bars(events, lane, LANE * number + 6, scale)],
+        "bars": [bar for number, lane in enumerate(lanes) for bar in bars(events, lane, LANE * number + 6, scale, rows)], "seconds": whole,
         "exposed": [(start * scale, (end - start) * scale) for start, end in exposed],
         "exposed_seconds": quantity(length(exposed), "s"),
         "ticks": [(WIDE * part / 10, quantity(whole * part / 10, "s")) for part in range(11)],
@@ -52,7 +55,7 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bars(events: Sequence[Event], lane: str, y: float, scale: float) -> list[dict[str, Any]]:
+def bars(events: Sequence[Event], lane: str, y: float, scale: float, rows: Mapping[str, int]) -> list[dict[str, Any]]:
     """Returns the bars of a stream; neighbours of one phase that hardly can be told apart are one."""
     drawn: list[dict[str, Any]] = []
     for event in sorted((event for event in events if event.stream == lane), key=lambda event: event.start):
@@ -62,7 +65,7 @@ def bars(events: Sequence[Event], lane: str, y: float, scale: float) -> list[dic
             last["end"], last["many"] = max(end, last["end"]), last["many"] + 1
         else:
             about = f"{clean(event.name)}  {clean(event.module)}  {event.kind}, {quantity(event.end - event.start, 's')}"
-            drawn.append({"x": x, "end": end, "y": y, "phase": event.phase, "title": about, "many": 1})
+            drawn.append({"x": x, "end": end, "y": y, "phase": event.phase, "title": about, "many": 1, "row": rows.get(event.name)})
     return drawn
 
 
