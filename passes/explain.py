@@ -9,16 +9,18 @@ from functools import partial
 from sbpc.errors import PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
+from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.inspect.explain import Alternative, Explanation
 from sbpc.mesh.layout import Layout
 from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
 from sbpc.passes.assign.differences import computing, only_in
 from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.plans.plan import Plan, Prover
 from sbpc.solver import checked_bound
 
+TRIED = 4  # pins without which the step is planned again, those that name the value first
 EXACT = "solved again with each layout pinned and all else free: exact"
 NEAR = (
     "solved again with each layout pinned and what is near it free, as far as anything changes; `at least` is what\n"
@@ -46,10 +48,10 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 @uncollected()
 def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
-    """Returns alternatives of several parameters, at most so many of each; none of a plan from a file."""
-    if plan.prover is None:
+    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file."""
+    if plan.prover is None and plan.options.get("memory") is not None:
         return {}
-    solved = solved_by(plan, plan.prover)
+    solved = solved_by(plan, prover_of(plan))
     found = {name: alternatives(solved, *variable(plan, solved.space, name), most) for name in names}
     return {name: tuple(alternative(plan, solved, each) for each in known if each.labels) for name, known in found.items()}
 
@@ -68,20 +70,27 @@ def alternative(plan: Plan, solved: Solved, each: Otherwise) -> Alternative:
     return Alternative(
         each.layout, solved.seconds + each.difference, each.difference, each.at_least, each.exact,
         only_in(space, numbers, each.labels, labels), only_in(space, numbers, labels, each.labels),
-        computing(space, changed, each.labels, labels), partial(whole, plan, space, each),
+        computing(space, changed, each.labels, labels), partial(whole, plan, solved, each),
     )  # fmt: skip
 
 
 def prover_of(plan: Plan) -> Prover:
-    """Returns the problem that a plan solves; of a plan from a file, the problem of the graph in it, solved anew."""
-    if plan.prover is None:
-        if plan.options.get("memory") is not None:
-            raise PlanError(
-                "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
-                "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
-            )
-        plan.prover = plan.again().prover
-    return plan.problem
+    """Returns the problem that a plan solves; of a plan from a file, that of the graph in it, with multipliers of messages alone."""
+    if plan.prover is not None:
+        return plan.prover
+    if plan.options.get("memory") is not None:
+        raise PlanError(
+            "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
+            "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
+        )
+    if plan.objective == "bytes":
+        return plan.again().problem
+    options, given = plan.options, plan.given.items()
+    inputs = [layout for port, layout in given if port.kind == INPUT]
+    outputs = [layout for port, layout in plan.left.items() if port.kind == OUTPUT]
+    requests = Requests(options.get("pin") or {}, inputs, outputs, bool(options.get("spread")), options.get("baseline"))
+    asked = wishes(plan.graph, plan.mesh, requests)
+    return Space(plan.graph, plan.mesh, asked.nodes, asked.outputs)
 
 
 def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
@@ -93,12 +102,13 @@ def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
     return space.named[producer.name], index
 
 
-def whole(plan: Plan, space: Space, each: Otherwise, graph: bool) -> Plan:
+@uncollected()
+def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
     assert each.labels is not None
     gm, options = duplicate(plan.graph) if graph else plan.graph, dict(plan.options)
     least = max(plan.cost.paid + each.at_least, plan.lower_bound)
-    made = Plan(plan.mesh, gm, space.assignment(each.labels), plan.rewriter, least, options)
+    made = Plan(plan.mesh, gm, solved.assignment(plan.assignment, each.labels), plan.rewriter, least, options)
     for node in gm.graph.nodes if graph else ():
         if node.name in made.layouts:
             node.meta["sbp"] = made.layouts[node.name]
@@ -114,11 +124,15 @@ def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
         lines.append("spread=True stores inputs, parameters and outputs exactly once")
     if options.get("baseline"):
         lines.append(f"the scheme {options['baseline']!r} is followed")
-    for pattern, text in options.get("pin", {}).items():
-        named = [known for known in (name, plan.ports.tied.get(name, name)) if fnmatch.fnmatchcase(known, pattern)]
+    names = {name, plan.ports.tied.get(name, name)}
+    pins = sorted(options.get("pin", {}).items(), key=lambda pin: not fnmatch.filter(names, pin[0]))
+    for pattern, text in pins[:TRIED]:
+        named = fnmatch.filter(names, pattern)
         others = {other: pin for other, pin in options["pin"].items() if other != pattern}
         without = effect(plan, layout, name, plan.again(pin=others))
         lines.append(f"pin {pattern!r}: {text!r} {'names it' if named else 'names others'}; without the pin {without}")
+    if len(pins) > TRIED:
+        lines.append(f"{len(pins) - TRIED} more pins, which name others, were not tried")
     if options.get("memory") is not None:
         lines.append(f"limit memory={options['memory']:g}; without the limit {effect(plan, layout, name, plan.again(memory=None))}")
     return tuple(lines or ["no pin and no limit has to do with it"])

@@ -121,7 +121,18 @@ def test_values_and_inputs_can_be_explained(small: sbpc.Plan) -> None:
 
 def test_a_plan_from_a_file_explains_itself_alike(layers: sbpc.Plan, tmp_path) -> None:
     layers.save(tmp_path / "plan.sbpc")
-    assert str(sbpc.load(tmp_path / "plan.sbpc").explain("blocks.1.up.weight")) == str(layers.explain("blocks.1.up.weight"))
+    found, known = (plan.explain("blocks.1.up.weight") for plan in (sbpc.load(tmp_path / "plan.sbpc"), layers))
+    assert [each.layout for each in found.alternatives] == [each.layout for each in known.alternatives]
+    assert [each.seconds for each in found.alternatives] == pytest.approx([each.seconds for each in known.alternatives])
+    assert found.alternatives[0].cost.memory == known.alternatives[0].cost.memory and found.layout == known.layout
+
+
+def test_a_pinned_plan_from_a_file_names_its_pins(tmp_path) -> None:
+    pins = {f"*{name}.0.{kind}": "B" for name in ("ups", "downs") for kind in ("weight", "bias")} | {"gelu": "B"}
+    sbpc.plan(*mlp(), Mesh(p=4), pin=pins).save(tmp_path / "plan.sbpc")
+    decided = sbpc.load(tmp_path / "plan.sbpc").explain("downs.0.bias").decided
+    assert decided[0].startswith("pin '*downs.0.bias': 'B' names it; without the pin ")
+    assert len(decided) == 5 and decided[4] == "1 more pins, which name others, were not tried"
 
 
 def test_what_cannot_be_explained_is_refused(small: sbpc.Plan, tmp_path) -> None:

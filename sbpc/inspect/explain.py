@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
 from sbpc.plans.cost import Cost
@@ -83,6 +84,7 @@ class Explanation:
     plan: Plan = field(repr=False, compare=False)
 
     @property
+    @uncollected()
     def report(self) -> Report:
         """The explanation as tables and lines."""
         unit = "B" if self.plan.objective == "bytes" else "s"
