@@ -88,7 +88,8 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     proof = [("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)), ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap)]
     part = 100 * total / device
-    of_device = f"{part:.{0 if part >= 10 else 2}f} % of a device's {quantity(device, 'B')}" if device < 1e15 else ""
+    rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
+    of_device = f"{rounded} % of a device's {quantity(device, 'B')}" if device < 1e15 else ""
     figures = [
         ("a step", quantity(cost.seconds, "s"), overlap, parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
