@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from sbpc.errors import PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
-from sbpc.inspect.explain import Alternative, Explanation
+from sbpc.inspect.explain import CLOSE, Alternative, Explanation
 from sbpc.mesh.layout import Layout
 from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
@@ -56,8 +58,9 @@ def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, 
     return {name: tuple(alternative(plan, solved, each) for each in known if each.labels) for name, known in found.items()}
 
 
-def solved_by(plan: Plan, prover: Prover) -> Solved:
-    """Returns the solved problem of a plan."""
+def solved_by(plan: Plan, prover: Any) -> Solved:
+    """Returns the solved problem of a plan; where streams overlap, that of a step in which nothing does."""
+    prover = getattr(prover, "serial", prover)
     space, problem, allowed = prover.priced()
     return Solved(space, problem, prover.proof, checked_bound(problem, prover.proof), space.labels(plan.assignment), allowed)
 
@@ -107,7 +110,8 @@ def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
     assert each.labels is not None
     gm, options = duplicate(plan.graph) if graph else plan.graph, dict(plan.options)
-    least = max(plan.cost.paid + each.at_least, plan.lower_bound)
+    same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
+    least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
     made = Plan(plan.mesh, gm, solved.assignment(plan.assignment, each.labels), plan.rewriter, least, options)
     for node in gm.graph.nodes if graph else ():
         if node.name in made.layouts:

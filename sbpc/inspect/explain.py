@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Plan
 
 FULL = 2  # alternatives whose whole plans are counted in the text
+CLOSE = 1e-6  # seconds that differ by a smaller fraction are those of the same step
 SHOWN = 8  # collectives of an alternative in the text
 
 
@@ -36,7 +38,8 @@ class Moved:
 class Alternative:
     """The best whole plan found in which a value has another layout; it unpacks as layout, seconds, difference.
 
-    seconds: of its step (bytes, where the plan was made for few bytes). difference: to the plan. at_least: the difference that the
+    seconds: of its step, one thing after the other (bytes, where the plan was made for few bytes). difference: to the plan.
+    at_least: the difference that the
     multipliers of the bound prove for every plan with this layout. exact: whether no plan with this layout is faster. appear, gone:
     collectives that only it has, and that only the plan has. computing: by module, seconds more than in the plan.
     """
@@ -69,7 +72,8 @@ class Alternative:
 class Explanation:
     """Why a parameter or a value has its layout; `print` tells it.
 
-    seconds: of a step of the plan (bytes, where it was made for few bytes). alternatives: whole plans with other layouts, best
+    seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives: whole plans
+    with other layouts, best
     first. beyond: layouts that were not solved again, with the least difference that the multipliers prove. decided: what pins,
     limits and options have to do with it. how: how the alternatives were found.
     """
@@ -103,6 +107,9 @@ class Explanation:
         if self.alternatives:
             runner = self.alternatives[0]
             above = [f"it saves {quantity(runner.difference, unit)} a step against {runner.layout}, the best of the other layouts"]
+        if not math.isclose(self.seconds, self.plan.cost.paid, rel_tol=CLOSE):
+            taken = [quantity(cost.paid, unit) for cost in (self.plan.cost, *(each.cost for each in self.alternatives[:FULL]))]
+            above.append(f"seconds are one after the other; where streams overlap, a step takes, from the top, {', '.join(taken)}")
         return Report(title, above, tables, [*beyond, *decided, f"how       {self.how}"])
 
     def row(self, each: Alternative, unit: str, full: bool) -> list[str]:

@@ -55,6 +55,7 @@ def page_html(
         "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
         "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
         "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,
+        "overlaps": cost.exposed_seconds < cost.comm_seconds,
         "links": list(links(plan)), "seconds": quantity(cost.seconds, "s"),
     }  # fmt: skip
     return template("page.html.j2").render(page)

@@ -65,10 +65,6 @@ class Prover(Protocol):
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """Returns what an assignment costs, and the bound that the multipliers give."""
 
-    def priced(self) -> tuple[Any, Any, float]:
-        """Returns the space, its problem in which labels pay for their bytes, and the seconds that a plan within the limit so pays
-        at most."""
-
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns a better plan, if one is found in about `limit` CPU seconds, and a bound; `proof` is that of the best bound."""
 
