@@ -9,6 +9,7 @@ import torch
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api.planning import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from tests.models import gpt2, mlp
@@ -49,7 +50,8 @@ blocks.*.up  forward  all_gather over tensor  -  4 x, 73.7 kB  +73.7 kB
 
 def plan(mesh: Mesh | None = None, **options: object) -> sbpc.Plan:
     torch.manual_seed(0)
-    return sbpc.plan(*gpt2(layers=4), mesh or Mesh(data=2, tensor=2, cluster="h100"), **options)  # type: ignore[arg-type]
+    serial = "serial" if "serial" in OBJECTIVES else "seconds"  # one thing after the other
+    return sbpc.plan(*gpt2(layers=4), mesh or Mesh(data=2, tensor=2, cluster="h100"), objective=serial, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -83,5 +83,8 @@ def test_the_plan_is_an_artifact_of_torchs_structured_trace(tmp_path: Any) -> No
     assert json.loads(artifacts["plan_figures"])["mesh"] == {"p": 2}
 
 
-def test_without_a_trace_nothing_is_made_for_it() -> None:
-    assert "boxed" not in vars(sbpc.plan(*mlp(), Mesh(p=2)))
+def test_without_a_trace_nothing_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    for name in ("graph_text", "plan_json"):
+        monkeypatch.setattr(f"sbpc.api.planning.{name}", lambda *given: made.append(given))
+    assert sbpc.plan(*mlp(), Mesh(p=2)).parameters and not made

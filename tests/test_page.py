@@ -15,6 +15,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api.planning import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from sbpc.inspect.graph_rows import graph_rows
@@ -28,7 +29,9 @@ from tests.models import gpt2, mlp
 @pytest.fixture(scope="module")
 def plan() -> sbpc.Plan:
     torch.manual_seed(0)
-    return sbpc.plan(*gpt2(layers=4), Mesh(data=2, tensor=2, cluster="h100"), pin={"*.up.weight": "S(0)@tensor"})
+    serial = "serial" if "serial" in OBJECTIVES else "seconds"  # one thing after the other
+    mesh, pin = Mesh(data=2, tensor=2, cluster="h100"), {"*.up.weight": "S(0)@tensor"}
+    return sbpc.plan(*gpt2(layers=4), mesh, pin=pin, objective=serial)
 
 
 @pytest.fixture(scope="module")

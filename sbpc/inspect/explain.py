@@ -39,9 +39,9 @@ class Alternative:
     """The best whole plan found in which a value has another layout; it unpacks as layout, seconds, difference.
 
     seconds: of its step, one thing after the other (bytes, where the plan was made for few bytes). difference: to the plan.
-    at_least: the difference that the
-    multipliers of the bound prove for every plan with this layout. exact: whether no plan with this layout is faster. appear, gone:
-    collectives that only it has, and that only the plan has. computing: by module, seconds more than in the plan.
+    at_least: the difference that the multipliers of the bound prove for every plan with this layout. exact: whether no plan with this
+    layout is faster. appear, gone: collectives that only it has, and that only the plan has. computing: by module, seconds more than
+    in the plan.
     """
 
     layout: Layout
@@ -73,9 +73,8 @@ class Explanation:
     """Why a parameter or a value has its layout; `print` tells it.
 
     seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives: whole plans
-    with other layouts, best
-    first. beyond: layouts that were not solved again, with the least difference that the multipliers prove. decided: what pins,
-    limits and options have to do with it. how: how the alternatives were found.
+    with other layouts, best first. beyond: layouts that were not solved again, with the least difference that the multipliers prove.
+    decided: what pins, limits and options have to do with it. how: how the alternatives were found.
     """
 
     name: str

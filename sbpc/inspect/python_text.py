@@ -49,8 +49,9 @@ def python_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
                 lines.append(f"    # {printable(heading)}")
             place = heading or place
             lines.append(f"    {node.name} = {call(node)}  # {described(node)}" + (f"  {note(node, mesh)}" if "step" in node.meta else ""))
-    boxes = any("step" in node.meta for node in gm.graph.nodes)
-    imports = "from sbpc.passes.box import boxing\n" if boxes else ""
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function" and value_of(node)[0] is node]
+    own = dict.fromkeys((f.__module__, f.__name__) for f in targets if callable(f) and not isinstance(f, OpOverload))
+    imports = "".join(f"from {module} import {name}\n" for module, name in own)
     return HEADER.format(title=printable(title)) + imports + "\n".join(lines) + "\n"
 
 

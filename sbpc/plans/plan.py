@@ -178,19 +178,15 @@ class Plan:
         return self.layouts[name]
 
     def explain(self, name: str) -> Any:
-        """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
+        """Returns why a parameter or a value has its layout, and the best whole plans in which it has another one.
 
-        Its alternatives are the best whole plans in which it is laid out otherwise. name: as for `layout`. Raises PlanError for a name
-        that is neither, and for a plan under a memory limit that was read from a file.
+        It is an `sbpc.inspect.explain.Explanation`, which `print` tells. Raises PlanError for a name that is neither, and for a plan
+        under a memory limit that was read from a file.
         """
         return self.rewriter.explain(self, name)
 
     def diff(self, other: Plan) -> Any:
-        """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
-
-        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. Raises PlanError for a
-        plan of another model.
-        """
+        """Returns what another plan of the model has otherwise: an `sbpc.inspect.diff.Diff`, true if anything, which `print` tells."""
         return self.rewriter.diff(self, other)
 
     @functools.cached_property
@@ -323,9 +319,9 @@ class Plan:
         self.rewriter.save(self, Path(path))
 
     def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory, graph, alternatives.
+        """Writes one HTML page about the plan, which loads nothing. losses: by name of a run, the loss of every step.
 
-        losses: by name of a run, the loss of every step, drawn side by side. Raises PlanError if it cannot be written.
+        Raises PlanError if it cannot be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
         text = self.rewriter.page(self, losses)
