@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -14,8 +14,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.errors import LayoutError, PinError
+from sbpc.graph.no_gc import uncollected
+from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
-from sbpc.inspect.report import plan_text
+from sbpc.inspect.model_map import model_map
+from sbpc.inspect.page import page_html
+from sbpc.inspect.report import plan_html, plan_text
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
@@ -25,6 +29,7 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
@@ -41,7 +46,7 @@ log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
 SOME_WEIGHTS, MANY_WEIGHTS = 1, 3  # of streams that are tried besides equal ones: in spaces of more than FEW labels, and in others
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
-REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text)
+ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
     ("normalize", normalize, verify_captured),
     ("decompose", decompose, verify_captured),
@@ -108,7 +113,7 @@ def finish(
 
     def solve(where: Mesh) -> tuple[Space, Assignment, float]:
         space = Space(gm, where, wishes, outputs)
-        return space, *space.solve()
+        return space, *space.solve(exact=where is solved_on)
 
     def made(assignment: Assignment) -> Plan:
         return make_plan(gm, mesh, assignment, 0.0, in_order, stages)
@@ -129,7 +134,7 @@ def finish(
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
         if overlaps:
             streams = len(streams_of(mesh))
-            prover = Overlap(plan.problem, 1 / streams, plan.lower_bound / streams)
+            prover = Overlap(plan.problem, plan.problem, 1 / streams, plan.lower_bound / streams)
             plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
     elif overlaps:
         with stages.timed("schedule"):
@@ -194,3 +199,13 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
         intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0,
     )  # fmt: skip
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
+
+
+@uncollected()
+def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None) -> str:
+    """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
+    names = [row.name for row in model_map(plan) if row.home is not None]
+    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses)
+
+
+REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text, plan_html, explain, diff, page)

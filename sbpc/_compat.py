@@ -225,6 +225,17 @@ def outside_dynamo() -> contextlib.AbstractContextManager[Any]:
     return tracing(None)
 
 
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Writes an artifact into torch's structured trace (TORCH_TRACE), which tlparse shows; the payload is made only if there is one.
+
+    Without a trace torch has a handler that has no folder, and makes payloads until it is first used.
+    """
+    from torch._logging._internal import trace_log, trace_structured_artifact
+
+    if any(getattr(handler, "root_dir", None) for handler in trace_log.handlers):
+        trace_structured_artifact(name, encoding, payload)
+
+
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Returns whether an op has a kernel for devices of this type."""
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), torch._C._dispatch_key_for_device(device))

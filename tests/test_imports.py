@@ -99,7 +99,7 @@ def test_a_room_has_few_files_and_says_what_it_is_for() -> None:
 
 def test_passes_share_only_the_pipeline_and_verify() -> None:
     """A pass is a file or a room of `passes`; the pipeline calls them, `verify` checks them, and none imports another."""
-    below = {"memory": {"assign"}}  # a limit is met by solving the layout problem again
+    below = {"memory": {"assign"}, "explain": {"assign", "annotate"}}  # the layout problem is solved again: for a limit, to explain
     wrong = []
     for name, path in files():
         if not name.startswith("passes.") or name == "passes.pipeline":

@@ -12,7 +12,6 @@ from torch import nn
 
 import sbpc
 from sbpc.inspect.graph_rows import Fold, fold, graph_rows
-from sbpc.inspect.page import curves, largest_difference, picture_html
 from sbpc.inspect.picture import graph_svg, sources
 from tests.models import gpt2, mlp
 
@@ -128,36 +127,13 @@ class Nasty(nn.Module):
 
 def test_names_are_escaped(small):
     plan = sbpc.plan(Nasty(), (torch.randn(4, 8),), sbpc.Mesh(data=2))
-    svg, page = graph_svg(plan.boxed, plan.mesh, "<b>&\x07"), picture_html(plan, {"<i>": [1.0]})
+    svg = graph_svg(plan.boxed, plan.mesh, "<b>&\x07")
     assert any("</title><script>" in (title.text or "") for title in elements(svg, "title"))
-    assert "\x00" not in svg + page and "\x07" not in svg
-    assert "<script>" not in page and "<i>" not in page and "&lt;i&gt;" in page
+    assert "\x00" not in svg and "\x07" not in svg
 
 
-def test_pictures_and_pages_load_nothing_and_know_dark_mode(small):
-    page = picture_html(small, {"one": [3.0, 2.0], "many": [3.0, 2.00001]})
-    for text in (graph_svg(small.boxed, small.mesh), page):
-        assert "prefers-color-scheme: dark" in text
-        assert not re.search(r"(src|href)=|@import|url\(", text)
-        assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
-
-
-def test_a_page_holds_the_tables_the_graph_and_the_largest_difference(small):
-    page = picture_html(small, {"one": [4.0, 2.0], "many": [4.0, 2.002]})
-    assert "ups.0.weight" in page and "reduce_scatter" in page and '<svg xmlns="http://www.w3.org/2000/svg"' in page
-    assert "any step: 1.00e-03" in page
-    assert "losses" not in picture_html(small)
-
-
-def test_differences_of_losses_that_are_no_numbers_are_infinite():
-    assert largest_difference([[2.0, 1.0], [2.0, 1.1]]) == pytest.approx(0.1)
-    assert largest_difference([[2.0], [float("nan")]]) == float("inf")
-    assert largest_difference([[2.0, 1.0], [2.0]]) == float("inf")
-
-
-def test_curves_stay_in_their_frame_and_leave_gaps_where_there_is_no_number():
-    drawn = curves({"a": [3.0, float("nan"), 1.0, 2.0], "flat": [2.0]})
-    path = drawn["runs"][0]["path"]
-    assert path.count("M") == 2 and path.count("L") == 1
-    for x, y in re.findall(r"([\d.]+) ([\d.]+)", path):
-        assert 0 <= float(x) <= drawn["width"] and 0 <= float(y) <= drawn["height"]
+def test_pictures_load_nothing_and_know_dark_mode(small):
+    text = graph_svg(small.boxed, small.mesh)
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"(src|href)=|@import|url\(", text)
+    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -90,7 +91,7 @@ def gpt_on_slow_links(**options: Any) -> tuple[Plan, Any, Any]:
 
 
 def test_the_schedule_hides_communication_and_its_seconds_are_those_of_its_timeline() -> None:
-    plan, model, args = gpt_on_slow_links(microbatches=1)
+    plan, *_ = gpt_on_slow_links(microbatches=1)
     cost, events = plan.cost, plan.timeline()
     assert cost.seconds == pytest.approx(makespan(events)) and max(event.end for event in events) == makespan(events)
     serial = makespan(timeline(plan.unscheduled, plan.mesh))
@@ -101,7 +102,7 @@ def test_the_schedule_hides_communication_and_its_seconds_are_those_of_its_timel
     assert sum(busy.values()) - busy[COMPUTE] == pytest.approx(cost.comm_seconds)
     for stream in STREAMS:  # one thing at a time on every stream
         spans = sorted((event.start, event.end) for event in events if event.stream == stream)
-        assert all(end <= start + 1e-12 for (_, end), (start, _) in zip(spans, spans[1:]))
+        assert all(end <= start + 1e-12 for (_, end), (start, _) in itertools.pairwise(spans))
     assert cost.lower_bound <= cost.seconds and 0 <= cost.serial_gap <= cost.gap < 1
 
 

@@ -191,7 +191,13 @@ class LayoutProblem:
     def labels(self, assignment: Assignment) -> list[int]:
         """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
         choices = ((assignment.choices.get(node.name), table) for node, table in zip(self.nodes, self.tables))
-        named = [None if choice is None else table.label(choice) for choice, table in choices]
+        known: dict[tuple[int, int], int | None] = {}  # equal nodes share tables, and mostly their choices
+        named = []
+        for choice, table in choices:
+            key = id(choice), id(table)
+            if key not in known:
+                known[key] = None if choice is None else table.label(choice)
+            named.append(known[key])
         labels = [0 if label is None else label for label in named]
         for at, layout in zip(self.ports, assignment.outputs):
             if at is not None and at >= len(self.nodes):

@@ -13,7 +13,7 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.passes.assign.layout_problem import LayoutProblem
 from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.solver import Bounder, Proof, certify, checked_bound, solve, total
+from sbpc.solver import Bounder, Problem, Proof, certify, checked_bound, solve, total
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of
 
@@ -27,13 +27,13 @@ class Space(LayoutProblem):
 
     multipliers: Proof | None = None  # of what was solved last; None: it needed none
 
-    def solve(self, starts: Sequence[Assignment] = ()) -> tuple[Assignment, float]:
+    def solve(self, starts: Sequence[Assignment] = (), exact: bool = True) -> tuple[Assignment, float]:
         """Returns the cheapest assignment that was found, and a bound in seconds.
 
-        starts: assignments than which it is not to be slower. Raises LayoutError if no assignment has finite cost.
+        starts: assignments than which it is not to be slower. exact: whether small problems are searched to the end. Raises LayoutError if no assignment has finite cost.
         """
         known = [self.labels(start) for start in starts]
-        solution = solve(self.problem, known, self.classes(), self.classes(1))
+        solution = solve(self.problem, known, self.classes(), self.classes(1), exact)
         labels = min([solution.labels, *known], key=lambda each: total(self.problem, each))
         seconds = total(self.problem, labels)
         if not np.isfinite(seconds):
@@ -56,6 +56,10 @@ class Space(LayoutProblem):
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """Returns the seconds of an assignment of this space, and the bound that the multipliers give."""
         return self.seconds(assignment), checked_bound(self.problem, proof)
+
+    def priced(self) -> tuple[Space, Problem, float]:
+        """Returns this space and its problem, in which bytes cost nothing."""
+        return self, self.problem, 0.0
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns no other plan, and a bound found in about `limit` CPU seconds; its multipliers are kept if they give a better one."""

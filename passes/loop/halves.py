@@ -29,7 +29,7 @@ def in_halves(plan: Plan, asked: Wishes, options: dict[str, Any], made: Callable
     space = Space(gm, mesh, both(asked.nodes, same_layouts(plan, gm), mesh), asked.outputs)
     halves = made(gm, space.solve()[0])
     if isinstance(prover, Overlap):
-        prover = replace(prover, whole=plan.assignment)
+        prover = replace(prover, whole=plan)
     return overlapped(halves, options, prover, plan.lower_bound, plan.serial_bound)
 
 

@@ -35,7 +35,7 @@ from sbpc.passes.memory.live_bytes import (
 )
 from sbpc.plans.memory import POSITION
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.solver import Bounder, Limit, Proof, certify, priced, total
+from sbpc.solver import Bounder, Limit, Problem, Proof, certify, priced, total
 from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import ROUGH, cheapest, relax, support
@@ -315,6 +315,10 @@ class MemorySearch:
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""
         return self.bound.check(self.space, assignment, proof)
+
+    def priced(self) -> tuple[LimitedSpace, Problem, float]:
+        """Returns the space, its problem at the prices of the bound, and what a plan under the limit pays at most."""
+        return self.space, self.bound.problem(self.space), math.fsum(self.bound.prices)
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Looks for a better plan, then for a better bound, for about `limit` CPU seconds in all; returns both."""

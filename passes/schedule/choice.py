@@ -27,14 +27,15 @@ EQUAL = 1e-2  # fraction of the seconds by which two plans may differ and count 
 class Overlap:
     """Proves bounds of steps in which streams overlap. Takes the place of the prover of a layout problem in a plan.
 
-    best: of the layout problem whose bound, times `share`, is the best for the step. whole: the layouts of the whole batch, where the
-    plan runs it in halves.
+    serial: of the layout problem as it is. best: of the one whose bound, times `share`, is the best for the step. whole: the plan
+    of the whole batch, where it runs in halves.
     """
 
+    serial: Prover
     best: Prover
     share: float
     bound: float
-    whole: Assignment | None = None
+    whole: Plan | None = None
 
     @property
     def proof(self) -> Any:
@@ -43,7 +44,7 @@ class Overlap:
 
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """Returns the weighted busy seconds of an assignment, which its step takes at least, and the least of any assignment."""
-        paid, bound = self.best.check(self.whole or assignment, proof)
+        paid, bound = self.best.check(self.whole.assignment if self.whole else assignment, proof)
         return paid * self.share, bound * self.share
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
@@ -66,7 +67,7 @@ def choose(
     rounds: weights to be tried besides equal ones.
     """
     streams = streams_of(plan.mesh)
-    prover = Overlap(plan.problem, 1 / len(streams), plan.lower_bound / len(streams))
+    prover = Overlap(plan.problem, plan.problem, 1 / len(streams), plan.lower_bound / len(streams))
     candidates = {id(each): overlapped(each, options) for each in (plan, *map(made, others))}
     tried: set[tuple[float, ...]] = {(1 / len(streams),) * len(streams)}
     for _ in range(rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,11 +15,13 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from sbpc._compat import left_out_of
+from sbpc._compat import left_out_of, trace_artifact
 from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
+from sbpc.inspect.graph_text import graph_text
+from sbpc.inspect.report import plan_json
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
@@ -39,6 +42,7 @@ STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # wha
 GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what two micro-batches must save, and what must be exposed before they are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
 OBJECTIVES = ("seconds", "serial", "bytes")
+ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
 
 
 def plan(
@@ -163,6 +167,11 @@ class Task:
         microbatches: int | None = None,
     ) -> Plan:  # fmt: skip
         """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
+        asked_for = {
+            "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
+            "inputs": inputs, "outputs": outputs, "baseline": baseline,
+            "microbatches": microbatches,
+        }  # fmt: skip
         gm = self.gm
         if microbatches is not None and microbatches > 1:
             check_parts(gm, pin or {}, dynamic)
@@ -182,9 +191,14 @@ class Task:
             asked = wishes(gm, mesh, requests)
             experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes)
             plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
-            return self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
+            made = self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
         except PinError as error:
             raise conflicting_pins(gm, mesh, requests) from error
+        made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+        trace_artifact("plan", "string", lambda: str(made))
+        trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
+        trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
+        return made
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it is faster, fits and is possible, else the plan."""
@@ -323,7 +337,19 @@ def load(path: str | Path) -> Plan:
         plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
         plan.serial_bound = float(body.get("serial_bound", 0.0))
         check_loaded(plan)
+        plan.again = partial(again, plan)
     return plan
+
+
+def again(plan: Plan, **other: Any) -> Plan:
+    """Plans the graph of a loaded plan again. Inputs and outputs keep their layouts. other: options of `Task.plan`."""
+    options = plan.options
+    about = {name: options.get(name) for name in ABOUT}
+    asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
+    given, left = plan.given, plan.left
+    asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
+    asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
+    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
 
 
 def check_loaded(plan: Plan) -> None:

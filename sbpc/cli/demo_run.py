@@ -26,7 +26,7 @@ from sbpc.cli.output import table_of
 from sbpc.cli.target import CASTS
 from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.errors import SbpcError
-from sbpc.inspect.page import largest_difference, picture_html
+from sbpc.inspect.page_charts import largest_difference
 from sbpc.inspect.picture import graph_svg
 from sbpc.inspect.report import print_plan
 from sbpc.mesh.mesh import Mesh
@@ -140,7 +140,7 @@ def demo(folder: Path, steps: int, dtype: str, console: Console) -> dict[str, An
     files[1].write_text(graph_svg(planned.boxed, planned.mesh, f"GPT on {planned.mesh}"))
     losses, training = train_both(model, planned, files[0], steps, dtype, console)
     difference, equal = compare(losses, dtype, console)
-    files[2].write_text(picture_html(planned, losses))
+    planned.save_page(files[2], losses=losses)
     record = {"dtype": dtype, **losses, "largest_relative_difference": difference}
     files[3].write_text(json.dumps(record, indent=1) + "\n")
     seconds = time.perf_counter() - began

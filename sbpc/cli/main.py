@@ -9,16 +9,18 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from sbpc.cli.commands import convert, demo, export, plan, probe, profile, run, show, sweep
+from sbpc.cli.commands import convert, demo, diff, explain, export, plan, probe, profile, run, show, sweep
 from sbpc.cli.target import USAGE
 from sbpc.errors import SbpcError
 from sbpc.runtime.start.launch import RankError
 
-COMMANDS = (plan, show, run, export, convert, sweep, probe, profile, demo)
+COMMANDS = (plan, show, explain, diff, run, export, convert, sweep, probe, profile, demo)
 EPILOG = f"""{USAGE}
 
   sbpc plan  train.py:model --mesh data=2,tensor=2
   sbpc show  train.py:model --mesh data=2,tensor=2 --stage boxed --svg graph.svg
+  sbpc explain train.py:model up.weight --mesh data=2,tensor=2
+  sbpc diff  before.sbpc after.sbpc
   sbpc run   train.py:model --mesh data=2,tensor=2 --steps 100
   torchrun --nproc-per-node 4 -m sbpc run train.py:model --mesh data=2,tensor=2
   sbpc export train.py:model --mesh data=2,tensor=2 -o model.sbpc
@@ -28,7 +30,8 @@ EPILOG = f"""{USAGE}
   sbpc probe train.py:model -o rules.txt
   sbpc profile -o cluster.json
 
-Exit codes: 0 all is well, 2 something of yours is to be mended (the message says what), 130 interrupted.
+Exit codes: 0 all is well, 1 the plans that `diff` compares differ,
+2 something of yours is to be mended (the message says what), 130 interrupted.
 """
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sbpc.api.planning import plan
+from sbpc.api.planning import load, plan
 from sbpc.cli.progress import progress
 from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
@@ -184,3 +184,12 @@ def is_plan(text: str) -> bool:
     if text.endswith(".sbpc") and not Path(text).exists():
         raise PlanError(f"there is no file {text!r}\n  Name one that `sbpc plan -o` wrote, or a target.")
     return Path(text).is_file() and not text.endswith(".py")
+
+
+def plan_at(options: argparse.Namespace, text: str) -> Plan:
+    """Returns the plan in a file, or the plan of a target that the options ask for."""
+    if not is_plan(text):
+        return plan_of(options, text)[0]
+    without_planning(options, text, "dtype")
+    register(options)
+    return load(text)

@@ -1,106 +1,239 @@
-"""Writes a plan as one HTML page that loads nothing: its tables, the picture of its graph, the loss curves of a run."""
+"""Writes a plan as one HTML page that loads nothing: figures, the map of the model, collectives, charts, the graph."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 from markupsafe import Markup
-from rich.table import Table
+from sympy.printing.mathml import mathml
+from torch.fx import Node
 
-from sbpc.inspect.picture import clean, graph_svg, template
-from sbpc.inspect.report import collective_table, least, parameter_table, si
+from sbpc.boxing.steps import WIRE, wire
+from sbpc.graph.operands import value_of
+from sbpc.inspect.explain import Alternative
+from sbpc.inspect.graph_rows import ValueRow, graph_rows
+from sbpc.inspect.model_map import MapRow, model_map
+from sbpc.inspect.page_charts import curves, memory, timeline
+from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
+from sbpc.inspect.picture import HUES, clean, template
+from sbpc.inspect.report import collectives, numberless
+from sbpc.inspect.tables import quantity
+from sbpc.mesh.cluster import collective_seconds
+from sbpc.mesh.layout import Layout
 from sbpc.plans.plan import Plan
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 760.0, 300.0, 56.0, 34.0  # pixels, of the loss curves
-PEN = ("solid", "dashed", "dotted")
+FORMULAS = 6  # collectives whose bytes are typeset, those that send most
+WRITTEN = 160  # characters of a call that a row shows
+ABOUT = {
+    "forward": "what the model computes",
+    "backward": "gradients of all parameters",
+    "stored": "what is there before the step",
+    "output": "what the step leaves",
+}
 
 
-def picture_html(plan: Plan, losses: Mapping[str, Sequence[float]] | None = None, limit: int = 300) -> str:
-    """Returns one page about a plan. losses: by name of a run, the loss of every step. limit: see `graph_svg`."""
-    model = str(plan.options.get("model", "model"))
-    graph = graph_svg(plan.boxed, plan.mesh, f"{model} on {plan.mesh}: boxed graph", limit)
+def page_html(
+    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None
+) -> str:
+    """Returns the page of a plan. alternatives: by name of a parameter. losses: by name of a run, the loss of every step."""
+    mesh, cost = plan.mesh, plan.cost
+    rows = graph_rows(plan.boxed, mesh)
+    folded = fold(rows)
+    curve = memory(plan.memory_curve(), mesh.cluster.memory)
+    homes = {str(layout): chips_of(layout) for layout in plan.parameters.values()}
+    places = {node.name: folded.shown[at] for at, node in enumerate(plan.boxed.graph.nodes)}
+    for moment in curve["moments"]:
+        moment.append(places.get(moment[2]))
     page = {
-        "model": clean(model),
-        "mesh": str(plan.mesh),
-        "figures": figures(plan),
-        "notes": [clean(note) for note in plan.notes],
-        "ideal": plan.mesh.cluster.name == "ideal",
-        "tables": [table(parameter_table(plan)), table(collective_table(plan))],
-        "graph": Markup(graph),  # made by our template, which has escaped what it was given
-        "curves": curves(losses) if losses else None,
-    }
+        "model": clean(str(plan.options.get("model", "model"))), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
+        "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
+        "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
+        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline_of(plan, places), "formulas": formulas(plan),
+        "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
+        "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
+        "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,
+        "overlaps": cost.exposed_seconds < cost.comm_seconds,
+        "links": list(links(plan)), "seconds": quantity(cost.seconds, "s"),
+    }  # fmt: skip
     return template("page.html.j2").render(page)
 
 
-def figures(plan: Plan) -> list[tuple[str, str, str]]:
-    """Returns name, number and what it is compared with."""
-    cost = plan.cost
-    share = cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
-    parts = f"{cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
-    whole = f"{100 * share:.1f} % of one device's {si(cost.flops_one_device).strip()}"
-    sent = ", ".join(f"{axis}: {size:,.0f}" for axis, size in cost.bytes_sent.items())
-    kinds = ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items() if kind != "total")
+def asked(plan: Plan) -> list[str]:
+    """Returns what was asked of the plan, as short texts."""
+    options, cluster = plan.options, plan.mesh.cluster.name
+    texts = [f"{plan.mesh.ranks} ranks", f"cluster {cluster}", "training" if options.get("train") else "forward alone"]
+    texts += [f"{name} {options[name]}" for name in ("dtype", "optimizer", "baseline") if options.get(name)]
+    if options.get("memory") is not None:
+        texts.append(f"at most {quantity(options['memory'], 'B')} a rank")
+    texts += [f"pin {name} = {layout}" for name, layout in (options.get("pin") or {}).items()]
+    return [clean(text) for text in texts]
+
+
+def sections(plan: Plan, losses: Any) -> list[tuple[str, str]]:
+    """Returns the sections of the page, by id."""
+    titles = (["Losses"] if losses else []) + ["Model", "Collectives"] + (["Time"] if hasattr(plan, "timeline") else [])
+    return [(title.lower(), title) for title in (*titles, "Memory", "Graph", "Cost")]
+
+
+def cards(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
+    cost, mesh = plan.cost, plan.mesh
+    unit, device, total = "B" if cost.objective == "bytes" else "s", mesh.cluster.memory, cost.memory["total"]
+    hidden = cost.comm_seconds - cost.exposed_seconds
+    overlap = f"{quantity(hidden, 's')} of moving data are hidden" if hidden > 0 else ""
+    times = {"computing": cost.compute_seconds, "communicating": cost.exposed_seconds}
+    kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
+    share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
+    proof = [("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)), ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap)]
+    part = 100 * total / device
+    rounded = f"{part:.{0 if part >= 10 else 2}f}" if part >= 0.01 else "under 0.01"
+    of_device = f"{rounded} % of a device's {quantity(device, 'B')}" if device < 1e15 else ""
+    figures = [
+        ("a step", quantity(cost.seconds, "s"), overlap, parts(times, "s")),
+        ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
+        ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
+        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {'sends' if unit == 'B' else 'takes'} less than the bound", proof),
+        ("flops of a rank", quantity(cost.flops, ""), f"{share:.1f} % of one device's; 1/{mesh.ranks} is {100 / mesh.ranks:.1f} %", []),
+    ]  # fmt: skip
+    return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
+
+
+def parts(sizes: Mapping[str, float], unit: str) -> list[tuple[str, str, float]]:
+    """Returns parts of a whole: names, texts and percents. What is nothing is left out."""
+    whole = sum(sizes.values())
+    return [(name, quantity(size, unit), 100 * size / whole) for name, size in sizes.items() if size] if whole else []
+
+
+def chip_of(state: str) -> str:
+    """Returns the class of a state: a hue by dim, or that of B or P."""
+    if state.startswith("S("):
+        return f"s{int(state[2:-1]) % HUES}"
+    return "p" if state.startswith("P") else "b"
+
+
+def chips_of(layout: Layout) -> list[str]:
+    """Returns the states of a layout, then the order of its splits where that is not the order of the mesh."""
+    count = len(layout.states)
+    return [*map(str, layout.states), " ".join(str(layout).split()[count:])]
+
+
+def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
+    """Returns a row of the map as the template draws it."""
+    others = [
+        {"layout": str(each.layout), "seconds": quantity(each.seconds, "s"), "difference": quantity(each.difference, "s", sign=True),
+         "sure": "exact" if each.exact else "", "changes": [
+            (sign, f"{moved.collective} over {moved.axis}", clean(moved.module), moved.phase, quantity(moved.bytes_sent, "B"))
+            for sign, several in (("+", each.appear), ("−", each.gone)) for moved in several[:4]
+         ]}
+        for each in alternatives.get(row.name, ())
+    ]  # fmt: skip
+    home = str(row.home) if row.home is not None else ""
+    size = quantity(row.bytes, "B")
+    return vars(row) | {"label": clean(row.label), "name": clean(row.name), "home": home, "bytes": size, "others": others}
+
+
+def traffic(plan: Plan) -> list[dict[str, Any]]:
+    """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the longest."""
+    found: dict[tuple[str, str, str, str], list[float]] = {}
+    for node in plan.boxed.graph.nodes:
+        step, value = node.meta.get("step"), node.meta.get("val")
+        if step is None or step.collective not in WIRE:
+            continue
+        rounds, sent = wire(step, tuple(value.shape), value.element_size(), plan.mesh.sizes)
+        taken = float(collective_seconds(rounds, sent, *plan.mesh.link(step.axes, step.collective))) if rounds else 0.0
+        key = numberless(module_of(node)), node.meta.get("phase", "forward"), step.collective, plan.mesh.key(step.axes)
+        found[key] = [a + b for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, float(sent), taken))]
+    order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
+    most = order[0][1][2] or 1.0 if order else 1.0
     return [
-        ("seconds a step", f"{cost.seconds:.3g}", parts),
-        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {least(cost)}"),
-        ("flops a rank", si(cost.flops).strip(), whole),
-        ("bytes sent a rank", f"{sum(cost.bytes_sent.values()):,.0f}", sent),
-        ("peak memory a rank", f"{si(cost.memory['total'])}B", kinds),
-    ]
+        {"module": clean(module), "phase": phase, "collective": kind, "axis": axis, "count": int(count),
+         "sent": quantity(sent, "B"), "seconds": quantity(taken, "s"), "bytes": sent, "share": 100 * taken / most}
+        for (module, phase, kind, axis), (count, sent, taken) in order
+    ]  # fmt: skip
 
 
-def table(source: Table) -> dict[str, Any]:
-    """Returns the title, heads and rows of a table of the report."""
-    columns = [[clean(str(cell).replace("\\[", "[")) for cell in column.cells] for column in source.columns]
+def module_of(node: Node) -> str:
+    """Returns the module of a node."""
+    return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
+
+
+def timeline_of(plan: Plan, rows: Mapping[str, int]) -> dict[str, Any] | None:
+    """Returns the timeline of a plan that can tell it. rows: by name of a value, the number of the row that stands for it."""
+    tell = getattr(plan, "timeline", None)
+    return None if tell is None else timeline(tell(), rows)
+
+
+def links(plan: Plan) -> list[tuple[str, str, str]]:
+    """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
+    found = {}
+    for transfer, _ in plan.cost.transfers:
+        latency, bandwidth, _ = plan.mesh.link(transfer.step.axes, transfer.step.collective)
+        found[plan.mesh.key(transfer.step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
+    return [(axis, *figures) for axis, figures in found.items()]
+
+
+def formulas(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the collectives that send most, with the bytes of one as a typeset formula in the sizes of the axes."""
+    sizes, found = plan.mesh.sizes, []
+    for transfer, count in plan.cost.transfers:
+        _, sent = wire(transfer.step, transfer.shape, transfer.itemsize, sizes)
+        found.append((count * float(sent), count, transfer))
+    found.sort(key=lambda item: -item[0])
+    return [
+        {"count": count, "collective": t.step.collective, "axis": plan.mesh.key(t.step.axes), "sent": quantity(whole / count, "B"),
+         "shape": str(list(t.shape)), "math": Markup(mathml(sympy.factor(plan.cost.wire_expr(t)[1]), printer="presentation"))}
+        for whole, count, t in found[:FORMULAS]
+    ]  # fmt: skip
+
+
+def groups(plan: Plan, rows: Sequence[ValueRow], folded: Folded) -> list[dict[str, Any]]:
+    """Returns the groups of the graph as the template draws them."""
+    most = max((row.sent for row in rows), default=0.0) or 1.0
+    axes = plan.mesh.axes
+    drawn = []
+    for group in folded.groups:
+        values = [
+            {"at": row.at, "kind": row.kind, "name": clean(row.name), "type": row.type, "states": row.states, "order": row.order,
+             "moved": dict(row.moved), "op": clean(row.op), "rest": clean(row.rest)[:WRITTEN], "module": clean(row.module),
+             "within": clean(row.module).removeprefix(f"{clean(group.blocks[0])}.") if group.blocks[0] else clean(row.module),
+             "sent": quantity(row.sent, "B") if row.sent else "", "bar": 100 * row.sent / most,
+             "sources": " ".join(map(str, folded.sources(row))), "over": " ".join(axes[axis] for axis, _ in row.moved)}
+            for row in group.rows
+        ]  # fmt: skip
+        times = len(group.blocks)
+        names = list(dict.fromkeys(group.blocks)) if times > 1 else []
+        drawn.append({"section": group.section, "label": clean(group.label), "times": times, "blocks": names, "rows": values})
+    return drawn
+
+
+def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
+    """Returns the states that occur, with what they mean."""
+    states = {state for row in rows for state in (*row.states, *(before for _, before in row.moved))}
+    meaning = {"S": "split on dim {}", "B": "whole on every rank", "P": "a partial {} on every rank"}
+    ordered = sorted(states, key=lambda state: (state[0] != "S", state))
+    return [(state, meaning[state[0]].format(state[2:-1] or "sum")) for state in ordered]
+
+
+def page_data(plan: Plan, rows: Sequence[ValueRow], folded: Folded, curve: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the page holds as JSON: the figures of the plan, and what its script shows of a value."""
+    about = origins(plan.boxed)
+    lines = {line: at for at, line in enumerate(dict.fromkeys(line for line, _ in about))}
+    rules = {rule: at for at, rule in enumerate(dict.fromkeys(rule for _, rule in about))}
+    shown = [row for group in folded.groups for row in group.rows]
+    cost = plan.cost
     return {
-        "title": str(source.title),
-        "heads": [str(column.header) for column in source.columns],
-        "right": [column.justify == "right" for column in source.columns],
-        "rows": list(zip(*columns)),
-    }
-
-
-def curves(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Returns the geometry of the loss curves. A step without a finite loss leaves a gap."""
-    values = [loss for run in losses.values() for loss in run if math.isfinite(loss)]
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    span = (high - low) or 1.0
-    steps = max(map(len, losses.values()))
-
-    def x(step: int) -> float:
-        return LEFT + (WIDTH - LEFT - 16) * step / max(1, steps - 1)
-
-    def y(loss: float) -> float:
-        return 14 + (HEIGHT - 14 - BOTTOM) * (high - loss) / span
-
-    def path(run: Sequence[float]) -> str:
-        text, pen = "", "M"
-        for step, loss in enumerate(run):
-            text, pen = (f"{text}{pen}{x(step):.1f} {y(loss):.1f}", "L") if math.isfinite(loss) else (text, "M")
-        return text
-
-    ticks = [low + span * part / 4 for part in range(5)]
-    marks = sorted({1, *(round(steps * part / 5) for part in range(1, 6))} - {0})
-    return {
-        "width": WIDTH, "height": HEIGHT, "left": LEFT,
-        "runs": [
-            {"name": clean(name), "path": path(run), "pen": PEN[number % len(PEN)], "number": number}
-            for number, (name, run) in enumerate(losses.items())
-        ],
-        "ticks": [(y(tick), f"{tick:.3g}") for tick in ticks], "marks": [(x(mark - 1), str(mark)) for mark in marks],
-        "difference": f"{largest_difference(list(losses.values())):.2e}",
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)), "seconds": cost.seconds, "memory": cost.memory, "bytes_sent": cost.bytes_sent,
+        "parameters": {name: str(home) for name, home in plan.parameters.items()},
+        "collectives": [[axis, kind, count, sent] for (axis, kind), (count, sent) in collectives(plan).items()],
+        "rows": {row.at: [row.layout, row.note, lines[about[row.at][0]], rules[about[row.at][1]]] for row in shown},
+        "lines": list(lines), "rules": list(rules), "moments": curve["moments"],
     }  # fmt: skip
 
 
-def largest_difference(runs: Sequence[Sequence[float]]) -> float:
-    """Returns the largest relative difference between the first run and any other, over all steps; NaN counts as infinite."""
-    worst = 0.0
-    for run in runs[1:]:
-        if len(run) != len(runs[0]):
-            return math.inf
-        for first, other in zip(runs[0], run):
-            apart = abs(first - other) / max(abs(first), 1e-300)
-            worst = max(worst, apart if math.isfinite(apart) else math.inf)
-    return worst
+def embedded(data: Mapping[str, Any]) -> Markup:
+    """Returns JSON that no HTML can end."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -9,9 +9,10 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from sbpc.boxing.steps import wire
+from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Plan
 
@@ -59,6 +60,23 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"note      {escape(remark)}", highlight=False, soft_wrap=True)
 
 
+def plan_html(plan: Plan) -> str:
+    """Returns the report of a plan for a notebook."""
+    cost = plan.cost
+    tables = [titled(parameter_table(plan)), titled(collective_table(plan))]
+    parts = f"computing {quantity(cost.compute_seconds, 's')}, communicating {quantity(cost.comm_seconds, 's')}"
+    held = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items())
+    lines = [f"a step takes {quantity(cost.seconds, 's')}: {parts}; the gap to the bound is {100 * cost.gap:.2f} %", f"memory: {held}"]
+    return Report(f"{plan.options.get('model', 'model')} on {plan.mesh}", [*lines, *plan.notes], tables).html()
+
+
+def titled(source: RichTable) -> Table:
+    """Returns a table of the report as rows of texts."""
+    columns = [[str(cell).replace("\\[", "[") for cell in column.cells] for column in source.columns]
+    left = tuple(str(column.header) for column in source.columns if column.justify == "left")
+    return Table(str(source.title), tuple(str(column.header) for column in source.columns), list(zip(*columns)), left)
+
+
 def least(cost: Cost) -> str:
     """Returns what no plan does, by the bound."""
     if cost.objective == "bytes":
@@ -66,7 +84,7 @@ def least(cost: Cost) -> str:
     return f"takes less than {cost.lower_bound:.3g} s"
 
 
-def parameter_table(plan: Plan) -> Table:
+def parameter_table(plan: Plan) -> RichTable:
     """Returns parameters with their shapes and homes. Those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     alike: Counter[str] = Counter()
@@ -76,7 +94,7 @@ def parameter_table(plan: Plan) -> Table:
         shape = ", ".join(map(str, shapes[name].shape))
         rows.setdefault((pattern, f"[{shape}]", str(layout)), []).append(name)
         alike[pattern] += 1
-    table = Table(title="parameters", title_justify="left", box=None, pad_edge=False)
+    table = RichTable(title="parameters", title_justify="left", box=None, pad_edge=False)
     for title in ("name", "shape", "home layout", "count"):
         justify: Any = "right" if title == "count" else "left"
         table.add_column(title, justify=justify, overflow="fold", no_wrap=title != "name")
@@ -131,9 +149,9 @@ def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     return dict(sorted(totals.items()))
 
 
-def collective_table(plan: Plan) -> Table:
+def collective_table(plan: Plan) -> RichTable:
     """Returns the table of collectives by axis, with how many there are and the bytes that a rank sends."""
-    table = Table(title="collectives", title_justify="left", box=None, pad_edge=False)
+    table = RichTable(title="collectives", title_justify="left", box=None, pad_edge=False)
     for title in ("axis", "collective", "count", "bytes sent per rank"):
         table.add_column(title, justify="right" if title in ("count", "bytes sent per rank") else "left")
     for key, (count, sent) in collectives(plan).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals
+from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.plans.timeline import Event, makespan, save_trace, timeline
 from sbpc.rules.choices import Choice
 from sbpc.solver import Proof
@@ -50,6 +51,10 @@ class Rewriter:
     save: Callable[[Plan, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
+    html: Callable[[Plan], str]
+    explain: Callable[[Plan, str], Any]
+    diff: Callable[[Plan, Plan], Any]
+    page: Callable[[Plan, Mapping[str, Sequence[float]] | None], str]
 
 
 class Prover(Protocol):
@@ -91,6 +96,8 @@ class Plan:
     mesh: the mesh that it is for. graph: the annotated fx GraphModule at global shapes, forward and backward; `tangent_0`, ...
     in it are the gradients of the outputs, which come in from outside. options: what `sbpc.plan` was asked (pins, optimizer,
     ...). times: CPU seconds by pass; "capture" is the torch call alone. lower_bound: what no plan of this step on this mesh,
+    with these pins, can cost less, in seconds or in bytes as `objective` says. again: plans the captured step again on this mesh,
+    with other options where they are given.
     with these pins, can cost less, in seconds or in bytes as `objective` says. serial_bound: what it cannot take less if nothing
     overlaps, in seconds; 0 where that is `lower_bound`.
 
@@ -107,6 +114,7 @@ class Plan:
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
     prover: Prover | None = field(default=None, repr=False)
+    again: Callable[..., Plan] = field(default=lambda **_: no_model(), repr=False)
     serial_bound: float = 0.0
 
     @property
@@ -175,6 +183,22 @@ class Plan:
             raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
         return self.layouts[name]
 
+    def explain(self, name: str) -> Any:
+        """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
+
+        Its alternatives are the best whole plans in which it is laid out otherwise. name: as for `layout`. Raises PlanError for a name
+        that is neither, and for a plan under a memory limit that was read from a file.
+        """
+        return self.rewriter.explain(self, name)
+
+    def diff(self, other: Plan) -> Any:
+        """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
+
+        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. Raises PlanError for a
+        plan of another model.
+        """
+        return self.rewriter.diff(self, other)
+
     @functools.cached_property
     def boxed(self) -> GraphModule:
         """The graph at global shapes with a boxing node wherever layouts disagree, in the order in which it runs.
@@ -188,7 +212,8 @@ class Plan:
     @functools.cached_property
     def unscheduled(self) -> GraphModule:
         """The boxed graph in the order of capture, where every collective is waited for at once."""
-        return self.rewriter.box(self.graph, self.assignment, self.mesh)
+        with uncollected():
+            return self.rewriter.box(self.graph, self.assignment, self.mesh)
 
     @property
     def bytes_for_step(self) -> float | None:
@@ -261,12 +286,17 @@ class Plan:
     @functools.cached_property
     def life(self) -> Life:
         """What is alive at every moment of a step."""
-        return Life.of(self.boxed, self.mesh)
+        with uncollected():
+            return Life.of(self.boxed, self.mesh)
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """Bytes on the busiest rank by what they are for, "total" at the peak; see `Cost`."""
         return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+
+    def memory_curve(self) -> MemoryCurve:
+        """Returns the bytes alive at every moment of a step, by what they are for, and what holds most at the peak."""
+        return memory_curve(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -289,8 +319,9 @@ class Plan:
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self, seconds)
         if better is not None:
+            kept = {"again": self.again}
             vars(self).clear()
-            vars(self).update(vars(better))
+            vars(self).update(vars(better) | kept)
         self.lower_bound = max(self.lower_bound, bound)
         vars(self).pop("cost", None)
         return self.cost.gap
@@ -330,6 +361,18 @@ class Plan:
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
+    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory, graph, alternatives.
+
+        losses: by name of a run, the loss of every step, drawn side by side. Raises PlanError if it cannot be written.
+        """
+        check_kinds(PlanError, path=(path, "a path"))
+        text = self.rewriter.page(self, losses)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error
+
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
 
@@ -346,5 +389,13 @@ class Plan:
     def __str__(self) -> str:
         return self.rewriter.text(self)
 
+    def _repr_html_(self) -> str:
+        return self.rewriter.html(self)
+
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def no_model() -> Plan:
+    """Raises the error of a plan that cannot be planned again."""
+    raise PlanError("this plan does not hold the step that it plans\n  Plan the model anew with sbpc.plan.")

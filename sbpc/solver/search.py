@@ -127,12 +127,13 @@ def near_program(
 
 
 def solve(
-    problem: Problem, starts: Sequence[Sequence[int]] = (), classes: Sequence[int] | None = None, finer: Sequence[int] | None = None
-) -> Solution:
+    problem: Problem, starts: Sequence[Sequence[int]] = (), classes: Sequence[int] | None = None,
+    finer: Sequence[int] | None = None, exact: bool = True,
+) -> Solution:  # fmt: skip
     """Returns the cheapest plan that was found and a bound of all plans; the same in every run.
 
     starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer: classes in which
-    the ends of runs of equal blocks are on their own, for a better bound. The plan is known to be the best one if nothing is tied
+    the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false, the plan is known to be the best one if nothing is tied
     and few labels lie below the gap.
     """
     validate(problem)
@@ -153,7 +154,7 @@ def solve(
             bounder = Bounder(problem, fold(problem, partition), search.seconds)
             search.bounded_by(bounder)
             search.record(f"messages of {len(bounder.folded.sizes)} classes")
-    if bounder.nothing_tied and search.gap > 0:
+    if exact and bounder.nothing_tied and search.gap > 0:
         search.below_gap(bounder)
         search.record("program on all labels below the gap")
     return search.solution()
