@@ -30,7 +30,8 @@ class Space(LayoutProblem):
     def solve(self, starts: Sequence[Assignment] = (), exact: bool = True) -> tuple[Assignment, float]:
         """Returns the cheapest assignment that was found, and a bound in seconds.
 
-        starts: assignments than which it is not to be slower. exact: whether small problems are searched to the end. Raises LayoutError if no assignment has finite cost.
+        starts: assignments than which it is not to be slower. exact: whether small problems are searched to the
+        end. Raises LayoutError if no assignment has finite cost.
         """
         known = [self.labels(start) for start in starts]
         solution = solve(self.problem, known, self.classes(), self.classes(1), exact)
