@@ -20,7 +20,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
-from sbpc.plans.memory import Life, memory_totals
+from sbpc.plans.memory import Life, memory_totals, optimizer_bytes
 from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.plans.timeline import Event, makespan, save_trace, timeline
 from sbpc.rules.choices import Choice
@@ -207,22 +207,15 @@ class Plan:
         """
         if self.objective == "serial":
             return self.unscheduled
-        return self.rewriter.schedule(self.unscheduled, self.mesh, self.bytes_for_step)
+        limit, optimizer = self.options.get("memory"), self.options.get("optimizer")
+        budget = None if limit is None else limit - optimizer_bytes(self.unscheduled, self.mesh, optimizer)
+        return self.rewriter.schedule(self.unscheduled, self.mesh, budget)
 
     @functools.cached_property
     def unscheduled(self) -> GraphModule:
         """The boxed graph in the order of capture, where every collective is waited for at once."""
         with uncollected():
             return self.rewriter.box(self.graph, self.assignment, self.mesh)
-
-    @property
-    def bytes_for_step(self) -> float | None:
-        """The bytes that a limit leaves to a step besides what the optimizer keeps; None without a limit."""
-        limit = self.options.get("memory")
-        if limit is None:
-            return None
-        life = Life.of(self.unscheduled, self.mesh)
-        return limit - memory_totals(life, self.unscheduled, self.mesh, self.options.get("optimizer"))["optimizer"]
 
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do on the busiest rank: kernels and collectives, each on its stream from start to end.

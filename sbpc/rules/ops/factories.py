@@ -35,8 +35,8 @@ def bits(shard: Shard) -> Any:
     """The bits of this rank's elements, by where they stand in the whole tensor."""
     if not shard.offsets:
         return shard.plain()
-    sizes, start = shard.match.sizes, shard.given["start"]  # of a part already, where a batch was cut
-    strides = dict(zip(sizes, shard.given["strides"] or row_major(list(sizes.values()))))
+    sizes, start = shard.match.sizes, None
+    strides = dict(zip(sizes, shard.given["strides"] or row_major(list(sizes.values()))))  # given for a part of a batch
     for factor, offset in shard.offsets.items():
         here = shard.call(aten.mul.Scalar, offset, strides[factor])
         start = here if start is None else shard.call(aten.add.Tensor, start, here)

@@ -1,0 +1,93 @@
+"""Micro-batches: a step in parts has the whole batch's numbers, on one device and on meshes, and two halves overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import PlanError, SbpcError
+from sbpc.mesh.cluster import Cluster
+from tests import models
+from tests.compare import compare, eager, largest_error
+
+NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4}, "resnet": {"batch": 8}, "batch_norm": {"bias": False}}
+LAN = Cluster("lan", 4e8, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
+
+
+class Ignoring(nn.Module):
+    """A mean over targets of which the first half of the batch has few that count: means of the halves' means are wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x), target, ignore_index=-1)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("net", NETS)
+def test_micro_batches_have_the_numbers_of_the_whole_batch(net: str, count: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = getattr(models, net)(**NETS[net])
+    outputs, gradients = eager(model, args)
+    for mesh in (Mesh(x=1), Mesh(x=2)):
+        plan = sbpc.plan(model, args, mesh, microbatches=count)
+        plan.verify()
+        assert compare(plan, model, args, outputs, gradients) <= 1e-10
+        assert plan.options["microbatches"] == count and plan.layouts.keys() >= dict(model.named_parameters()).keys()
+
+
+def test_means_are_over_all_targets_that_count() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, x = Ignoring(), torch.randn(8, 6)
+    target = torch.tensor([-1, -1, -1, 2, 0, 1, 2, 3])
+    plan = sbpc.plan(model, (x, target), Mesh(x=2), microbatches=2)
+    assert largest_error(plan, model, (x, target)) <= 1e-12
+    means = [model(x[half], target[half]) for half in (slice(0, 4), slice(4, 8))]
+    assert abs(sum(means) / 2 - model(x, target)) > 1e-3  # type: ignore[arg-type]
+
+
+def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), torch.randn(8, 4)
+    runs = [sbpc.simulate(sbpc.plan(model, (x,), Mesh(x=2), microbatches=m), model, (x,), seed=3) for m in (1, 2, 4)]
+    for run in runs[1:]:
+        assert torch.allclose(run.outputs, runs[0].outputs, atol=1e-6)
+        for name, gradient in run.gradients.items():
+            assert torch.allclose(gradient, runs[0].gradients[name], atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_two_halves_are_taken_where_the_simulated_step_is_shorter() -> None:
+    model, args = models.gpt2(batch=16, seq=64, width=64, heads=4, layers=2)
+    mesh = Mesh(d=2, t=2, cluster=LAN)
+    whole, chosen = (sbpc.plan(model, args, mesh, microbatches=m) for m in (1, None))
+    assert chosen.options["microbatches"] == 2 and chosen.cost.seconds < 0.98 * whole.cost.seconds
+    assert whole.cost.lower_bound == chosen.cost.lower_bound <= chosen.cost.seconds
+    checked = chosen.check_bound()
+    assert checked.bound <= chosen.cost.seconds and checked.paid >= checked.bound * (1 - 1e-9)
+    chosen.verify()
+    assert largest_error(chosen, model, args) <= 1e-4
+    assert "blocks.0.up.weight" in str(chosen.explain("blocks.0.up.weight"))
+    assert sbpc.plan(model, args, Mesh(d=2, t=2), microbatches=None).options["microbatches"] == 1  # the ideal cluster
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    model, args = models.mlp(batch=6)
+    with pytest.raises(PlanError, match="a batch of 6 in 4 micro-batches"):
+        sbpc.plan(model, args, Mesh(x=2), microbatches=4)
+    with pytest.raises(PlanError, match="dynamic= with microbatches="):
+        sbpc.plan(model, args, Mesh(x=2), microbatches=2, dynamic={"b": 6})
+    with pytest.raises(PlanError, match="of a value with microbatches="):
+        sbpc.plan(model, args, Mesh(x=2), microbatches=2, pin={"relu": "S(0)"})
+    for bad in (0, -1, 1.5, "2"):
+        with pytest.raises(SbpcError, match="microbatches is"):
+            sbpc.plan(model, args, Mesh(x=2), microbatches=bad)  # type: ignore[arg-type]
