@@ -44,7 +44,7 @@ from sbpc.plans.symbolic_sizes import declare
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
-SOME_WEIGHTS, MANY_WEIGHTS = 1, 3  # of streams that are tried besides equal ones: in spaces of more than FEW labels, and in others
+WEIGHTS = 2  # of streams that are tried besides equal ones
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
 ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
@@ -138,7 +138,8 @@ def finish(
             plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
     elif overlaps:
         with stages.timed("schedule"):
-            plan = choose(plan, options, solve, schemes, made, SOME_WEIGHTS if large else MANY_WEIGHTS)
+            ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any
+            plan = choose(plan, options, solve, () if ideal else schemes, made, 0 if ideal else WEIGHTS)
     if stages.dump is not None:
         for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
             stages.show(name, stage)

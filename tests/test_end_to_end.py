@@ -58,7 +58,7 @@ def test_plan_equals_one_device(net: str, mesh: str) -> None:
     assert plan.verify() > 100
     assert compare(plan, model, args, outputs, gradients) <= TOLERANCE
     assert plan.cost.flops <= 1.05 / plan.mesh.ranks * plan.cost.flops_one_device
-    assert plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-9)
+    assert plan.cost.subs() == pytest.approx(plan.cost.compute_seconds + plan.cost.comm_seconds, rel=1e-9)
     assert 0 <= plan.cost.lower_bound <= plan.cost.seconds
     assert not plan.notes
     check_bytes(plan, model, args)

@@ -17,7 +17,7 @@ from tests import models
 from tests.compare import compare, eager, largest_error
 
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4}, "resnet": {"batch": 8}, "batch_norm": {"bias": False}}
-LAN = Cluster("lan", 4e8, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
+LAN = Cluster("lan", 2e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 
 
 class Ignoring(nn.Module):

@@ -1,9 +1,15 @@
-"""Orders the nodes of a boxed graph by list scheduling: what has the longest way to the end of the step goes first.
+"""Orders the nodes of a boxed graph by list scheduling.
 
 One order is made for all ranks, from the durations of the busiest one. A collective starts when its operand is there and its
 link would otherwise be idle before the next kernel ends. A kernel runs as soon as its operands are there. Where none can run,
-the computing stream waits for the collective that ends first. So the gradient of an input goes before that of a weight, whose
-collective is in flight to the end of the backward, and the next block's parameters are gathered while this one computes.
+the computing stream waits for the collective that ends first. Of the kernels that may run one goes first by one of three rules:
+
+- "way": the one with the longest way to the end of the step. The gradient of an input goes before that of a weight.
+- "feed": the same, but while a link is idle the one after which a collective can start soonest. The gradient of a weight goes
+  before that of an input if the link has nothing else to do.
+- "order": the first one in the order given.
+
+None is the best for all graphs, so the caller simulates what each gives.
 """
 
 from __future__ import annotations
@@ -16,36 +22,45 @@ from torch.fx import Node
 
 from sbpc.plans.timeline import COMPUTE, STREAMS, Work
 
+RULES = "feed", "way", "order"
 
-def list_schedule(nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf) -> list[tuple[Node, bool]]:
+
+def list_schedule(
+    nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf, rule: str = "way"
+) -> list[tuple[Node, bool]]:
     """Returns the calls of a graph in the order in which they are to run, and (node, True) where a collective is waited for.
 
     nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the order of `nodes`,
-    that has not run; it bounds what is alive at once.
+    that has not run; it bounds what is alive at once. rule: one of RULES.
     """
-    return ListScheduler(nodes, works, window).run()
+    return ListScheduler(nodes, works, window, rule).run()
 
 
 class ListScheduler:
     """The state of the simulated step: the time on the computing stream, what may run, and what is in flight.
 
-    Nodes are numbered in the order given. ready, sendable: heaps of (minus the longest way to the end, number) of the kernels that may
-    run now and, by link, of the collectives that may start now. early: numbers that lie beyond the window. flying: (end, number).
+    Nodes are numbered in the order given. way: seconds of the longest way to the end of the step. feed: seconds until a collective can
+    start. ready, sendable: heaps of (priority, number) of the kernels that may run now and, by link, of the collectives that may start
+    now; feeding: of the same kernels as ready, by feed. early: numbers that lie beyond the window. flying: (end, number).
     """
 
-    def __init__(self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float) -> None:
-        self.nodes, self.window = nodes, window
+    def __init__(self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str) -> None:
+        self.nodes, self.window, self.rule = nodes, window, rule
         self.number = {node: at for at, node in enumerate(nodes)}
         self.work = [works[node] for node in nodes]
         self.users = [[self.number[user] for user in node.users if user in self.number] for node in nodes]
         self.missing = [sum(used in self.number for used in node.all_input_nodes) for node in nodes]
-        self.way = [0.0] * len(nodes)
+        self.way, self.feed = [0.0] * len(nodes), [math.inf] * len(nodes)
         for at in reversed(range(len(nodes))):
-            self.way[at] = self.work[at].seconds + max((self.way[user] for user in self.users[at]), default=0.0)
+            work, users = self.work[at], self.users[at]
+            self.way[at] = work.seconds + max((self.way[user] for user in users), default=0.0)
+            starts = min((self.feed[user] for user in users), default=math.inf)
+            self.feed[at] = 0.0 if work.stream != COMPUTE else work.seconds + starts
         self.now, self.first = 0.0, 0
         self.free = dict.fromkeys(STREAMS, 0.0)
-        self.done = [False] * len(nodes)
+        self.done, self.taken = [False] * len(nodes), [False] * len(nodes)
         self.ready: list[tuple[float, int]] = []
+        self.feeding: list[tuple[float, int]] = []
         self.sendable: dict[str, list[tuple[float, int]]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
         self.early: list[int] = []
         self.flying: list[tuple[float, int]] = []
@@ -59,7 +74,7 @@ class ListScheduler:
                 self.offer(at)
         while self.first < len(self.nodes):
             self.land(self.now)
-            kernel = heapq.heappop(self.ready)[1] if self.ready else None
+            kernel = self.next_kernel()
             self.start_collectives(math.inf if kernel is None else self.now + self.work[kernel].seconds)
             if kernel is not None:
                 self.compute(kernel)
@@ -70,15 +85,32 @@ class ListScheduler:
             self.end(at)
         return self.order
 
+    def next_kernel(self) -> int | None:
+        """Takes out the kernel that goes first, or what takes no time."""
+        links = [link for link in self.sendable if self.free[link] <= self.now and not self.sendable[link]]
+        first = self.feeding if links and self.rule == "feed" else self.ready
+        for heap in (first, self.ready):
+            while heap:
+                _, at = heapq.heappop(heap)
+                if not self.taken[at]:
+                    self.taken[at] = True
+                    return at
+        return None
+
     def offer(self, at: int) -> None:
         """Takes in a node whose operands are there: it may run, or lies beyond the window."""
         if at > self.first + self.window:
             heapq.heappush(self.early, at)
             return
         work = self.work[at]
-        heap = self.ready if work.stream == COMPUTE else self.sendable[work.stream]
-        # what takes no time goes before everything: a collective may hang on it
-        heapq.heappush(heap, (-self.way[at] if work.seconds else -math.inf, at))
+        if not work.seconds:
+            heapq.heappush(self.ready, (-math.inf, at))  # before everything, as a collective may hang on it
+        elif work.stream != COMPUTE:
+            heapq.heappush(self.sendable[work.stream], (-self.way[at], at))
+        else:
+            heapq.heappush(self.ready, (at if self.rule == "order" else -self.way[at], at))
+            if self.feed[at] < math.inf:
+                heapq.heappush(self.feeding, (self.feed[at], at))
 
     def land(self, until: float) -> None:
         """Lets the readers of the collectives run that end by a time."""

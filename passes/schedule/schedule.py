@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import LazyGraphModule
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.schedule.list_schedule import list_schedule
+from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, makespan, timeline, works
 
@@ -37,9 +37,10 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
         return boxed
     most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
     for window in WINDOWS:
-        scheduled = ordered(boxed, list_schedule(calls, work, window))
-        if Life.of(scheduled, mesh).peak <= most:
-            return min(boxed, scheduled, key=lambda gm: makespan(timeline(gm, mesh)))
+        scheduled = (ordered(boxed, list_schedule(calls, work, window, rule)) for rule in RULES)
+        fitting = [gm for gm in scheduled if Life.of(gm, mesh).peak <= most]
+        if fitting:
+            return min(*fitting, boxed, key=lambda gm: makespan(timeline(gm, mesh)))
     result = ordered(boxed, ((node, False) for node in calls))
     result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
     return result
