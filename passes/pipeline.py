@@ -139,7 +139,7 @@ def finish(
     elif overlaps:
         with stages.timed("schedule"):
             ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any
-            plan = choose(plan, options, solve, () if ideal else schemes, made, 0 if ideal else WEIGHTS)
+            plan = choose(plan, options, solve, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
     if stages.dump is not None:
         for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
             stages.show(name, stage)

@@ -149,7 +149,7 @@ def test_runs_of_blocks_are_found_between_other_things_and_beside_each_other():
 def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
     torch.manual_seed(0)
     model, args = models.gpt2(layers=6, batch=8, seq=8, vocab=32, width=16, heads=4)
-    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"))
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), objective="serial")
     space = Space(plan.graph, plan.mesh, {}, {})
     counts = np.bincount(np.unique(space.classes(), return_inverse=True)[1])
     assert len(counts) < 0.5 * len(space.variables) and counts.max() in (5, 6)
@@ -159,7 +159,7 @@ def test_layers_of_a_model_fold_and_the_plan_costs_what_its_graph_costs():
 def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
     torch.manual_seed(0)
     model, args = models.gpt2(layers=5, batch=8, seq=8, vocab=32, width=16, heads=4)
-    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"))
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), objective="serial")
     before, layouts = plan.cost.lower_bound, dict(plan.layouts)
     gap = plan.certify(seconds=5)
     assert before <= plan.cost.lower_bound <= plan.cost.seconds and gap == plan.cost.gap

@@ -35,10 +35,10 @@ def error(plan: Plan, model: Model) -> float:
 
 def limited(model: Model, mesh: Mesh, shares: tuple[float, ...]) -> list[Plan]:
     """Plans for limits that are shares of what the unlimited plan takes, down to the first that cannot be met."""
-    found = [sbpc.plan(*model, mesh)]
+    found = [sbpc.plan(*model, mesh, objective="serial")]
     for share in shares:
         try:
-            found.append(sbpc.plan(*model, mesh, memory=share * found[0].cost.memory["total"]))
+            found.append(sbpc.plan(*model, mesh, memory=share * found[0].cost.memory["total"], objective="serial"))
         except MemoryLimitError:
             break
         assert found[-1].cost.memory["total"] <= share * found[0].cost.memory["total"]
@@ -67,7 +67,7 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.view(30).view(6, 5).sum(1)
 
-    plan = sbpc.plan(Sum(), (torch.randn(6, 5),), Mesh(a=2), train=False, inputs=["S(1)@a"], outputs=["B"])
+    plan = sbpc.plan(Sum(), (torch.randn(6, 5),), Mesh(a=2), train=False, inputs=["S(1)@a"], outputs=["B"], objective="serial")
     life = plan.life
     kinds = [str(node.name) for node, _ in life.at_peak()]
     assert life.peak == sbpc.simulate(plan, Sum(), (torch.randn(6, 5),)).peak_memory
@@ -77,7 +77,7 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
 def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:
     model, args = models.mlp(batch=12)
     with pytest.raises(MemoryLimitError) as raised:
-        sbpc.plan(model, args, Mesh(x=4), memory=1000)
+        sbpc.plan(model, args, Mesh(x=4), memory=1000, objective="serial")
     message = str(raised.value)
     assert "more than the limit of 1,000" in message and message.count("%") == 3
 
@@ -97,7 +97,7 @@ class Scores(nn.Module):
 @pytest.mark.parametrize(("ranks", "outputs", "told"), [(4, None, True), (4, [None, "S(0)@x"], False), (1, None, False)])
 def test_where_whole_results_hold_much_it_is_told_how_to_split_them(ranks: int, outputs: Any, told: bool) -> None:
     with pytest.raises(MemoryLimitError) as raised:
-        sbpc.plan(Scores(), (torch.randn(16, 8),), Mesh(x=ranks), outputs=outputs, memory=1)
+        sbpc.plan(Scores(), (torch.randn(16, 8),), Mesh(x=ranks), outputs=outputs, memory=1, objective="serial")
     hint = ", or leave output 1, 4,096 bytes on every rank, split: see `outputs=`."
     assert (hint in str(raised.value)) == told and ("outputs=" in str(raised.value)) == told
 
@@ -116,15 +116,15 @@ SPARE = 1.05
 
 def falling(model: Model, mesh: Mesh, count: int) -> list[Plan]:
     """The unlimited plan, then plans for limits that fall evenly to SPARE times the least that any plan was found to take."""
-    free = sbpc.plan(*model, mesh)
+    free = sbpc.plan(*model, mesh, objective="serial")
     with pytest.raises(MemoryLimitError) as raised:
-        sbpc.plan(*model, mesh, memory=1)
+        sbpc.plan(*model, mesh, memory=1, objective="serial")
     least = SPARE * int(str(raised.value).split(" bytes a rank")[0].split()[-1].replace(",", ""))
     most = free.cost.memory["total"]
     limits = [least + (most - least) * (count - at) / (count + 1) for at in range(count + 1)]
     found = [free]
     for limit in limits:
-        found.append(sbpc.plan(*model, mesh, memory=limit))
+        found.append(sbpc.plan(*model, mesh, memory=limit, objective="serial"))
         assert found[-1].cost.memory["total"] <= limit
     return found
 
@@ -169,9 +169,9 @@ def test_with_less_memory_parameters_are_gathered_again_in_the_backward() -> Non
     torch.manual_seed(0)
     model, args = Linears(64).double(), (torch.randn(16, 32, 64, dtype=torch.float64, requires_grad=True),)
     about: dict[str, Any] = {"inputs": ["S(0)"], "outputs": ["S(0)"], "optimizer": "sgd"}
-    free = sbpc.baseline("fsdp", model, args, Mesh(p=4), **about)
+    free = sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, objective="serial")
     most = free.cost.memory["total"]
-    plans = [sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, memory=share * most) for share in (0.98, 0.9)]
+    plans = [sbpc.baseline("fsdp", model, args, Mesh(p=4), **about, memory=share * most, objective="serial") for share in (0.98, 0.9)]
     again = [sorted(model.get_parameter(name.replace("_", ".")).numel() for name in gathered_again(plan)) for plan in (free, *plans)]
     assert again == [[], [64 * 64, 64 * 64], [64 * 64, 64 * 64, 64 * 256]]
     assert free.cost.seconds < plans[0].cost.seconds < plans[1].cost.seconds
@@ -186,9 +186,9 @@ def test_with_less_memory_activations_are_stored_split_and_gathered_again_in_the
     model, args = SequenceModel(32, 4, 128, 1).double(), (torch.randn(4, 64, 32, dtype=torch.float64),)
     about: dict[str, Any] = {"pin": COLUMN_ROW, "inputs": ["S(1)"], "optimizer": "sgd"}
     mesh = Mesh(tensor=4, cluster=dataclasses.replace(CLUSTERS["a100"], peak=1e9))
-    free = sbpc.plan(model, args, mesh, **about)
+    free = sbpc.plan(model, args, mesh, **about, objective="serial")
     assert not gathered_again(free)
-    plans = [sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"]) for share in (0.95, 0.74)]
+    plans = [sbpc.plan(model, args, mesh, **about, memory=share * free.cost.memory["total"], objective="serial") for share in (0.95, 0.74)]
     assert [gathered_again(plan) for plan in plans] == [set(), {"getitem"}]
     assert plans[0].cost.seconds < plans[1].cost.seconds and plans[1].layouts["getitem_stored"].cuts
     for plan in plans:

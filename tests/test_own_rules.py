@@ -165,7 +165,7 @@ def test_a_factor_on_which_the_op_fails_when_empty_leaves_no_rank_empty():
 def test_a_rule_without_examples_is_called_unproved_and_is_careful_with_empty_shards():
     with sbpc.rule("own::scale", "*b d, d -> *b d"):
         assert match(own.scale.default, (x(3, 4), x(4)), {}, x(3, 4)).nonempty == {"b.0", "d"}
-        plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2))
+        plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2), objective="serial")
     assert plan.notes == ("unproved rule for own.scale.default: it was registered without example inputs",)
     assert "LOUD      unproved rule for own.scale.default" in str(plan)
 
@@ -183,7 +183,7 @@ class Scaled(nn.Module):
 def test_a_plan_with_an_op_of_ones_own_is_saved_and_loaded_where_the_rule_is_known(tmp_path):
     model, args = Scaled(), (torch.randn(8, 6),)
     with sbpc.rule("own::scale", "*b d, d -> *b d ; lin(0) ; lin(1)", examples=[(x(3, 4), x(4))]):
-        plan = sbpc.plan(model, args, Mesh(x=2), train=False)
+        plan = sbpc.plan(model, args, Mesh(x=2), train=False, objective="serial")
         plan.save(tmp_path / "plan.sbpc")
         loaded = sbpc.load(tmp_path / "plan.sbpc")
         assert loaded.remarks == ("proved rule for own.scale.default",)
@@ -195,7 +195,7 @@ def test_a_plan_with_an_op_of_ones_own_is_saved_and_loaded_where_the_rule_is_kno
 
 
 def test_an_op_without_a_rule_costs_what_the_plan_says():
-    plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2), train=False)
+    plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2), train=False, objective="serial")
     (note,) = plan.notes
     assert note.startswith("no rule for own.scale.default, so every rank computes all of it (%scale")
     assert "in the model): 128 bytes of results" in note and "to gather its operands" in note
@@ -217,7 +217,7 @@ def test_the_rules_of_a_reviewed_file_are_alternatives(tmp_path):
     assert match(own.scale.default, (x(3), x(3)), {}, x(3)) is None
     assert signatures(own.center.default, x(3, 4), 0) == ["B -> B", "S(1) -> S(1)    split b"]
     assert match(own.center.default, (x(3, 4), 1), {}, x(3, 4)) is None
-    plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2), train=False)
+    plan = sbpc.plan(Scaled(), (torch.randn(8, 6),), Mesh(x=2), train=False, objective="serial")
     assert plan.remarks == ("reviewed, rules.txt:2 rule for own.scale.default",)
     for one in reversed(done):
         one.remove()

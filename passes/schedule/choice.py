@@ -19,7 +19,7 @@ from sbpc.plans.plan import Assignment, Plan, Prover
 from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, busy_seconds
 
 Weights = Mapping[str, float]
-GRID = 32  # weights are multiples of one part of these
+GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
 EQUAL = 1e-2  # fraction of the seconds by which two plans may differ and count as equally fast: the one that computes less is taken
 
 
@@ -112,14 +112,14 @@ def streams_of(mesh: Mesh) -> tuple[str, ...]:
 
 def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tuple[dict[str, float], float]:
     """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none of them 0."""
-    parts = itertools.product(range(1, GRID), repeat=len(streams) - 1)
-    grid = [(*rest, GRID - sum(rest)) for rest in parts if sum(rest) < GRID]
+    parts = itertools.product([LEAST, *(part / GRID for part in range(1, GRID)), 1 - LEAST], repeat=len(streams) - 1)
+    grid = [(*rest, 1 - sum(rest)) for rest in parts if 1 - sum(rest) >= LEAST]
 
-    def cost(parts: tuple[int, ...]) -> float:
-        return min(sum(part * load[stream] for part, stream in zip(parts, streams)) for load in loads) / GRID
+    def cost(parts: tuple[float, ...]) -> float:
+        return min(sum(part * load[stream] for part, stream in zip(parts, streams)) for load in loads)
 
     best = max(grid, key=cost)
-    return {stream: part / GRID for stream, part in zip(streams, best)}, cost(best)
+    return dict(zip(streams, best)), cost(best)
 
 
 def weighted(mesh: Mesh, weights: Weights) -> Mesh:
