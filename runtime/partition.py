@@ -37,7 +37,7 @@ class Partition:
     joint: GraphModule
 
 
-def partition(gm: GraphModule, scheduled: bool) -> Partition:
+def partition(gm: GraphModule, scheduled: bool = True) -> Partition:
     """Cuts a local program into its forward and its backward. scheduled: its waits stand where they are to be."""
     nodes, late = list(gm.graph.nodes), backward_nodes(gm)
     tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]

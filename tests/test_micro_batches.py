@@ -17,7 +17,7 @@ from tests import models
 from tests.compare import compare, eager, largest_error
 
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4}, "resnet": {"batch": 8}, "batch_norm": {"bias": False}}
-LAN = Cluster("lan", 2e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
+LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 
 
 class Ignoring(nn.Module):
@@ -67,8 +67,8 @@ def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches() -> N
 
 
 def test_two_halves_are_taken_where_the_simulated_step_is_shorter() -> None:
-    model, args = models.gpt2(batch=16, seq=64, width=64, heads=4, layers=2)
-    mesh = Mesh(d=2, t=2, cluster=LAN)
+    model, args = models.gpt2(batch=4, seq=16, width=128, heads=4, layers=2)
+    mesh = Mesh(t=2, cluster=LAN)
     whole, chosen = (sbpc.plan(model, args, mesh, microbatches=m) for m in (1, None))
     assert chosen.options["microbatches"] == 2 and chosen.cost.seconds < 0.98 * whole.cost.seconds
     assert whole.cost.lower_bound == chosen.cost.lower_bound <= chosen.cost.seconds
@@ -77,7 +77,7 @@ def test_two_halves_are_taken_where_the_simulated_step_is_shorter() -> None:
     chosen.verify()
     assert largest_error(chosen, model, args) <= 1e-4
     assert "blocks.0.up.weight" in str(chosen.explain("blocks.0.up.weight"))
-    assert sbpc.plan(model, args, Mesh(d=2, t=2), microbatches=None).options["microbatches"] == 1  # the ideal cluster
+    assert sbpc.plan(model, args, Mesh(t=2), microbatches=None).options["microbatches"] == 1  # the ideal cluster
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

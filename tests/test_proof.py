@@ -72,12 +72,12 @@ def corrupted(plan: Plan, seed: int) -> Plan:
 @pytest.mark.parametrize("name", ["unfolded, exact by search", "folded", "bytes"])
 def test_every_plan_has_a_proof_that_is_recomputed_and_corruption_shows(name: str) -> None:
     torch.manual_seed(0)
-    mesh, options = Mesh(x=2, y=2, cluster="h100"), {"objective": "bytes"} if name == "bytes" else {}
+    mesh, options = Mesh(x=2, y=2, cluster="h100"), {"objective": "bytes" if name == "bytes" else "serial"}
     if name == "folded":
         model, args = models.gpt2(layers=6, batch=8, seq=8, vocab=32, width=16, heads=4)
     else:
         model, args = models.mlp()
-    plan = sbpc.plan(model, args, mesh, pin={"*up*.weight": "S(0)@x"}, **options, objective="serial")
+    plan = sbpc.plan(model, args, mesh, pin={"*up*.weight": "S(0)@x"}, **options)
     checked = plan.check_bound()
     assert checked.paid == pytest.approx(plan.cost.paid, rel=1e-9) and checked.searched == plan.lower_bound
     assert 0.9 * checked.paid <= checked.bound <= checked.paid * (1 + 1e-9)

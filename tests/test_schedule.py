@@ -16,15 +16,16 @@ from torch.fx import GraphModule, Node
 import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
+from sbpc.mesh.cluster import Cluster
 from sbpc.passes.schedule.list_schedule import list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, makespan, sends, timeline, works
 from tests import models
-from tests.bench.ablation import SLOW
 from tests.compare import compare, eager
 from tests.random_plans import random_plan
 
+LAN = Cluster("lan", 5e9, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"tied": True}, "resnet": {}}
 MESHES = [Mesh(x=2), Mesh(x=3), Mesh(x=2, y=2), Mesh(x=2, y=3)]
 
@@ -87,7 +88,7 @@ def test_many_random_legal_schedules_compute_the_same(net: str, mesh: Mesh) -> N
 
 def gpt_on_slow_links(**options: Any) -> tuple[Plan, Any, Any]:
     model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2)
-    return sbpc.plan(model, args, Mesh(d=2, t=2, cluster=SLOW), **options), model, args
+    return sbpc.plan(model, args, Mesh(d=2, t=2, cluster=LAN), **options), model, args
 
 
 def test_the_schedule_hides_communication_and_its_seconds_are_those_of_its_timeline() -> None:
