@@ -215,7 +215,8 @@ def test_every_random_op_that_can_be_captured_is_drawn_by_a_test() -> None:
 
 def test_the_local_program_draws_from_where_its_shard_starts() -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Dropout(0.5))
-    plan = sbpc.plan(model, (torch.randn(4, 4),), Mesh(a=2, b=3), train=False, pin={"0.weight": "S(0)@b", "mm": "[S(0), S(1)]"})
+    pins = {"0.weight": "S(0)@b", "mm": "[S(0), S(1)]"}
+    plan = sbpc.plan(model, (torch.randn(4, 4),), Mesh(a=2, b=3), train=False, pin=pins, objective="serial")
     assert_expected_inline(graph_text(plan.local), """\
 0.weight                          f32[2, 4]   [B, S(0)]     parameter
 input_1                           f32[4, 4]   [B, B]        input
