@@ -309,3 +309,17 @@ MODELS = {
     "ignore_index_loss": ignore_index_loss,
     "scalar_traps": scalar_traps,
 }
+
+
+class Nasty(nn.Module):
+    """Modules whose names are markup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("</title><script>alert(1)</script>", nn.Linear(8, 8))
+        self.add_module("a\x00b&<[bold]", nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x.sum()

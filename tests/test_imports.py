@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # from the ground up: a room imports from floors below its own, never from a room beside it
@@ -95,6 +96,15 @@ def test_a_room_has_few_files_and_says_what_it_is_for() -> None:
     assert not crowded, crowded
     silent = [str(room) for room in rooms if not ast.get_docstring(ast.parse((room / "__init__.py").read_text()))]
     assert not silent, silent
+
+
+def test_every_room_and_template_is_in_the_wheel() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="it came with Python 3.11")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = {f"sbpc.{name}".removesuffix(".") for name, path in files() if path.name == "__init__.py"}
+    assert set(settings["packages"]) == rooms
+    data = {path for room, names in settings["package-data"].items() for name in names for path in (ROOT / room.replace(".", "/")).glob(name)}
+    assert data == {*(ROOT / "sbpc").rglob("*.j2"), ROOT / "sbpc" / "py.typed"}
 
 
 def test_passes_share_only_the_pipeline_and_verify() -> None:

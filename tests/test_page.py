@@ -6,12 +6,10 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import pytest
 import torch
-from torch import nn
 
 import sbpc
 from sbpc import Mesh
@@ -23,7 +21,8 @@ from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.page_charts import curves, largest_difference, length, timeline, union, without
 from sbpc.inspect.page_graph import fold
-from tests.models import gpt2, mlp
+from sbpc.plans.timeline import Event
+from tests.models import Nasty, gpt2, mlp
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +129,6 @@ def test_it_loads_nothing_and_knows_dark_mode(page: str) -> None:
     assert re.findall(r'(?:href)="([^#"][^"]*)"', page) == ["data:,"]
 
 
-class Nasty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module("</title><script>alert(1)</script>", nn.Linear(8, 8))
-        self.add_module("a\x00b&<[bold]", nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for child in self.children():
-            x = child(x)
-        return x.sum()
-
-
 def test_names_are_escaped() -> None:
     plan = sbpc.plan(Nasty(), (torch.randn(4, 8),), Mesh(data=2))
     page = page_html(plan, {}, {"<i>": [1.0]})
@@ -168,21 +155,10 @@ def test_curves_stay_in_their_frame_and_leave_gaps_where_there_is_no_number() ->
         assert 0 <= float(x) <= drawn["width"] and 0 <= float(y) <= drawn["height"]
 
 
-@dataclass(frozen=True)
-class Event:
-    stream: str
-    start: float
-    end: float
-    name: str
-    kind: str = "kernel"
-    module: str = "blocks.0"
-    phase: str = "forward"
-
-
 EVENTS = [
-    Event("compute", 0.0, 4.0, "mm"), Event("compute", 6.0, 10.0, "mm_1", phase="backward"),
-    Event("links inside a node", 3.0, 7.0, "box_x", "all_gather"),
-    Event("links across nodes", 5.0, 5.5, "box_y", "all_reduce", "blocks.1"),
+    Event("compute", 0.0, 4.0, "mm", "mm", "blocks.0", "forward"), Event("compute", 6.0, 10.0, "mm_1", "mm", "blocks.0", "backward"),
+    Event("links inside a node", 3.0, 7.0, "box_x", "all_gather", "blocks.0", "forward"),
+    Event("links across nodes", 5.0, 5.5, "box_y", "all_reduce", "blocks.1", "forward"),
 ]  # fmt: skip
 
 
@@ -195,7 +171,7 @@ def test_a_timeline_marks_what_is_exposed() -> None:
         (0.0, 400.0, 6.0), (600.0, 1000.0, 6.0), (300.0, 700.0, 40.0), (500.0, 550.0, 74.0)
     ]  # fmt: skip
     assert [bar["row"] for bar in drawn["bars"]] == [7, None, None, None]
-    many = [Event("compute", at * 1e-3, (at + 1) * 1e-3, "k") for at in range(100_000)]
+    many = [Event("compute", at * 1e-3, (at + 1) * 1e-3, "k", "mm", "", "forward") for at in range(100_000)]
     assert len(timeline(many, {})["bars"]) < 1000
 
 

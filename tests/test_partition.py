@@ -19,8 +19,8 @@ def calls(gm: torch.fx.GraphModule) -> list[Node]:
 
 def test_waits_stand_right_before_what_needs_them_and_collectives_where_they_were() -> None:
     model, args = models.mlp(batch=960, layers=3)
-    plan = sbpc.plan(model, args, Mesh(data=2), inputs=["S(0)"], pin={"*": "B"}, objective="serial")
-    backward = partition(plan.local, scheduled=False).backward
+    plan = sbpc.plan(model, args, Mesh(data=2), inputs=["S(0)"], pin={"*": "B"})
+    backward = partition(plan.local).backward
     nodes = calls(backward)
     started = [node.name for node in nodes if "c10d" in str(node.target) and node.target is not wait]
     assert started == [node.name for node in calls(plan.local) if node.name in started] and len(started) > 4
@@ -47,7 +47,7 @@ class Shares(nn.Module):
 
 def test_no_two_gradients_share_memory_and_no_result_is_a_parameter() -> None:
     plan = sbpc.plan(Shares(), (torch.randn(4),), Mesh(data=1))
-    halves = partition(plan.local, scheduled=True)
+    halves = partition(plan.local)
     found = list(halves.backward.graph.output_node().args[0])  # type: ignore[arg-type]
     roots = [memory_of(node) for node in found]
     assert len(set(roots)) == len(roots) == 3

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import sbpc
 from sbpc.inspect.graph_rows import Fold, fold, graph_rows
 from sbpc.inspect.picture import graph_svg, sources
-from tests.models import gpt2, mlp
+from tests.models import Nasty, gpt2, mlp
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -111,18 +110,6 @@ def test_a_block_that_repeats_another_is_one_line_and_one_that_differs_is_not(la
     folds = [row for row in shown if isinstance(row, Fold)]
     assert [row.text for row in folds] == ["blocks.1: the same 8 values as blocks.0"]
     assert left_out["in repeated blocks"] == 8
-
-
-class Nasty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module("</title><script>alert(1)</script>", nn.Linear(8, 8))
-        self.add_module("a\x00b&<[bold]", nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for child in self.children():
-            x = child(x)
-        return x.sum()
 
 
 def test_names_are_escaped(small):

@@ -51,7 +51,7 @@ def page_html(
         "model": clean(str(plan.options.get("model", "model"))), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
         "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline_of(plan, places), "formulas": formulas(plan),
+        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline(plan.timeline(), places), "formulas": formulas(plan),
         "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
         "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
         "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,
@@ -74,7 +74,7 @@ def asked(plan: Plan) -> list[str]:
 
 def sections(plan: Plan, losses: Any) -> list[tuple[str, str]]:
     """Returns the sections of the page, by id."""
-    titles = (["Losses"] if losses else []) + ["Model", "Collectives"] + (["Time"] if hasattr(plan, "timeline") else [])
+    titles = (["Losses"] if losses else []) + ["Model", "Collectives", "Time"]
     return [(title.lower(), title) for title in (*titles, "Memory", "Graph", "Cost")]
 
 
@@ -158,12 +158,6 @@ def traffic(plan: Plan) -> list[dict[str, Any]]:
 def module_of(node: Node) -> str:
     """Returns the module of a node."""
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
-
-
-def timeline_of(plan: Plan, rows: Mapping[str, int]) -> dict[str, Any] | None:
-    """Returns the timeline of a plan that can tell it. rows: by name of a value, the number of the row that stands for it."""
-    tell = getattr(plan, "timeline", None)
-    return None if tell is None else timeline(tell(), rows)
 
 
 def links(plan: Plan) -> list[tuple[str, str, str]]:

@@ -5,33 +5,21 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sbpc.inspect.picture import clean
 from sbpc.inspect.report import numberless
 from sbpc.inspect.tables import quantity
 from sbpc.plans.memory_curve import MemoryCurve
+from sbpc.plans.timeline import STREAMS, Event
 
 WIDE, TALL = 1000.0, 220.0  # units of a chart that can be zoomed; it is stretched to the width of the page
 LANE, BAR = 34.0, 22.0  # units from stream to stream, and of a bar
 FINE = 0.2  # units: bars of one kind that are nearer to each other are one
 COLUMNS = 1200  # moments of the curve of memory that are drawn: the largest of each
-STREAMS = ("compute", "links inside a node", "links across nodes")
 WIDTH, HEIGHT, LEFT, BOTTOM = 760.0, 300.0, 56.0, 34.0  # pixels, of the loss curves
 PEN = ("solid", "dashed", "dotted")
 Span = tuple[float, float]
-
-
-class Event(Protocol):
-    """Something that runs from `start` to `end` (seconds) on a stream, in a module and a phase."""
-
-    stream: str
-    start: float
-    end: float
-    name: str
-    kind: str
-    module: str
-    phase: str
 
 
 def timeline(events: Sequence[Event], rows: Mapping[str, int]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def graph_svg(gm: GraphModule, mesh: Mesh, title: str = "", limit: int = 150) ->
 @functools.cache
 def template(name: str) -> jinja2.Template:
     """Returns a template of this package. Whatever is put into it is escaped."""
-    loader = jinja2.PackageLoader("sbpc.inspect", "")
+    loader = jinja2.PackageLoader("sbpc.inspect")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
