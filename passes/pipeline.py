@@ -34,7 +34,7 @@ from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.memory.search import within
-from sbpc.passes.schedule.choice import Overlap, choose, overlapped, streams_of
+from sbpc.passes.schedule.choice import Overlap, choose, overlapped
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.plans import plan_file, rank_programs
@@ -133,8 +133,7 @@ def finish(
                 declare(stored, options["dynamic"])
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
         if overlaps:
-            streams = len(streams_of(mesh))
-            prover = Overlap(plan.problem, plan.problem, 1 / streams, plan.lower_bound / streams)
+            prover = Overlap.of(plan)
             plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
     elif overlaps:
         with stages.timed("schedule"):

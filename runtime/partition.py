@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ class Partition:
 
     forward: every placeholder but the tangents -> the results, then the values saved for the backward.
     backward: the saved values, then the tangents -> the gradients. inference: the forward without the saved values.
-    joint: every placeholder, the tangents last -> the results, then the gradients.
 
     No two gradients share memory, nor do a gradient and a saved value: a training loop adds to gradients in place.
     Likewise no result is a placeholder, and no two results are the same tensor object.
@@ -34,33 +34,50 @@ class Partition:
     forward: GraphModule
     backward: GraphModule
     inference: GraphModule
-    joint: GraphModule
 
 
-def partition(gm: GraphModule, scheduled: bool = True) -> Partition:
-    """Cuts a local program into its forward and its backward. scheduled: its waits stand where they are to be."""
+def partition(gm: GraphModule) -> Partition:
+    """Cuts a local program into its forward and its backward."""
     nodes, late = list(gm.graph.nodes), backward_nodes(gm)
-    tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
-    by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
-    early_results = [node for backward, node in by_kind if not backward]
-    late_results = [node for backward, node in by_kind if backward]
+    tangents, early_results, late_results = ends(gm)
     used = [n for node in nodes if node in late for n in nodes_in((node.args, node.kwargs))]
     used += [node for node in late_results if node is not None]
     saved = list(dict.fromkeys(node for node in used if node not in late))
     inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
-    order = list if scheduled else late_waits
-    body, backward_body, joint_body = order(body), order([node for node in nodes if node in late]), order(nodes)
     forward = extract(gm, inputs, body, [*early_results, *saved])
     inference = extract(gm, inputs, body, early_results)
-    backward = extract(gm, [*saved, *tangents], backward_body, late_results)
-    joint = extract(gm, [*inputs, *tangents], joint_body, [*early_results, *late_results])
-    first, last = len(early_results), len(late_results)
-    for program in (forward, inference, joint):
-        separate(program, range(first), aten.alias.default, lambda node: node)
-    separate(backward, range(last), aten.clone.default, memory_of)
-    separate(joint, range(first, first + last), aten.clone.default, memory_of)
-    return Partition(forward, backward, inference, joint)
+    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
+    for program in (forward, inference):
+        separate(program, range(len(early_results)), aten.alias.default, lambda node: node)
+    separate(backward, range(len(late_results)), aten.clone.default, memory_of)
+    return Partition(forward, backward, inference)
+
+
+def joint(gm: GraphModule) -> GraphModule:
+    """Returns the program of forward and backward: every placeholder, the tangents last -> the results, then the gradients."""
+    nodes = list(gm.graph.nodes)
+    tangents, early_results, late_results = ends(gm)
+    inputs = [node for node in nodes if node.op == "placeholder" and node not in tangents]
+    program = extract(gm, [*inputs, *tangents], nodes, [*early_results, *late_results])
+    first = len(early_results)
+    separate(program, range(first), aten.alias.default, lambda node: node)
+    separate(program, range(first, first + len(late_results)), aten.clone.default, memory_of)
+    return program
+
+
+def ends(gm: GraphModule) -> tuple[list[Node], list[Node | None], list[Node | None]]:
+    """Returns the tangents, the results of the forward and those of the backward."""
+    tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
+    by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
+    early, late = ([node for backward, node in by_kind if backward == which] for which in (False, True))
+    return tangents, early, late
+
+
+def is_scheduled(gm: GraphModule) -> bool:
+    """Returns whether the waits of a local program stand apart from their collectives: a schedule has put them where they are to be."""
+    nodes = list(gm.graph.nodes)
+    return any(node.target is wait and node.all_input_nodes != [before] for before, node in itertools.pairwise(nodes))
 
 
 def backward_nodes(gm: GraphModule) -> set[Node]:
@@ -142,7 +159,7 @@ def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list
     for node in inputs:
         made[node] = graph.placeholder(node.name)
         made[node].meta = node.meta
-    for node in body:
+    for node in body if is_scheduled(gm) else late_waits(body):
         if node.op not in ("placeholder", "output") and node not in made:
             made[node] = copied(graph, node, lambda n: made[n])
     graph.output(tuple(None if node is None else made[node] for node in outputs))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, keeps_graph, local_of, slots, storage_of, with_local, writes_of
@@ -37,7 +38,7 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.partition import Partition, partition
+from sbpc.runtime.partition import Partition, joint, partition
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.dtensors import placements
 
@@ -70,8 +71,12 @@ class Runner:
     @functools.cached_property
     def halves(self) -> Partition:
         """Cuts the program of this rank into its forward and backward."""
-        scheduled = self.plan.options.get("objective") != "serial"
-        return partition(placed(self.plan.local_at(dist.get_rank()), self.where), scheduled)
+        return partition(self.program)
+
+    @functools.cached_property
+    def program(self) -> GraphModule:
+        """Returns the program of this rank on its device."""
+        return placed(self.plan.local_at(dist.get_rank()), self.where)
 
     @functools.cached_property
     def forward(self) -> BoxedFunction:
@@ -91,7 +96,7 @@ class Runner:
     @functools.cached_property
     def joint(self) -> BoxedFunction:
         """Compiles forward and backward as one program."""
-        return self.executor(self.halves.joint)
+        return self.executor(joint(self.program))
 
     @functools.cached_property
     def modes(self) -> frozenset[str]:

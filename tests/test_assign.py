@@ -200,8 +200,7 @@ def test_a_plan_of_least_bytes_has_its_bound_in_bytes(tmp_path: Path) -> None:
     assert f"no plan with these pins sends less than {plan.cost.lower_bound:,.0f} bytes a rank" in str(plan)
     assert plan.certify(seconds=1) == 0
     fastest = sbpc.plan(model, args, mesh, pin=pin, objective="serial")
-    serial = plan.cost.compute_seconds + plan.cost.comm_seconds
-    assert plan.cost.paid <= sum(fastest.cost.bytes_sent.values()) and fastest.cost.seconds <= serial
+    assert plan.cost.paid <= sum(fastest.cost.bytes_sent.values()) and fastest.cost.seconds <= plan.cost.seconds
     plan.save(tmp_path / "plan")
     assert sbpc.load(tmp_path / "plan").cost.gap == 0
 

@@ -91,3 +91,15 @@ def test_what_cannot_be_cut_is_refused() -> None:
     for bad in (0, -1, 1.5, "2"):
         with pytest.raises(SbpcError, match="microbatches is"):
             sbpc.plan(model, args, Mesh(x=2), microbatches=bad)  # type: ignore[arg-type]
+
+
+def test_halves_under_a_memory_limit_fit_and_are_right_and_their_bound_is_tightened() -> None:
+    model, args = models.gpt2(batch=8, seq=16, width=128, heads=4, layers=2)
+    mesh = Mesh(t=2, cluster=LAN)
+    limit = 0.75 * sbpc.plan(model, args, mesh).cost.memory["total"]
+    plan = sbpc.plan(model, args, mesh, memory=limit)
+    assert plan.options["microbatches"] == 2 and plan.cost.memory["total"] <= limit
+    plan.verify()
+    assert largest_error(plan, model, args) <= 1e-4
+    before = plan.lower_bound
+    assert plan.certify(seconds=1) == plan.cost.gap and before <= plan.lower_bound <= plan.cost.seconds

@@ -19,7 +19,7 @@ def calls(gm: torch.fx.GraphModule) -> list[Node]:
 
 def test_waits_stand_right_before_what_needs_them_and_collectives_where_they_were() -> None:
     model, args = models.mlp(batch=960, layers=3)
-    plan = sbpc.plan(model, args, Mesh(data=2), inputs=["S(0)"], pin={"*": "B"})
+    plan = sbpc.plan(model, args, Mesh(data=2), inputs=["S(0)"], pin={"*": "B"}, objective="serial")
     backward = partition(plan.local).backward
     nodes = calls(backward)
     started = [node.name for node in nodes if "c10d" in str(node.target) and node.target is not wait]

@@ -17,10 +17,13 @@ import sbpc
 from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.mesh.cluster import Cluster
+from sbpc.passes.schedule.choice import choose
 from sbpc.passes.schedule.list_schedule import list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule
+from sbpc.plans import plan_file
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, makespan, sends, timeline, works
+from sbpc.runtime.partition import is_scheduled, joint
 from tests import models
 from tests.compare import compare, eager
 from tests.random_plans import random_plan
@@ -178,3 +181,39 @@ def test_a_file_whose_starts_and_waits_do_not_match_is_refused(tmp_path: Path) -
     plan.export(tmp_path / "broken.sbpc")
     with pytest.raises(PlanError, match="is not read by one wait alone"):
         sbpc.load_programs(tmp_path / "broken.sbpc")
+
+
+def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
+    """Of two plans of one graph the one that takes more bytes is faster; a limit between them leaves the other."""
+    model, args = models.gpt2(batch=8, seq=16, width=64, heads=4, layers=1)
+    mesh = Mesh(t=2, cluster=replace(LAN, peak=1e12))  # where every rank computes everything and sends nothing
+    whole, small = sbpc.plan(model, args, mesh, objective="serial"), sbpc.baseline("fsdp", model, args, mesh, objective="serial")
+    assert small.cost.memory["total"] < whole.cost.memory["total"]
+    slow, fast = (replace(plan, options={**plan.options, "objective": "seconds"}) for plan in (small, whole))
+    assert slow.cost.seconds > 1.02 * fast.cost.seconds
+    made = {id(plan.assignment): plan for plan in (small, whole)}
+    for limit, chosen in ((None, whole), (0.5 * (small.cost.memory["total"] + whole.cost.memory["total"]), small)):
+        options = {**small.options, "objective": "seconds", "memory": limit}
+        plan = choose(small, options, lambda _: None, [whole.assignment], lambda each: made[id(each)], 0)  # type: ignore[arg-type, return-value]
+        assert plan.assignment is chosen.assignment
+        assert limit is None or plan.cost.memory["total"] <= limit
+
+
+def test_a_file_of_a_version_without_overlap_keeps_a_bound_that_holds(tmp_path: Path) -> None:
+    serial, *_ = gpt_on_slow_links(objective="serial")
+    serial.save(tmp_path / "plan.sbpc")
+    body = json.loads((tmp_path / "plan.sbpc").read_text().partition("\n")[2])
+    del body["serial_bound"]
+    body["options"]["objective"] = "seconds"
+    plan_file.write(body, tmp_path / "old.sbpc")
+    old = sbpc.load(tmp_path / "old.sbpc")
+    assert old.objective == "serial" and old.cost.seconds == serial.cost.seconds
+    assert old.cost.gap == pytest.approx(serial.cost.gap)
+
+
+def test_waits_of_a_scheduled_program_stay_and_others_are_moved() -> None:
+    scheduled, *_ = gpt_on_slow_links(microbatches=1)
+    serial, *_ = gpt_on_slow_links(objective="serial")
+    assert is_scheduled(scheduled.local) and not is_scheduled(serial.local)
+    calls = [node.name for node in joint(scheduled.local).graph.nodes if "wait_tensor" in str(node.target)]
+    assert calls == [node.name for node in scheduled.local.graph.nodes if "wait_tensor" in str(node.target)]

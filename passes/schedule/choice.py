@@ -37,6 +37,12 @@ class Overlap:
     bound: float
     whole: Plan | None = None
 
+    @classmethod
+    def of(cls, plan: Plan) -> Overlap:
+        """Returns the prover of a plan that was solved as if nothing overlapped: at equal weights of the streams."""
+        share = 1 / len(streams_of(plan.mesh))
+        return cls(plan.problem, plan.problem, share, plan.lower_bound * share)
+
     @property
     def proof(self) -> Any:
         """The multipliers of the best bound."""
@@ -49,8 +55,8 @@ class Overlap:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns a faster plan, if one is found, and a bound found in about `limit` CPU seconds."""
-        better, bound = self.best.certify(plan, limit)
-        if better is None or better.cost.seconds <= 0:
+        better, bound = self.best.certify(self.whole or plan, limit)
+        if better is None:
             return None, bound * self.share
         faster = overlapped(better, plan.options, self, plan.lower_bound, plan.serial_bound)
         return faster if faster.cost.seconds < plan.cost.seconds else None, bound * self.share
@@ -62,26 +68,24 @@ def choose(
 ) -> Plan:  # fmt: skip
     """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of `others`.
 
-    plan: the fastest one where nothing overlaps, with its bound and its prover. options: of the plan to be returned. solve: plans for
-    a mesh whose costs are scaled; it returns the prover, the assignment and the bound. made: makes the plan of an assignment.
-    rounds: weights to be tried besides equal ones.
+    plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that `options` name.
+    options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns the prover, the assignment and
+    the bound. made: makes the plan of an assignment. rounds: weights to be tried besides equal ones.
     """
-    streams = streams_of(plan.mesh)
-    prover = Overlap(plan.problem, plan.problem, 1 / len(streams), plan.lower_bound / len(streams))
-    candidates = {id(each): overlapped(each, options) for each in (plan, *map(made, others))}
+    streams, prover = streams_of(plan.mesh), Overlap.of(plan)
+    candidates = [overlapped(each, options) for each in (plan, *map(made, others))]
     tried: set[tuple[float, ...]] = {(1 / len(streams),) * len(streams)}
     for _ in range(rounds):
-        loads = [busy_seconds(each.timeline()) for each in candidates.values()]
-        weights, most = heaviest(streams, loads)
+        weights, most = heaviest(streams, [busy_seconds(each.timeline()) for each in candidates])
         if most <= prover.bound * (1 + EQUAL) or tuple(weights.values()) in tried:
             break
         tried.add(tuple(weights.values()))
         space, assignment, bound = solve(weighted(plan.mesh, weights))
         if bound > prover.bound:
             prover.best, prover.share, prover.bound = space, 1.0, bound
-        each = made(assignment)
-        candidates[id(each)] = overlapped(each, options)
-    best = fastest(list(candidates.values()))
+        candidates.append(overlapped(made(assignment), options))
+    limit = options.get("memory") or math.inf
+    best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
     made(best.assignment)  # the layouts in a graph are those of the plan that was made last
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 

@@ -25,7 +25,9 @@ def wait(x: Tensor) -> Tensor:
 
 
 def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> GraphModule:
-    """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else `boxed`.
+    """Returns the fastest of the scheduled graphs whose bytes alive, at their peak, stay within a budget; else the order of `boxed`.
+
+    No schedule is slower than that order, in which one thing runs at a time: here something always does.
 
     Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends something a node
     `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the optimizer's; by default SLACK
@@ -37,10 +39,10 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
         return boxed
     most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
     for window in WINDOWS:
-        scheduled = (ordered(boxed, list_schedule(calls, work, window, rule)) for rule in RULES)
-        fitting = [gm for gm in scheduled if Life.of(gm, mesh).peak <= most]
-        if fitting:
-            return min(*fitting, boxed, key=lambda gm: makespan(timeline(gm, mesh)))
+        scheduled = [ordered(boxed, list_schedule(calls, work, window, rule)) for rule in RULES]
+        for gm in sorted(scheduled, key=lambda gm: makespan(timeline(gm, mesh))):
+            if Life.of(gm, mesh).peak <= most:
+                return gm
     result = ordered(boxed, ((node, False) for node in calls))
     result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
     return result

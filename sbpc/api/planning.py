@@ -334,7 +334,10 @@ def load(path: str | Path) -> Plan:
         if "dynamic" in body["options"]:
             name_dims(gm, mesh, body["options"]["dynamic"])
         assignment = Assignment(choices, aliases, tuple(outputs))
-        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), dict(body["options"]), Stages())
+        options = dict(body["options"])
+        if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
+            options["objective"] = "serial"
+        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
         plan.serial_bound = float(body.get("serial_bound", 0.0))
         check_loaded(plan)
         plan.again = partial(again, plan)

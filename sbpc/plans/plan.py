@@ -205,7 +205,7 @@ class Plan:
 
         Where collectives run beside computing, a boxing starts one, and a node `wait(x)` waits for it.
         """
-        if self.objective == "serial":
+        if self.objective != "seconds":
             return self.unscheduled
         limit, optimizer = self.options.get("memory"), self.options.get("optimizer")
         budget = None if limit is None else limit - optimizer_bytes(self.unscheduled, self.mesh, optimizer)
@@ -296,7 +296,7 @@ class Plan:
         """Seconds, bytes, flops and memory of a step, with a lower bound: a `Cost`."""
         start = time.process_time()
         with uncollected():
-            took = None if self.objective == "serial" else makespan(self.timeline())
+            took = makespan(self.timeline()) if self.objective == "seconds" else None
             serial_bound = self.serial_bound or self.lower_bound
             cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective, took, serial_bound)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
