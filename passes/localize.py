@@ -25,6 +25,7 @@ from sbpc.rules.choices import local_sizes
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ABOUT = ("phase", "stack_trace", "module")
+BOXING = "boxing"  # the key in the meta of what was written for a boxing: the name of the boxing
 
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
@@ -60,6 +61,8 @@ class Localizer:
             self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
         for node in nodes:
             self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
+            if "step" in node.meta or "awaits" in node.meta:
+                self.about[BOXING] = node.name
             if "step" in node.meta:
                 self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
@@ -83,7 +86,8 @@ class Localizer:
         """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta})
+        kept = {BOXING: local.meta[BOXING]} if BOXING in local.meta else {}
+        put(local, "meta", kept | {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta})
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):

@@ -13,15 +13,18 @@ from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged_plan import StagedPlan
+
+AnyPlan = Plan | Programs | StagedPlan
 
 
 def check_plan(plan: Any) -> None:
     """Raises PlanError for what is no plan."""
-    if not isinstance(plan, (Plan, Programs)):
+    if not isinstance(plan, (Plan, Programs, StagedPlan)):
         raise PlanError(f"the plan is {shown(plan)}\n  Give what sbpc.plan or sbpc.load returns.")
 
 
-def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
+def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     """Returns the parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
@@ -43,7 +46,7 @@ def stored(plan: Plan | Programs, model: nn.Module) -> dict[Port, Tensor]:
     return {port: tensors[name] for name, (port, _) in planned.items()}
 
 
-def arguments(plan: Plan | Programs, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
+def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
     """Returns the tensor leaves of the arguments. Raises PlanError if their structure is not the planned one."""
     args = args if isinstance(args, (tuple, list)) else (args,)
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
@@ -65,7 +68,7 @@ def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None
         )
 
 
-def default_tangents(plan: Plan | Programs, tangents: Any) -> list[Tensor]:
+def default_tangents(plan: AnyPlan, tangents: Any) -> list[Tensor]:
     """Returns the tangents as a list, or ones if there are none."""
     planned = [value for port, value in plan.shapes.items() if port.kind == TANGENT]
     if tangents is None:
@@ -78,13 +81,13 @@ def default_tangents(plan: Plan | Programs, tangents: Any) -> list[Tensor]:
     return given
 
 
-def outputs(plan: Plan | Programs, results: Mapping[Port, Any]) -> Any:
+def outputs(plan: AnyPlan, results: Mapping[Port, Any]) -> Any:
     """Returns the results in the structure that the model returns."""
     count = sum(port.kind == OUTPUT for port in plan.ports.outputs)
     return unflatten(plan.ports.results, [results[Port(OUTPUT, str(at))] for at in range(count)])
 
 
-def gradients(plan: Plan | Programs, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
+def gradients(plan: AnyPlan, results: Mapping[Port, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns gradients by parameter in the order of `names`. Unused parameters have None, frozen ones are absent."""
     computed = {port.name: value for port, value in results.items() if port.kind == GRADIENT}
     return {name: computed.get(name) for name in names if name in computed or name in plan.ports.unused}

@@ -269,3 +269,34 @@ def writes_of(tensor: Tensor) -> int:
 def keeps_graph() -> bool:
     """Returns whether the backward that runs in this thread was called with retain_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def torch_pipeline_order(schedule: str, stages: int, count: int, owners: list[int]) -> dict[int, list[tuple[str, int, int]]]:
+    """Returns by rank torch's actions of a schedule, as (kind, chunk, micro-batch). It raises ValueError for counts that do not fit.
+
+    The schedule classes need no process group: plain objects with the fields of a stage will do.
+    """
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining import schedules
+
+    classes = {"interleaved": schedules.ScheduleInterleaved1F1B, "zbv": schedules.ScheduleZBVZeroBubble}
+    fields = {
+        "num_stages": len(owners), "group_size": stages, "group_rank": 0, "has_backward": True, "submod": torch.nn.Identity(),
+        "stage_index_to_group_rank": dict(enumerate(owners)), "device": torch.device("cpu"), "group": None,
+    }  # fmt: skip
+    mine = [
+        SimpleNamespace(stage_index=at, is_first=at == 0, is_last=at == len(owners) - 1, **fields)
+        for at, owner in enumerate(owners)
+        if owner == 0
+    ]
+    made: Any = classes[schedule](mine, count, loss_fn=lambda output, target: output)
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    return {
+        rank: [
+            (kinds[action.computation_type.name], action.stage_index, action.microbatch_index)
+            for action in order
+            if action is not None and action.computation_type.name in kinds
+        ]
+        for rank, order in made.pipeline_order.items()
+    }

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.paths import closure
 from sbpc.errors import PinError, at_node
 from sbpc.graph.operands import operands, shape_of, tensors_of, value_of
-from sbpc.graph.ports import HOMES, Port, placeholders, result_name, results
+from sbpc.graph.ports import BUFFER, HOMES, PARAMETER, Port, placeholders, result_name, results
 from sbpc.mesh.layout import broadcast
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
@@ -33,6 +33,7 @@ HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that a
 Key = tuple[Node, int]  # a value: a node, and which of its outputs
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 T = TypeVar("T")
+ONCE = "once"  # the key in a graph's meta: what part of its seconds a boxing counts that is done once for all micro-batches of a loop
 
 
 class LayoutProblem:
@@ -147,6 +148,15 @@ class LayoutProblem:
             self.variables[at] = Variable(node.name, few.seconds, few.digits)
 
     @cached_property
+    def fixed(self) -> set[Node]:
+        """The nodes that depend on parameters and buffers alone."""
+        found = {node for port, node in placeholders(self.gm).items() if port.kind in (PARAMETER, BUFFER)}
+        for node in self.nodes:
+            if node.op == "call_function" and node.all_input_nodes and all(value_of(n)[0] in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    @cached_property
     def named(self) -> dict[str, int]:
         """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
         homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
@@ -173,6 +183,9 @@ class LayoutProblem:
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
+        if key[0] in self.fixed or all(place < 0 for _, place in readers):  # boxed once for all micro-batches of a loop
+            share, full = self.gm.meta.get(ONCE, 1), seconds
+            seconds = full if share == 1 else self.once((id(full), ONCE), lambda: full * share)
         consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
         places = (MADE + key[1], *(place for _, place in readers))
         self.values.append(Value(producer, out, consumers, seconds, places))

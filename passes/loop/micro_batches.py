@@ -26,7 +26,6 @@ from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.random_bits import BITS, row_major
 from sbpc.graph.rewrite import Writer, copied, mode_of, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
@@ -150,14 +149,9 @@ class Unroller:
             return self.named(call(node.target, *args, **kwargs), node, at)
         choice, sizes = node.meta["choice"], (self.count,)
         local = local_sizes(match.sizes.items(), choice, sizes, (at,))
-        firsts = {factor: sum(chunk_sizes(match.sizes[factor], self.count)[:at]) for factor in choice.cuts()}
-        starts = {factor: self.number(first) for factor, first in firsts.items() if factor in match.shifts and match.op is not BITS}
+        starts = {factor: self.first(match.sizes[factor], at) for factor in choice.cuts() if factor in match.shifts}
         if match.op in PRODUCTS:
             made = Shard(match, call, args, kwargs, local, {}).plain()
-        elif match.op is BITS:
-            strides = row_major(list(match.sizes.values()))
-            first = sum(stride * firsts.get(factor, 0) for factor, stride in zip(match.sizes, strides))
-            made = Shard(match, call, args, kwargs, local, {}).plain(strides=strides, first=first)
         else:
             made = match.localize(call, args, kwargs, local, starts)
         return self.named(made, node, at) if isinstance(made, Node) else tuple(made)
@@ -168,9 +162,10 @@ class Unroller:
         made.meta["origin"] = node.name
         return made
 
-    def number(self, value: int) -> Node:
-        """Writes a number as a 0-dim int64."""
-        return self.writer.call(aten.full.default, [], value, dtype=torch.int64, device=torch.device("cpu"))
+    def first(self, size: int, at: int) -> Node:
+        """Writes where a copy's part of a dim of `size` begins: a 0-dim int64."""
+        before = sum(chunk_sizes(size, self.count)[:at])
+        return self.writer.call(aten.full.default, [], before, dtype=torch.int64, device=torch.device("cpu"))
 
     def reduced(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes the sum of partial values, the same for all copies."""

@@ -14,8 +14,10 @@ from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, P
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep
+from sbpc.runtime.one_process.simulate_stages import simulate_stages
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan | Programs,
+    plan: Plan | Programs | StagedPlan,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
@@ -62,6 +64,8 @@ def simulate(
     """
     bind.check_plan(plan)
     check_kinds(PlanError, seed=(seed, "an integer"))
+    if isinstance(plan, StagedPlan):
+        return simulation_of_stages(plan, model, args, kwargs, seed)
     mesh = plan.mesh
     inputs = shards_of(plan, whole_inputs(plan, model, args, kwargs, tangents, seed))
     groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
@@ -79,6 +83,14 @@ def simulate(
         run.peak_memory,
         {int(port.name): value for port, value in there if port.kind == INPUT_GRADIENT},
     )
+
+
+def simulation_of_stages(plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> Simulation:
+    """Runs one step of a plan with stages."""
+    results, sent, peak = simulate_stages(plan, model, args, kwargs, seed)
+    buffers = {port.name: value for port, value in results.items() if port.kind == MUTATION}
+    names = [name for name, _ in model.named_parameters()]
+    return Simulation(bind.outputs(plan, results), bind.gradients(plan, results, names), buffers, sent, peak)
 
 
 def shards_of(plan: Plan | Programs, given: Mapping[Port, Tensor]) -> list[list[Tensor]]:

@@ -17,25 +17,23 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio, odd: the step from one 
 DIGITS = 53  # as many random bits as a float64 has digits
 
 LIBRARY = torch.library.Library("sbpc", "DEF")
-LIBRARY.define(
-    "bits(Tensor seed, SymInt[] size, int stream, SymInt[] strides=[], Tensor? start=None, int first=0) -> Tensor"
-)
+LIBRARY.define("bits(Tensor seed, SymInt[] size, int stream, SymInt[] strides=[], Tensor? start=None) -> Tensor")
 
 
 def bits(
-    seed: Tensor, size: Sequence[int], stream: int, strides: Sequence[int] = (), start: Tensor | None = None, first: int = 0
+    seed: Tensor, size: Sequence[int], stream: int, strides: Sequence[int] = (), start: Tensor | None = None
 ) -> Tensor:
     """Integers of [0, 2**53), int64, for the elements of a tensor of `size`, or of the part of one that a rank holds.
 
     seed: 0-dim int64. stream: one number for each place of a program that draws. strides: how far apart neighbours on
-    each dim stand in the whole tensor, row-major; start (0-dim int64) and `first`, added up: where the first element stands there.
+    each dim stand in the whole tensor, row-major; start (0-dim int64): where the first element stands there.
 
     >>> bits(torch.tensor(1), [2, 2], 0).tolist()
     [[3017795105040390, 8849651055939528], [3056013423334189, 4249795720843817]]
     >>> bits(torch.tensor(1), [2, 1], 0, [2, 1], torch.tensor(1)).tolist()  # the second column
     [[8849651055939528], [4249795720843817]]
     """
-    value = mix(mix(seed.clone()).add_(wrap((stream + 1) * GOLDEN))).add_(wrap((1 + first) * GOLDEN))
+    value = mix(mix(seed.clone()).add_(wrap((stream + 1) * GOLDEN))).add_(wrap(GOLDEN))
     if start is not None:
         value = value + start * wrap(GOLDEN)
     for dim, stride in enumerate(strides or row_major(size)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def busy_seconds(events: list[Event]) -> Mapping[str, float]:
     return busy
 
 
-def save_trace(lanes: Mapping[str, list[Event]], path: Path) -> None:
+def save_trace(lanes: Mapping[str, list[Event]], path: Path, streams: Sequence[str] = STREAMS) -> None:
     """Writes events as a Chrome trace, which Perfetto opens: a process for every lane, a thread for every stream.
 
     lanes: by title, such as "predicted", the events.
@@ -149,11 +149,11 @@ def save_trace(lanes: Mapping[str, list[Event]], path: Path) -> None:
     records: list[dict[str, Any]] = []
     for process, (title, events) in enumerate(lanes.items()):
         records.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}})
-        for thread, stream in enumerate(STREAMS):
+        for thread, stream in enumerate(streams):
             records.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": stream}})
         for event in events:
             about = {"node": event.name, "module": event.module, "phase": event.phase}
             times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
-            place = {"pid": process, "tid": STREAMS.index(event.stream)}
+            place = {"pid": process, "tid": streams.index(event.stream)}
             records.append({"ph": "X", "name": event.kind, "cat": event.phase, **times, **place, "args": about})
     path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}))

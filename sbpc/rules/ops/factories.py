@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sbpc.graph.random_bits import BITS, row_major
-from sbpc.rules.match import FREE, Shard
+from sbpc.rules.match import FREE, Arguments, Shard
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -35,12 +35,17 @@ def bits(shard: Shard) -> Any:
     """The bits of this rank's elements, by where they stand in the whole tensor."""
     if not shard.offsets:
         return shard.plain()
-    sizes, start = shard.match.sizes, None
-    strides = dict(zip(sizes, shard.given["strides"] or row_major(list(sizes.values()))))  # given for a part of a batch
+    sizes, start = shard.match.sizes, shard.given["start"]  # given for a part of a batch, as strides are
+    strides = dict(zip(sizes, shard.given["strides"] or row_major(list(sizes.values()))))
     for factor, offset in shard.offsets.items():
         here = shard.call(aten.mul.Scalar, offset, strides[factor])
         start = here if start is None else shard.call(aten.add.Tensor, start, here)
     return shard.plain(strides=list(strides.values()), start=start)
+
+
+def bits_dims(given: Arguments, outputs: Any) -> str:
+    """seed, size, stream (, strides, start)"""
+    return f"(), [*a], _{'' if given.get('start') is None else ', start=()'} -> *a ; idx a"
 
 
 for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
@@ -54,4 +59,4 @@ for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.defau
 for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
     rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
 rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)
-rule(BITS, "(), [*a], _ -> *a ; idx a", local=bits, flops="16 *a")
+rule(BITS, bits_dims, local=bits, flops="16 *a")

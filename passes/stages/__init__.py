@@ -1,0 +1,1 @@
+"""Cuts a step into the stages of a pipeline."""

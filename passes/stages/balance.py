@@ -1,0 +1,150 @@
+"""Where a step is cut into stages: every call has a place in the order of the forward, and the places are cut where stages are even.
+
+What depends on no parameter (masks, positions, rotary angles) has no place: every stage that reads it computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sbpc.errors import PlanError
+from sbpc.graph.operands import tensors_of, value_of
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
+from sbpc.mesh.cluster import kernel_seconds
+from sbpc.mesh.mesh import Mesh
+
+Places = dict[Node, int]
+
+
+def is_late(node: Node) -> bool:
+    """Returns whether a call belongs to the backward."""
+    return node.op == "call_function" and value_of(node)[0].meta.get("phase") == "backward"
+
+
+def places_of(gm: GraphModule) -> Places:
+    """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the backward, the
+    last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read.
+    """
+    bound = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    known: Places = {}
+    at: dict[Node, list[int]] = {}  # of values of the forward and parameters: places that make or read them
+    late: list[Node] = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not any(used in bound for used in node.all_input_nodes):
+            continue
+        bound.add(node)
+        if is_late(node):
+            late.append(node)
+            continue
+        known[node] = at_producer(node, known, len(set(known.values())))
+        for value in (node, *node.all_input_nodes):
+            at.setdefault(value, []).append(known[node])
+    last = max(known.values(), default=0)
+    for node in late:
+        place = min((known[used] for used in node.all_input_nodes if used in known and is_late(used)), default=last)
+        for _ in range(2):  # the second operand may move what the first one fixed
+            for used in node.all_input_nodes:
+                if not is_late(used) and used in at:
+                    place = max((each for each in at[used] if each <= place), default=place)
+        known[node] = place
+    return delayed(gm, known, late, at)
+
+
+def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, list[int]]) -> Places:
+    """Moves calls of the backward that read one value (sums, views) to the places that read them; a gradient to its parameter's."""
+    stored = placeholders(gm)
+    homes: dict[Node, int] = {}
+    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
+        if port.kind == GRADIENT and node is not None:
+            homes[node] = max(at.get(stored[Port(PARAMETER, port.name)], [known.get(node, 0)]))
+    for node in reversed(late):
+        readers = [known[user] for user in node.users if user in known]
+        readers += [homes[node]] if node in homes else []
+        if len([used for used in node.all_input_nodes if used in known or used.op == "placeholder"]) == 1 and readers:
+            known[node] = min(known[node], max(readers))
+    return known
+
+
+def at_producer(node: Node, known: Places, new: int) -> int:
+    """Returns the place of a call: that of its producer where it takes one of several results, else a new one."""
+    producer = value_of(node)[0]
+    return known[producer] if producer is not node and producer in known else new
+
+
+def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[int]:
+    """Returns the first place of every stage but the first, so that the slowest stage takes the least time with what it sends.
+
+    Between equals, what all stages send is least. mesh: that of one stage. Raises PlanError if there are fewer places to cut.
+    """
+    work, sent = work_at(places, mesh), sent_at(places)
+    here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
+    if len(here) < stages - 1:
+        raise PlanError(f"{stages} stages of a model that can be cut at {len(here)} places\n  Give fewer stages.")
+    bandwidth = mesh.cluster.inter_bandwidth * mesh.ranks
+    ends = np.array([0, *here, len(work)])
+    total = np.concatenate([[0.0], np.cumsum(work)])[ends]
+    border = np.array([0.0, *(2 * sent[p] / bandwidth for p in here), 0.0])
+    took = total[None, :] - total[:, None] + border[:, None] + border[None, :]
+    took[np.tril_indices(len(ends))] = np.inf
+    most = least_maximum(took, stages)
+    return [int(ends[at]) for at in least_sum(took <= most * (1 + 1e-9), border, stages)]
+
+
+def least_maximum(took: np.ndarray, stages: int) -> float:
+    """Returns the least possible maximum of `stages` steps from the first to the last end. took [from, to]: seconds."""
+    best = took[0]
+    for _ in range(stages - 1):
+        best = np.maximum(best[:, None], took).min(axis=0)
+    return float(best[-1])
+
+
+def least_sum(allowed: np.ndarray, border: np.ndarray, stages: int) -> list[int]:
+    """Returns the ends between the stages, so that the borders' sum is least over allowed steps."""
+    cost = np.where(allowed, border[None, :], np.inf)
+    best, back = cost[0], []
+    for _ in range(stages - 1):
+        through = best[:, None] + cost
+        back.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    found = [len(border) - 1]
+    for step in reversed(back):
+        found.append(int(step[found[-1]]))
+    return found[:0:-1]
+
+
+def work_at(places: Places, mesh: Mesh) -> np.ndarray:
+    """Returns by place the seconds of forward and backward, spread evenly over the ranks of a stage."""
+    work = np.zeros(max(places.values(), default=-1) + 1)
+    cluster = mesh.cluster
+    for node, place in places.items():
+        match = node.meta.get("match")
+        if value_of(node)[0] is node and not (match is not None and match.view):
+            moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / mesh.ranks
+            flops = 0.0 if match is None else float(match.flops(match.sizes)) / mesh.ranks
+            work[place] += kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
+    return work
+
+
+def sent_at(places: Places) -> np.ndarray:
+    """Returns by place the bytes that would cross to it from those before, in the forward."""
+    change = np.zeros(max(places.values(), default=-1) + 2)
+    for node, place in places.items():
+        value = node.meta.get("val")
+        if is_late(node) or not isinstance(value, Tensor):
+            continue
+        readers = [places[user] for user in node.users if user in places and not is_late(user)]
+        last = max(readers, default=place)
+        change[place + 1] += value.numel() * value.element_size() if last > place else 0
+        change[last + 1] -= value.numel() * value.element_size() if last > place else 0
+    return np.cumsum(change)[:-1]
+
+
+def stage_at(place: int, cuts: Sequence[int]) -> int:
+    """Returns the stage that a place is in."""
+    return int(np.searchsorted(np.asarray(cuts), place, side="right"))
+
+

@@ -1,0 +1,184 @@
+"""Cuts the body of a loop into stages: a graph for each, with what it receives and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import LazyGraphModule
+from sbpc.errors import PlanError, at_node
+from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
+from sbpc.graph.pytree import flatten
+from sbpc.graph.rewrite import copied
+from sbpc.passes.stages.balance import Places, is_late, stage_at
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Piece:
+    """The graph of one stage.
+
+    graph: a captured graph, whose inputs are those of the body that it reads, then what it receives in the forward; its tangents
+    are what it receives in the backward, and its outputs those of the body, then what it sends. arguments: by its inputs, the name of
+    the body's input. results: by its outputs, the number of the body's output. receives, sends: by port, the name of the value.
+    """
+
+    graph: GraphModule
+    arguments: dict[Port, str] = field(default_factory=dict)
+    results: dict[Port, int] = field(default_factory=dict)
+    receives: dict[Port, str] = field(default_factory=dict)
+    sends: dict[Port, str] = field(default_factory=dict)
+
+
+def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
+    """Returns the pieces of a body. places: of its calls. cuts: the first place of every stage but the first.
+
+    A gradient that is the sum of terms of several stages has a term in each. Raises PlanError if a stage would need a value of a
+    later one before that has it.
+    """
+    return Cutter(body, places, cuts).pieces()
+
+
+class Cutter:
+    """Sorts nodes into stages, and writes a graph for each."""
+
+    def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
+        self.body, self.count = body, len(cuts) + 1
+        self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
+        self.terms: list[tuple[Port, Node, int]] = []  # outputs of the body by stage: port, value, stage
+        self.added: set[Node] = set()  # sums over stages, which are left out
+        for port, node in zip(body.meta["ports"].outputs, results(body)):
+            if node is not None:
+                self.terms += [(port, term, self.stage_of(term)) for term in self.split(port, node)]
+
+    def stage_of(self, node: Node) -> int:
+        """Returns the stage of a value; what depends on no parameter is the last one's, where the loss is."""
+        return self.stage.get(node, self.count - 1)
+
+    def split(self, port: Port, node: Node) -> list[Node]:
+        """Returns the terms of a gradient, one for each stage that has one."""
+        plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2
+        if port.kind != GRADIENT or not plain or set(node.users) != {self.body.graph.output_node()}:
+            return [node]
+        terms = [term for used in node.all_input_nodes for term in self.inner(port, used)]
+        if len({self.stage_of(term) for term in terms}) < len(terms):
+            return [node]
+        self.added.add(node)
+        return terms
+
+    def inner(self, port: Port, node: Node) -> list[Node]:
+        """Returns the terms of an operand of a sum that nothing else reads."""
+        plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.users) == 1
+        if not plain or len({self.stage_of(used) for used in node.all_input_nodes}) < 2:
+            return [node]
+        self.added.add(node)
+        return [term for used in node.all_input_nodes for term in self.inner(port, used)]
+
+    def pieces(self) -> list[Piece]:
+        """Returns the pieces, first stage first."""
+        needs = [self.needed(stage) for stage in range(self.count)]
+        sent: list[dict[Node, None]] = [{} for _ in needs]  # by stage the values that others read
+        for stage, (_, received) in enumerate(needs):
+            for node in received:
+                self.check(node, stage)
+                sent[self.stage[node]][node] = None
+        return [self.piece(stage, *needs[stage], list(sent[stage])) for stage in range(self.count)]
+
+    def needed(self, stage: int) -> tuple[set[Node], list[Node]]:
+        """Returns the nodes of a stage, and the values that it receives, in the order of the graph."""
+        stored = placeholders(self.body)
+        ends = [node for _, node, at in self.terms if at == stage]
+        ends += [stored[Port(PARAMETER, port.name)] for port, _, at in self.terms if at == stage and port.kind == GRADIENT]
+        todo = [node for node, at in self.stage.items() if at == stage and node not in self.added] + ends
+        inside, received = set[Node](), set[Node]()
+        while todo:
+            node = todo.pop()
+            if node in inside or node in received:
+                continue
+            if self.stage.get(node, stage) != stage:
+                received.add(node)
+                continue
+            inside.add(node)
+            todo += node.all_input_nodes
+        order = [node for node in self.body.graph.nodes if node in received]
+        return inside, order
+
+    def check(self, node: Node, stage: int) -> None:
+        """Raises PlanError if a stage needs a value before the stage that makes it has it."""
+        early = any(not is_late(user) and self.stage.get(user) == stage for user in node.users)
+        backwards = self.stage[node] > stage
+        if (early and backwards) or (is_late(node) and not backwards):
+            what = f"stage {stage} needs this value of stage {self.stage[node]} before that computes it"
+            raise PlanError(at_node(what, node, "Cut the model into fewer stages."))
+
+    def piece(self, stage: int, inside: set[Node], received: list[Node], sent: list[Node]) -> Piece:
+        """Writes the graph of a stage."""
+        graph, copies = Graph(), dict[Node, Node]()
+        piece = Piece(self.body)
+        takes: list[Port] = []
+
+        def take(port: Port, node: Node, name: str) -> None:
+            takes.append(port)
+            copies[node] = graph.placeholder(name)
+            copies[node].meta.update({key: node.meta[key] for key in ("val",)})
+
+        inputs = 0
+        for port, node in placeholders(self.body).items():
+            if node in inside and port.kind == INPUT:
+                piece.arguments[Port(INPUT, str(inputs))], inputs = port.name, inputs + 1
+                take(Port(INPUT, str(inputs - 1)), node, node.name)
+            elif node in inside:
+                take(port, node, node.name)
+        late = [node for node in received if self.comes_late(node, stage)]
+        for node in received:
+            if node not in late:
+                piece.receives[Port(INPUT, str(inputs))], inputs = node.name, inputs + 1
+                take(Port(INPUT, str(inputs - 1)), node, node.name)
+        for at, node in enumerate(late):
+            piece.receives[Port(TANGENT, str(at))] = node.name
+            take(Port(TANGENT, str(at)), node, node.name)
+        for node in self.body.graph.nodes:
+            if node in inside and node.op != "placeholder":
+                copies[node] = copied(graph, node, copies.__getitem__)
+        outputs = self.leave(piece, stage, sent)
+        graph.output(tuple(copies[node] for _, node in outputs)).meta.update(self.body.graph.output_node().meta)
+        piece.graph = LazyGraphModule(self.body, graph)
+        piece.graph.meta.update(self.body.meta)
+        piece.graph.meta["ports"] = self.ports(takes, [port for port, _ in outputs], inputs)
+        return piece
+
+    def comes_late(self, node: Node, stage: int) -> bool:
+        """Returns whether a value is received for the backward: nothing of the stage's forward reads it."""
+        return is_late(node) or self.stage[node] > stage
+
+    def leave(self, piece: Piece, stage: int, sent: Iterable[Node]) -> list[tuple[Port, Node]]:
+        """Returns the outputs of a stage: gradients, those of the body, and what it sends."""
+        numbers = {port: at for at, port in enumerate(p for p in self.body.meta["ports"].outputs if p.kind == OUTPUT)}
+        outputs: list[tuple[Port, Node]] = []
+        count = 0
+        for port, node, at in self.terms:
+            if at == stage and port.kind == OUTPUT:
+                piece.results[Port(OUTPUT, str(count))] = numbers[port]
+                port, count = Port(OUTPUT, str(count)), count + 1
+            if at == stage:
+                outputs.append((port, node))
+        for node in sent:
+            piece.sends[Port(OUTPUT, str(count))] = node.name
+            outputs.append((Port(OUTPUT, str(count)), node))
+            count += 1
+        return outputs
+
+    def ports(self, takes: Sequence[Port], leaves: Sequence[Port], inputs: int) -> Ports:
+        """Returns the ports of a stage."""
+        old, names = self.body.meta["ports"], {port.name for port in takes}
+        outputs = sum(port.kind == OUTPUT for port in leaves)
+        arguments = flatten((tuple(torch.empty(0) for _ in range(inputs)), {}))[1]
+        given = flatten(tuple(torch.empty(0) for _ in range(outputs)))[1]
+        tied = {name: first for name, first in old.tied.items() if first in names}
+        frozen = tuple(name for name in old.frozen if name in names)
+        return Ports(tuple(takes), tuple(leaves), arguments, given, tied, (), frozen)
+

@@ -1,0 +1,157 @@
+"""Simulate a step of a plan with stages: all stages and their ranks in this process, with the programs that real ranks run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbpc.graph.ports import BUFFER, PARAMETER, Port
+from sbpc.graph.random_bits import wrap
+from sbpc.plans.pipeline import FORWARD, Action, in_turn
+from sbpc.plans.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged_plan import StagedPlan
+from sbpc.runtime import bind
+from sbpc.runtime.one_process.lockstep import lockstep, storages
+from sbpc.runtime.pipeline import Joined, StageRun, before_loop, kinds_of, micro_batch
+from sbpc.runtime.stage_programs import stage_programs
+
+
+class PipelineSimulation:
+    """All ranks of all stages during a step. `sent`: by stage, bytes by axis. `peak`: most bytes alive on a rank."""
+
+    def __init__(self, plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> None:
+        self.plan, self.inner = plan, plan.inner
+        self.stored = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
+        self.leaves = [leaf.detach() for leaf in bind.arguments(plan, args, kwargs)]
+        buffers = {port.name: tensor for port, tensor in self.stored.items() if port.kind == BUFFER}
+        self.before = before_loop(plan.loop, self.leaves, buffers)
+        self.seed = torch.tensor(wrap(seed))
+        self.groups = {self.inner.group_name(axes): self.inner.groups(axes) for axes in self.inner.runs()}
+        self.joined = Joined(plan.loop)
+        self.sent: list[Counter[str]] = [Counter() for _ in range(plan.stages)]
+        self.peak = 0
+        self.crossing: dict[tuple[str, int], list[Tensor]] = {}
+        self.runs = [[self.stage_run(at, rank) for rank in range(self.inner.ranks)] for at in range(len(plan.chunks))]
+
+    def stage_run(self, at: int, rank: int) -> StageRun:
+        """Returns a chunk on one rank, with its shards of what is stored."""
+        chunk = self.plan.chunks[at]
+        programs = stage_programs(chunk.plan.local_at(rank))
+        given, sizes = chunk.plan.given, self.inner.sizes
+        fixed: dict[str, Any] = {}
+        for port, name in programs.fixed.items():
+            whole = self.stored.get(port, self.seed)
+            fixed[name] = given[port].shards(whole, sizes)[rank].clone()
+        fixed |= zip(programs.positions, (torch.tensor([each]) for each in self.inner.coordinates(rank)))
+        return StageRun(chunk, programs, fixed)
+
+    def step(self) -> dict[Port, Any]:
+        """Runs the step, and returns its results and gradients, whole."""
+        for at in range(len(self.runs)):
+            self.part(at, BEFORE, 0)
+        for _, action in in_turn(self.plan.actions, self.plan.needs):
+            self.act(action)
+        gradients: dict[Port, Tensor] = {}
+        for at in range(len(self.runs)):
+            self.part(at, AFTER, 0)
+            for port, shards in self.gradients(at).items():
+                whole = self.plan.chunks[at].plan.given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
+                having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
+                others = len(having - {self.plan.owners[at]})
+                self.sent[self.plan.owners[at]][self.plan.axis] += others * max(shard.nbytes for shard in shards)
+                gradients[port] = gradients[port] + whole if port in gradients else whole
+        return self.joined.after(self.joined.results(range(len(self.plan.loop.joins)))) | gradients
+
+    def gradients(self, at: int) -> dict[Port, list[Tensor]]:
+        """Returns the shards of a chunk's gradients by rank."""
+        by_rank = [run.gradients() for run in self.runs[at]]
+        return {port: [each[port] for each in by_rank] for port in by_rank[0]}
+
+    def act(self, action: Action) -> None:
+        """Runs one action on all ranks of its stage."""
+        plan, at, batch = self.plan, action.chunk, action.micro_batch
+        chunk = plan.chunks[at]
+        for part in kinds_of(action):
+            for port in chunk.plan.given:
+                if port in self.runs[at][0].programs.own and self.wanted(at, port, part):
+                    self.receive(at, port, batch)
+            self.part(at, part, batch)
+
+    def wanted(self, at: int, port: Port, part: str) -> bool:
+        """Returns whether an input of a micro-batch comes in with this part."""
+        late = port.kind == "tangent"
+        return part == FORWARD if not late else part == "I"
+
+    def receive(self, at: int, port: Port, batch: int) -> None:
+        """Puts an input of a micro-batch, or what another chunk sent, among the values of every rank."""
+        chunk = self.plan.chunks[at]
+        if port in chunk.receives:
+            shards = self.crossing[chunk.receives[port], batch]
+        else:
+            whole = micro_batch(self.plan.loop, chunk.arguments[port], batch, self.leaves, self.before)
+            shards = [shard.clone() for shard in chunk.plan.given[port].shards(whole, self.inner.sizes)]
+        for run, shard in zip(self.runs[at], shards):
+            run.batches.setdefault(batch, {})[run.programs.own[port]] = shard
+
+    def part(self, at: int, part: str, batch: int) -> None:
+        """Runs a part of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
+        runs = self.runs[at]
+        if part not in (BEFORE, AFTER):
+            for run in runs:
+                run.batches.setdefault(batch, {})
+        given = [run.given(part, batch) for run in runs]
+        done = lockstep([run.programs.programs[part].gm for run in runs], given, self.groups)
+        self.count(at, given, done.peak_memory)
+        for name, sent in done.bytes_sent.items():
+            self.sent[self.plan.owners[at]][name.split("::")[-1]] += int(sent)
+        results = [outputs_of(run, part, out) for run, out in zip(runs, done.outputs)]
+        for port, name in runs[0].programs.outputs.items():
+            if name in results[0]:
+                self.leave(at, port, batch, [each[name] for each in results])
+        for run, out in zip(runs, done.outputs):
+            run.take(part, batch, out)
+
+    def leave(self, at: int, port: Port, batch: int, shards: list[Tensor]) -> None:
+        """Hands on an output of a chunk."""
+        chunk = self.plan.chunks[at]
+        if port in chunk.results:
+            layout = chunk.plan.left[port]
+            assert layout is not None
+            self.joined.take(chunk.results[port], batch, layout.whole(shards, self.inner.sizes))
+            return
+        name = chunk.sends[port]
+        self.crossing[name, batch] = [shard.clone() for shard in shards]
+        readers = {self.plan.owners[to] for to, other in enumerate(self.plan.chunks) if name in other.receives.values()}
+        self.sent[self.plan.owners[at]][self.plan.axis] += len(readers - {self.plan.owners[at]}) * max(s.nbytes for s in shards)
+
+    def count(self, at: int, given: list[list[Any]], peak: int) -> None:
+        """Notes what is alive on the ranks of a stage while a program runs."""
+        mine = [chunk for chunk, owner in enumerate(self.plan.owners) if owner == self.plan.owners[at]]
+        for rank, inputs in enumerate(given):
+            inside = {storage.data_ptr() for storage in storages(inputs)}
+            held: dict[int, int] = {}
+            for chunk in mine:
+                run = self.runs[chunk][rank]
+                for values in (run.fixed, *run.batches.values(), {key: value for key, (value, _) in run.added.items()}):
+                    held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
+            self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))
+
+
+def outputs_of(run: StageRun, part: str, out: Sequence[Any]) -> Mapping[str, Any]:
+    """Returns what a program gave, by name."""
+    return dict(zip(run.programs.programs[part].gives, out))
+
+
+def simulate_stages(plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> tuple[dict[Port, Any], dict[str, float], int]:
+    """Runs one step. Returns the results by port, whole; the bytes sent by axis; and the peak of live bytes of a rank."""
+    simulation = PipelineSimulation(plan, model, args, kwargs, seed)
+    results = simulation.step()
+    axes = dict.fromkeys([*plan.mesh.axes, *(axis for sent in simulation.sent for axis in sent)])
+    sent = {axis: float(max(each[axis] for each in simulation.sent)) for axis in axes}
+    return results, sent, simulation.peak
+
+

@@ -1,0 +1,133 @@
+"""Runs the stages of a pipeline over micro-batches, whoever moves the values: the run on real ranks and the simulation share this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, Port
+from sbpc.plans.loop import Loop
+from sbpc.plans.pipeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
+from sbpc.plans.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged_plan import Chunk
+from sbpc.runtime.stage_programs import StagePrograms
+
+Values = dict[str, Any]
+PARTS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}
+Run = Callable[[str, Sequence[Any]], Sequence[Any]]  # runs a part's program on its inputs
+
+
+class StageRun:
+    """One chunk on one rank during a step.
+
+    fixed: values that are the same for all micro-batches. batches: those of each micro-batch in flight. added: the gradients so far.
+    """
+
+    def __init__(self, chunk: Chunk, programs: StagePrograms, fixed: Values) -> None:
+        self.chunk, self.programs, self.fixed = chunk, programs, fixed
+        self.batches: dict[int, Values] = {}
+        self.added: dict[str, tuple[Tensor, bool]] = {}  # with whether the memory is this class's own
+
+    def given(self, part: str, batch: int) -> list[Any]:
+        """Returns the inputs of a part's program."""
+        values = self.batches.get(batch, {})
+        added = {name: value for name, (value, _) in self.added.items()} if part == AFTER else {}
+        return [
+            added[name] if name in added else values[name] if name in values else self.fixed[name]
+            for name in self.programs.programs[part].reads
+        ]
+
+    def take(self, part: str, batch: int, results: Sequence[Any]) -> None:
+        """Keeps what a part's program gave: as long as later parts read it, and gradients as sums."""
+        named = dict(zip(self.programs.programs[part].gives, results))
+        if part in (BEFORE, AFTER):
+            self.fixed |= named
+            return
+        sums = set(self.programs.accumulated.values())
+        for name in sums & named.keys():
+            self.add(name, named[name])
+        later = {FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: ()}[part]
+        read = {name for each in later for name in self.programs.programs[each].reads}
+        values = self.batches.pop(batch) | named
+        self.batches[batch] = {name: value for name, value in values.items() if name in read}
+        if part == WEIGHTS:
+            del self.batches[batch]
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Adds a micro-batch's gradient to those before."""
+        if name not in self.added:
+            self.added[name] = value, False
+            return
+        total, own = self.added[name]
+        self.added[name] = (total.add_(value) if own else total + value), True
+
+    def gradients(self) -> dict[Port, Tensor]:
+        """Returns the gradients in their homes, each in memory of its own."""
+        found: dict[Port, Tensor] = {}
+        seen = {value.untyped_storage().data_ptr() for value in self.fixed.values() if isinstance(value, Tensor)}
+        for port, name in self.programs.home.items():
+            boxed = name in self.programs.programs[AFTER].gives
+            value = self.fixed.pop(name) if boxed else self.added[name][0]
+            taken = value.untyped_storage().data_ptr() in seen - ({value.untyped_storage().data_ptr()} if boxed else set())
+            found[port] = value.clone() if taken else value
+            seen.add(found[port].untyped_storage().data_ptr())
+        return found
+
+
+def micro_batch(loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], before: Sequence[Tensor]) -> Tensor:
+    """Returns an input of the body for a micro-batch, whole. leaves: the tensors of the step's arguments."""
+    source = loop.inputs[name]
+    if source.kind == "index":
+        return torch.tensor(batch)
+    if source.kind == "before":
+        return before[source.number]
+    leaf = leaves[source.number]
+    return leaf if source.dim is None else leaf.chunk(loop.count, source.dim)[batch]
+
+
+def before_loop(loop: Loop, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns what every micro-batch reads of the whole batch."""
+    given = [leaves[int(p.name)] if p.kind == INPUT else buffers[p.name] for p in loop.ports.inputs if p.kind in (INPUT, BUFFER)]
+    with torch.no_grad():
+        return list(loop.before(*given))
+
+
+class Joined:
+    """What comes out of the body, joined over the micro-batches."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.values: dict[int, dict[int, Tensor]] = {}
+
+    def take(self, number: int, batch: int, value: Tensor) -> None:
+        """Takes output `number` of a micro-batch, whole."""
+        self.values.setdefault(number, {})[batch] = value
+
+    def results(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Returns these outputs, joined as the loop says."""
+        return [join(self.loop.joins[number], [self.values[number][at] for at in range(self.loop.count)]) for number in numbers]
+
+    def after(self, joined: Sequence[Tensor]) -> dict[Port, Any]:
+        """Returns the results of the step from all joined outputs, in order."""
+        with torch.no_grad():
+            values = self.loop.after(*joined)
+        ports = [port for port in self.loop.ports.outputs if port.kind != GRADIENT]
+        return dict(zip(ports, values))
+
+
+def join(how: Any, values: Sequence[Tensor]) -> Tensor:
+    """Returns the values of all micro-batches as one."""
+    if how == "same":
+        return values[0]
+    if isinstance(how, int):
+        return torch.cat(list(values), how)
+    stacked = torch.stack(list(values))
+    return {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[how](0)
+
+
+def kinds_of(action: Action) -> tuple[str, ...]:
+    """Returns the parts that an action runs."""
+    return PARTS[action.kind]

@@ -1,0 +1,78 @@
+"""The programs of one stage on one rank: what it does before, in and after the micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
+from sbpc.plans.pipeline import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.stage_parts import AFTER, BEFORE, FREE, parts_of, upward
+from sbpc.runtime.partition import extract
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the names of the values that it reads and gives."""
+
+    gm: GraphModule
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StagePrograms:
+    """The programs of a stage on one rank, by part, and what the names in them stand for.
+
+    fixed: placeholders that are the same for all micro-batches, by port; `positions` those of the rank's place. own: those of a
+    micro-batch. outputs: by port of an OUTPUT its name. accumulated: by port of a GRADIENT the name of what adds up; `home` that of
+    the gradient after the last boxing.
+    """
+
+    programs: dict[str, Program]
+    fixed: dict[Port, str]
+    positions: tuple[str, ...]
+    own: dict[Port, str]
+    outputs: dict[Port, str]
+    accumulated: dict[Port, str]
+    home: dict[Port, str]
+
+
+def stage_programs(gm: GraphModule) -> StagePrograms:
+    """Cuts the local program of a stage into its parts."""
+    parts = parts_of(gm)
+    ends = [(port, node) for port, node in zip(gm.meta["ports"].outputs, results(gm)) if node is not None]
+    added = {port: summand(node, parts) for port, node in ends if port.kind == GRADIENT}
+    kept = {node for _, node in ends} | set(added.values())
+    programs = {part: program_of(gm, part, parts, kept) for part in (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)}
+    ports = placeholders(gm)
+    known = set(ports.values())
+    return StagePrograms(
+        programs,
+        {port: node.name for port, node in ports.items() if port.kind in (PARAMETER, BUFFER, SEED)},
+        tuple(node.name for node in gm.graph.find_nodes(op="placeholder") if node not in known),
+        {port: node.name for port, node in ports.items() if port.kind in (INPUT, TANGENT)},
+        {port: node.name for port, node in ends if port.kind == OUTPUT},
+        {port: node.name for port, node in added.items()},
+        {port: node.name for port, node in ends if port.kind == GRADIENT},
+    )
+
+
+def summand(node: Node, parts: dict[Node, str]) -> Node:
+    """Returns what goes into the boxings of a gradient on its way home."""
+    while parts[node] == AFTER:
+        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
+    return node
+
+
+def program_of(gm: GraphModule, part: str, parts: dict[Node, str], kept: set[Node]) -> Program:
+    """Returns the program of a part: from what it reads of other parts to what they, or the results, read of it."""
+    mine = [node for node, its in parts.items() if its == part and node.op != "placeholder"]
+    needed = upward(mine)
+    body = [node for node in parts if parts[node] in (part, FREE) and node in needed and node.op != "placeholder"]
+    inside = set(body)
+    reads = list(dict.fromkeys(used for node in body for used in node.all_input_nodes if used not in inside))
+    gives = [node for node in mine if node in kept or any(parts.get(user) not in (part, None) for user in node.users)]
+    program = extract(gm, reads, body, [*gives])
+    return Program(program, tuple(node.name for node in reads), tuple(node.name for node in gives))

@@ -1,0 +1,46 @@
+"""A step as a loop over micro-batches: what is done before, in and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from sbpc.graph.ports import Port, Ports
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the body comes from.
+
+    kind: "argument" (tensor leaf `number` of the arguments, cut into parts along `dim`, or whole where that is None), "before" (result
+    `number` of what is computed before the loop), "index" (the number of the micro-batch).
+    """
+
+    kind: str
+    number: int
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A step as a loop over `count` micro-batches.
+
+    body: the annotated graph that a micro-batch runs; its gradients add up over the micro-batches. before: from the inputs and
+    buffers of the step, whole, to what every micro-batch reads. after: from the joined outputs of the body to the results of the step.
+    inputs: by name of an input of the body where it comes from. joins: by number of an output of the body how the micro-batches'
+    values come together: "sum", "max", "min", "same", or the dim along which they are put. ports, shapes: those of the
+    whole step, see `Plan`.
+    """
+
+    count: int
+    body: GraphModule
+    before: GraphModule
+    after: GraphModule
+    inputs: Mapping[str, Source]
+    joins: tuple[Any, ...]
+    ports: Ports
+    shapes: Mapping[Port, Tensor]
