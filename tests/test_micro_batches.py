@@ -16,6 +16,7 @@ from sbpc.mesh.cluster import Cluster
 from tests import models
 from tests.compare import compare, eager, largest_error
 
+aten = torch.ops.aten
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4}, "resnet": {"batch": 8}, "batch_norm": {"bias": False}}
 LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 
@@ -23,12 +24,13 @@ LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 class Ignoring(nn.Module):
     """A mean over targets of which the first half of the batch has few that count: means of the halves' means are wrong."""
 
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 5)
+        self.register_buffer("weight", torch.rand(5) if weighted else None)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.layer(x), target, ignore_index=-1)
+        return F.cross_entropy(self.layer(x), target, ignore_index=-1, weight=self.weight)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -54,6 +56,30 @@ def test_means_are_over_all_targets_that_count() -> None:
     assert largest_error(plan, model, (x, target)) <= 1e-12
     means = [model(x[half], target[half]) for half in (slice(0, 4), slice(4, 8))]
     assert abs(sum(means) / 2 - model(x, target)) > 1e-3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_uneven_counts_have_the_numbers_of_the_whole_batch(weighted: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    target = torch.tensor([-1, -1, -1, -1, -1, 1, 2, 3])  # of the first parts none counts
+    model, args = Ignoring(weighted), (torch.randn(8, 6), target)
+    assert largest_error(sbpc.plan(model, args, Mesh(x=2), microbatches=4), model, args) <= 1e-10
+
+
+@pytest.mark.parametrize(("net", "options"), [("gpt2", {"batch": 8}), ("vgg", {"batch": 12})])
+def test_the_backward_of_a_part_goes_before_the_forward_of_the_next_so_that_fewer_activations_live(
+    net: str, options: dict[str, Any]
+) -> None:
+    """A mean over targets is divided by their count, which needs no forward."""
+    model, args = getattr(models, net)(**options)
+    whole, parts = (sbpc.plan(model, args, Mesh(x=1, cluster="h100"), microbatches=m) for m in (1, 4))
+    losses = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_forward.default]
+    backwards = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_backward.default]
+    assert all(backward < loss for backward, loss in zip(backwards, losses[1:])) and len(backwards) == 4
+    assert parts.cost.memory["activations"] < 0.35 * whole.cost.memory["activations"]
+    lives = [sbpc.simulate(plan, model, args).peak_memory for plan in (parts, whole)]
+    assert lives[0] < (0.8 if net == "gpt2" else 0.9) * lives[1]
 
 
 def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches() -> None:

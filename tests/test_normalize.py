@@ -148,11 +148,13 @@ def test_a_mean_over_labels_is_a_sum_over_the_weight_of_those_that_count():
         == """\
 _log_softmax [4, 6] = _log_softmax(input_0, 1, False)
 nll_loss_forward [[], []] = nll_loss_forward(_log_softmax, input_1, None, 2, 2)
+ne [4] = ne.Scalar(input_1, 2)
+sum_1 [] = sum(ne)
+_to_copy [] = _to_copy(sum_1, dtype=torch.float32)
 getitem [] = getitem(nll_loss_forward, 0)
-getitem_1 [] = getitem(nll_loss_forward, 1)
-div [] = div.Tensor(getitem, getitem_1)
-div_1 [] = div.Tensor(tangent_0, getitem_1)
-nll_loss_backward [4, 6] = nll_loss_backward(div_1, _log_softmax, input_1, None, 2, 2, getitem_1)
+div [] = div.Tensor(getitem, _to_copy)
+div_1 [] = div.Tensor(tangent_0, _to_copy)
+nll_loss_backward [4, 6] = nll_loss_backward(div_1, _log_softmax, input_1, None, 2, 2, _to_copy)
 _log_softmax_backward_data [4, 6] = _log_softmax_backward_data(nll_loss_backward, _log_softmax, 1, torch.float32)
 return div, _log_softmax_backward_data"""
     )

@@ -85,13 +85,16 @@ box__log_softmax_sum                f32[12, 1]      B       all_reduce(_log_soft
 _log_softmax_log                    f32[12, 1]      B       aten.log(box__log_softmax_sum)
 _log_softmax                        f32[12, 480]    S(1)    aten.sub.Tensor(_log_softmax_sub, _log_softmax_log)
 nll_loss_forward                    (f32[], f32[])  (P, P)  aten.nll_loss_forward(_log_softmax, targets, None, 2, -100)
+box_targets                         i64[12]         S(0)    slice(targets)                                                                       # B -> S(0) over tensor, 0 bytes
+ne                                  bool[12]        S(0)    aten.ne.Scalar(box_targets, -100)
+sum_1                               i64[]           P       aten.sum(ne)
+box_sum_1                           i64[]           B       all_reduce(sum_1)                                                                    # P -> B over tensor, 8 bytes
+_to_copy                            f32[]           B       aten._to_copy(box_sum_1, dtype=float32)
 getitem                             f32[]           P       nll_loss_forward[0]
-getitem_1                           f32[]           P       nll_loss_forward[1]
 box_getitem                         f32[]           B       all_reduce(getitem)                                                                  # P -> B over tensor, 4 bytes
-box_getitem_1                       f32[]           B       all_reduce(getitem_1)                                                                # P -> B over tensor, 4 bytes
-div                                 f32[]           B       aten.div.Tensor(box_getitem, box_getitem_1)
-div_1                               f32[]           B       aten.div.Tensor(tangent_0, box_getitem_1)
-nll_loss_backward                   f32[12, 480]    S(1)    aten.nll_loss_backward(div_1, _log_softmax, targets, None, 2, -100, box_getitem_1)
+div                                 f32[]           B       aten.div.Tensor(box_getitem, _to_copy)
+div_1                               f32[]           B       aten.div.Tensor(tangent_0, _to_copy)
+nll_loss_backward                   f32[12, 480]    S(1)    aten.nll_loss_backward(div_1, _log_softmax, targets, None, 2, -100, _to_copy)
 _log_softmax_backward_data_exp      f32[12, 480]    S(1)    aten.exp(_log_softmax)
 _log_softmax_backward_data_sum      f32[12, 1]      P       aten.sum.dim_IntList(nll_loss_backward, [1], True)
 box__log_softmax_backward_data_sum  f32[12, 1]      B       all_reduce(_log_softmax_backward_data_sum)                                           # P -> B over tensor, 48 bytes

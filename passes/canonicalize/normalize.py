@@ -76,18 +76,32 @@ def mean(
 
 
 def nll_loss(write: Writer, x: Any, target: Node, weight: Any, reduction: int, ignore: int) -> Any:
-    """Writes the mean as the sum over the total weight of all targets that count, in float32 where a float16 sum could overflow."""
+    """Writes the mean as the sum over the total weight of all targets that count, in float32 where a float16 sum could overflow.
+
+    The op gives that weight too, but only together with the loss: made from the targets alone it is there before the forward has run.
+    """
     if reduction != MEAN:
         return None
-    half = x.meta["val"].dtype == torch.float16
+    dtype = x.meta["val"].dtype
+    half = dtype == torch.float16
     if half:
         x, weight = (value and write.call(aten._to_copy.default, value, dtype=torch.float32) for value in (x, weight))
     both = write.call(write.target, x, target, weight, SUM, ignore)
-    loss, total = write.part(both, 0), write.part(both, 1)
-    loss = write.call(aten.div.Tensor, loss, total)
+    total = total_weight(write, target, weight, ignore, x.meta["val"].dtype)
+    loss = write.call(aten.div.Tensor, write.part(both, 0), total)
     if half:
-        loss, total = (write.call(aten._to_copy.default, value, dtype=torch.float16) for value in (loss, total))
+        loss, total = (write.call(aten._to_copy.default, value, dtype=dtype) for value in (loss, total))
     return loss, total
+
+
+def total_weight(write: Writer, target: Node, weight: Node | None, ignore: int, dtype: torch.dtype) -> Node:
+    """Writes the sum of the weights of the targets that count; without weights, their number."""
+    counts = write.call(aten.ne.Scalar, target, ignore)
+    if weight is None:
+        return write.call(aten._to_copy.default, write.call(aten.sum.default, counts), dtype=dtype)
+    classes = write.call(aten.where.ScalarOther, counts, target, 0)
+    weights = write.call(aten.index.Tensor, weight, [classes])
+    return write.call(aten.sum.default, write.call(aten.where.ScalarOther, counts, weights, 0.0))
 
 
 def nll_loss_backward(

@@ -67,14 +67,23 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
 
 
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
-    """Returns the graph in another order: what can run goes first if it is shared, then if it is of an earlier copy.
+    """Returns the graph in another order: what can run goes first if it is shared, then if an earlier copy needs it.
 
-    copy_of: the number of its copy by the name of a node that is not shared.
+    copy_of: the number of its copy by the name of a node that is not shared. A count of all targets is a sum of what every copy
+    has, and the backward of the first copy needs it: the parts of the sum go before the rest of the later copies.
     """
     nodes = list(gm.graph.nodes)
     number = {node: at for at, node in enumerate(nodes)}
     missing = {node: len(node.all_input_nodes) for node in nodes}
-    ready = [(copy_of.get(node.name, -1), number[node]) for node in nodes if not missing[node]]
+    shared = len(copy_of)  # more than any copy
+    needed = dict.fromkeys(nodes, shared)  # by node, the first copy that needs it
+    for node in reversed(nodes):
+        needed[node] = min([copy_of.get(node.name, shared), *map(needed.__getitem__, node.users)])
+
+    def priority(node: Node) -> tuple[int, int]:
+        return needed[node] if node.name in copy_of else -1, number[node]
+
+    ready = [priority(node) for node in nodes if not missing[node]]
     graph, copies = Graph(), dict[Node, Node]()
     heapq.heapify(ready)
     while ready:
@@ -84,7 +93,7 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
         for user in node.users:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (copy_of.get(user.name, -1), number[user]))
+                heapq.heappush(ready, priority(user))
     copied(graph, gm.graph.output_node(), copies.__getitem__)
     result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
