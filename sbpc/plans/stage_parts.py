@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from torch.fx import GraphModule, Node
 
+from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, placeholders, results
 from sbpc.plans.pipeline import FORWARD, INPUTS, WEIGHTS
 
@@ -42,8 +43,10 @@ def parts_of(gm: GraphModule) -> dict[Node, str]:
             late.add(node)
     sent = [node for port, node in zip(gm.meta["ports"].outputs, results(gm)) if port.kind == OUTPUT and node in late]
     needed = upward(sent)
-    for node in late:
-        parts[node] = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
+    for node in gm.graph.nodes:
+        if node in late:
+            own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
+            parts[node] = parts[value_of(node)[0]] if value_of(node)[0] is not node else own
     return parts | {node: AFTER for node in boxings_home(gm, parts)}
 
 
