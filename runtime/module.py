@@ -17,9 +17,11 @@ from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
+from sbpc.runtime.staged_module import bind_stages, parallelize_stages
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
@@ -32,7 +34,7 @@ WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 
 def parallelize(
     model: nn.Module,
-    plan: Plan | Programs,
+    plan: Plan | Programs | StagedPlan,
     *,
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
@@ -78,7 +80,10 @@ def parallelize(
     where = process_groups.start(device)
     process_groups.check_ranks(plan.mesh)
     agree(plan)
-    process_groups.bind(plan.mesh)
+    if isinstance(plan, StagedPlan):
+        bind_stages(plan, where.type)
+    else:
+        process_groups.bind(plan.mesh)
     if any(isinstance(tensor, DTensor) for tensor in bind.stored(plan, model).values()):
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
@@ -86,8 +91,10 @@ def parallelize(
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
     result = skeleton(model)
+    random = result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
+    if isinstance(plan, StagedPlan):
+        return parallelize_stages(model, plan, value, run, where, result, random)
     fill(result, plan, value, where)
-    result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     runners = [Runner(each, run, where) for each in (plan, evaluate) if each is not None]
     result.__class__ = parallel_class(type(model), runners)
     return result
@@ -95,7 +102,7 @@ def parallelize(
 
 def source_of_weights(
     model: nn.Module,
-    plan: Plan | Programs,
+    plan: Plan | Programs | StagedPlan,
     init: Callable[[], nn.Module] | None,
     weights: Callable[[str], Tensor] | None,
     where: torch.device,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, Port
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
 from sbpc.plans.loop import Loop
 from sbpc.plans.pipeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from sbpc.plans.stage_parts import AFTER, BEFORE
@@ -131,3 +131,9 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
 def kinds_of(action: Action) -> tuple[str, ...]:
     """Returns the parts that an action runs."""
     return PARTS[action.kind]
+
+
+def arrivals(chunk: Chunk, part: str) -> list[Port]:
+    """Returns the ports of a chunk that a micro-batch fills before a part runs."""
+    kind = {FORWARD: INPUT, INPUTS: TANGENT}.get(part)
+    return [port for port in chunk.plan.ports.inputs if port.kind == kind]

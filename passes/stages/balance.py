@@ -45,6 +45,9 @@ def places_of(gm: GraphModule) -> Places:
             at.setdefault(value, []).append(known[node])
     last = max(known.values(), default=0)
     for node in late:
+        if value_of(node)[0] is not node:  # one of several results of a call
+            known[node] = known[value_of(node)[0]]
+            continue
         place = min((known[used] for used in node.all_input_nodes if used in known and is_late(used)), default=last)
         for _ in range(2):  # the second operand may move what the first one fixed
             for used in node.all_input_nodes:
@@ -62,6 +65,8 @@ def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, lis
         if port.kind == GRADIENT and node is not None:
             homes[node] = max(at.get(stored[Port(PARAMETER, port.name)], [known.get(node, 0)]))
     for node in reversed(late):
+        if value_of(node)[0] is not node:
+            continue
         readers = [known[user] for user in node.users if user in known]
         readers += [homes[node]] if node in homes else []
         if len([used for used in node.all_input_nodes if used in known or used.op == "placeholder"]) == 1 and readers:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.random_bits import wrap
-from sbpc.plans.pipeline import FORWARD, Action, in_turn
+from sbpc.plans.pipeline import Action, in_turn
 from sbpc.plans.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
-from sbpc.runtime.pipeline import Joined, StageRun, before_loop, kinds_of, micro_batch
+from sbpc.runtime.pipeline import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
 from sbpc.runtime.stage_programs import stage_programs
 
 
@@ -76,15 +76,9 @@ class PipelineSimulation:
         plan, at, batch = self.plan, action.chunk, action.micro_batch
         chunk = plan.chunks[at]
         for part in kinds_of(action):
-            for port in chunk.plan.given:
-                if port in self.runs[at][0].programs.own and self.wanted(at, port, part):
-                    self.receive(at, port, batch)
+            for port in arrivals(chunk, part):
+                self.receive(at, port, batch)
             self.part(at, part, batch)
-
-    def wanted(self, at: int, port: Port, part: str) -> bool:
-        """Returns whether an input of a micro-batch comes in with this part."""
-        late = port.kind == "tangent"
-        return part == FORWARD if not late else part == "I"
 
     def receive(self, at: int, port: Port, batch: int) -> None:
         """Puts an input of a micro-batch, or what another chunk sent, among the values of every rank."""

@@ -15,10 +15,11 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged_plan import StagedPlan
 from sbpc.runtime.start import process_groups
 
 
-def agree(plan: Plan | Programs) -> None:
+def agree(plan: Plan | Programs | StagedPlan) -> None:
     """Compares by digest what the ranks are about to run. Every rank must call this at the same point.
 
     Raises PlanError that says which ranks differ in what, MeshError if the nodes do not hold the ranks as the mesh needs it.
@@ -28,11 +29,15 @@ def agree(plan: Plan | Programs) -> None:
     check_nodes(plan.mesh, [each["node"] for each in everywhere])
 
 
-def identity(plan: Plan | Programs) -> dict[str, str]:
+def identity(plan: Plan | Programs | StagedPlan) -> dict[str, str]:
     """Returns what must be the same on all ranks: versions, mesh, and digests of what is run, by name."""
     same = {"torch": torch.__version__, "sbpc": installed(), "mesh": str(plan.mesh)}
     if isinstance(plan, Programs):
         return same | {"file": plan.digest}
+    if isinstance(plan, StagedPlan):
+        chunks = [identity(chunk.plan) for chunk in plan.chunks]
+        layouts = [[each["layouts"] for each in chunks], plan.schedule, plan.loop.count]
+        return same | {"model": digest([each["model"] for each in chunks]), "layouts": digest(layouts)}
     graph = plan_file.encode_graph(plan.graph)
     for item in graph["graph"]:
         item.pop("stack_trace", None)  # where the source lies may differ from node to node

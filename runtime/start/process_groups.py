@@ -25,6 +25,7 @@ TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with 
 bound: dict[str, dist.ProcessGroup] = {}
 named: dict[str, dist.ProcessGroup] = {}  # what the names mean in programs: gloo groups with direct exchange
 meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
+parts_of: dict[Mesh, Sequence[Sequence[int]]] = {}  # by mesh that stands for several parts of all ranks, these
 waiting = {"seconds": TIMEOUT}
 
 
@@ -126,8 +127,33 @@ def stop() -> None:
     bound.clear()
     named.clear()
     meshes.clear()
+    parts_of.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def bind_within(mesh: Mesh, parts: Sequence[Sequence[int]], kind: str) -> None:
+    """Makes the process groups of a mesh that stands for several equal parts of all ranks, such as the stages of a pipeline.
+
+    parts: the ranks of each part, in the order of the mesh. kind: of device. Raises MeshError if the mesh stands for other parts here.
+    Every rank must call this at the same point.
+    """
+    if parts_of.setdefault(mesh, parts) != parts:
+        raise MeshError(f"{mesh} stands for the ranks {parts_of[mesh]} in this process, and for {parts}\n  Run one such plan at a time.")
+    for axes in mesh.runs():
+        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
+    if (mesh, kind) not in meshes:
+        (mine,) = (part for part in parts if dist.get_rank() in part)
+        groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
+        ranks = torch.tensor(mine).view(mesh.sizes)
+        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
+
+
+def place(mesh: Mesh) -> tuple[int, ...]:
+    """Returns where this rank stands on a mesh, or on that of its part."""
+    rank = dist.get_rank()
+    (mine,) = (part for part in parts_of.get(mesh, [range(mesh.ranks)]) if rank in part)
+    return mesh.coordinates(list(mine).index(rank))
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:

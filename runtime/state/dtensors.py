@@ -27,7 +27,7 @@ def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
 
 def sharded(whole: Tensor, layout: Layout, mesh: Mesh, where: torch.device) -> DTensor:
     """Returns the DTensor of a tensor that every rank holds whole. The shard shares no memory with it."""
-    local = layout.shard(whole.detach(), mesh.sizes, mesh.coordinates(dist.get_rank()))
+    local = layout.shard(whole.detach(), mesh.sizes, process_groups.place(mesh))
     return DTensor.from_local(
         local.to(where).clone(memory_format=torch.contiguous_format),
         process_groups.device_mesh(mesh, where.type),

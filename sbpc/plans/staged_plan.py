@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -48,6 +49,15 @@ class Chunk:
         parts = parts_of(self.plan.graph)
         ends = zip(self.plan.ports.outputs, results(self.plan.graph))
         return frozenset(port for port, node in ends if port in self.sends and node is not None and parts[node] == INPUTS)
+
+
+    def value_of(self, port: Port, count: int, how: Any) -> Tensor:
+        """Returns a tensor of the shape of an output, joined over `count` micro-batches as `how` says."""
+        node = results(self.plan.graph)[self.plan.ports.outputs.index(port)]
+        assert node is not None
+        value: Tensor = node.meta["val"]
+        shape = [size * count if at == how and how != "same" else size for at, size in enumerate(value.shape)]
+        return torch.empty(shape, dtype=value.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,284 @@
+"""Make of the user's module one that holds this rank's stages of a pipeline, and whose `step` runs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sbpc._compat import local_of, slots, with_local
+from sbpc.errors import PlanError
+from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, Port
+from sbpc.graph.random_bits import seed_of_step
+from sbpc.mesh.layout import Layout
+from sbpc.plans.pipeline import Action
+from sbpc.plans.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged_plan import StagedPlan
+from sbpc.runtime import bind
+from sbpc.runtime.device_kernels import placed
+from sbpc.runtime.executors import BoxedFunction, Executor
+from sbpc.runtime.pipeline import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.stage_programs import StagePrograms, stage_programs
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.mail import Mail
+from sbpc.runtime.state.dtensors import sharded, take_state
+from sbpc.runtime.step import no_autocast
+
+STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
+
+Every rank gives the whole batch, the same on all. Gradients of the whole batch are added to `.grad`. Results are the same on every rank."""
+
+
+class StageRunner:
+    """Runs the chunks of a rank. It holds no weights: they come with every step."""
+
+    def __init__(self, plan: StagedPlan, executor: Executor, where: torch.device) -> None:
+        self.plan, self.executor, self.where = plan, executor, where
+        self.stage = plan.stage_of(dist.get_rank())
+        self.place = plan.ranks_of(self.stage).index(dist.get_rank())
+        self.mine = [at for at, owner in enumerate(plan.owners) if owner == self.stage]
+        self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]  # by stage, whom this rank talks to
+        self.numbers = {name: at for at, name in enumerate(plan.sources)}
+        self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
+        self.functions: dict[tuple[int, str], BoxedFunction] = {}
+
+    @functools.cached_property
+    def programs(self) -> dict[int, StagePrograms]:
+        """By chunk of this rank its programs."""
+        chunks = self.plan.chunks
+        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where)) for at in self.mine}
+
+    def function(self, at: int, part: str) -> BoxedFunction:
+        """Returns the compiled program of a part of a chunk."""
+        if (at, part) not in self.functions:
+            self.functions[at, part] = self.executor(self.programs[at].programs[part].gm)
+        return self.functions[at, part]
+
+    def step(self, values: dict[Port, Tensor], leaves: Sequence[Tensor]) -> tuple[dict[Port, Any], dict[str, Tensor]]:
+        """Runs a step. values: parameters of this rank, buffers and the seed. Returns results by port and gradients by name."""
+        with torch.no_grad(), no_autocast(self.where):
+            return Step(self, values, leaves).run()
+
+
+class Step:
+    """One step on this rank."""
+
+    def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor]) -> None:
+        self.runner, self.plan, self.leaves = runner, runner.plan, leaves
+        buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
+        self.before = before_loop(self.plan.loop, leaves, buffers)
+        self.mail = Mail(runner.where)
+        self.joined = Joined(self.plan.loop)
+        self.runs = {at: self.stage_run(at, values) for at in runner.mine}
+
+    def stage_run(self, at: int, values: dict[Port, Tensor]) -> StageRun:
+        """Returns a chunk with the values that all micro-batches read."""
+        programs, chunk = self.runner.programs[at], self.plan.chunks[at]
+        fixed: dict[str, Any] = {name: local_of(values[port]) for port, name in programs.fixed.items()}
+        return StageRun(chunk, programs, fixed | dict(zip(programs.positions, self.runner.positions)))
+
+    def run(self) -> tuple[dict[Port, Any], dict[str, Tensor]]:
+        """Runs all actions of this rank, then what is done once."""
+        actions = self.plan.actions[self.runner.stage]
+        for at in self.runner.mine:
+            self.part(at, BEFORE, 0)
+        for place, action in enumerate(actions):
+            for ahead in actions[place : place + 2]:  # what the next action needs may come while this one computes
+                self.expect(ahead)
+            for part in kinds_of(action):
+                self.arrive(action, part)
+                self.part(action.chunk, part, action.micro_batch)
+        gradients: dict[str, list[tuple[int, Tensor]]] = {}
+        for at in self.runner.mine:
+            self.part(at, AFTER, 0)
+            for port, value in self.runs[at].gradients().items():
+                gradients.setdefault(port.name, []).append((at, value))
+        added = {name: self.shared(name, terms) for name, terms in gradients.items()}
+        results = self.results()
+        self.mail.finish()
+        return results, added
+
+    def expect(self, action: Action) -> None:
+        """Begins to receive what an action reads of other stages."""
+        chunk = self.plan.chunks[action.chunk]
+        for part in kinds_of(action):
+            for port in arrivals(chunk, part):
+                source, sent = self.plan.sources[chunk.receives[port]] if port in chunk.receives else (action.chunk, None)
+                if sent is not None and self.plan.owners[source] != self.runner.stage:
+                    name, value = chunk.receives[port], chunk.plan.shapes[port]
+                    shape = chunk.plan.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
+                    peer = self.runner.peers[self.plan.owners[source]]
+                    self.mail.expect(self.key(name, action), peer, shape, value.dtype)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where this rank stands on the mesh of its stage."""
+        return self.plan.inner.coordinates(self.runner.place)
+
+    def key(self, name: str, action: Action) -> int:
+        """Returns the number of a message, the same on both ends."""
+        return self.runner.numbers[name] * self.plan.loop.count + action.micro_batch
+
+    def arrive(self, action: Action, part: str) -> None:
+        """Puts what a part reads among the values of the micro-batch."""
+        chunk, run, batch = self.plan.chunks[action.chunk], self.runs[action.chunk], action.micro_batch
+        for port in arrivals(chunk, part):
+            if port in chunk.receives:
+                value = self.mail.receive(self.key(chunk.receives[port], action))
+            else:
+                whole = micro_batch(self.plan.loop, chunk.arguments[port], batch, self.leaves, self.before)
+                value = chunk.plan.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.place)
+            run.batches.setdefault(batch, {})[run.programs.own[port]] = value
+
+    def part(self, at: int, part: str, batch: int) -> None:
+        """Runs a part of a chunk, and sends off what it sends."""
+        run, program = self.runs[at], self.runner.programs[at].programs[part]
+        if part not in (BEFORE, AFTER):
+            run.batches.setdefault(batch, {})
+        out = self.runner.function(at, part)(run.given(part, batch)) if program.gives else ()
+        named = dict(zip(program.gives, out))
+        for port, name in run.programs.outputs.items():
+            if name in named:
+                self.leave(at, port, batch, named[name])
+        run.take(part, batch, out)
+
+    def leave(self, at: int, port: Port, batch: int, value: Tensor) -> None:
+        """Hands on an output of a chunk: to other stages, to this one, or to the results."""
+        chunk, owners = self.plan.chunks[at], self.plan.owners
+        if port in chunk.results:
+            self.joined.take(chunk.results[port], batch, value)
+            return
+        name, value = chunk.sends[port], value.contiguous()
+        key = self.key(name, Action("", at, batch))
+        readers = [to for to, other in enumerate(self.plan.chunks) if name in other.receives.values()]
+        for stage in dict.fromkeys(owners[to] for to in readers):
+            times = sum(owners[to] == stage for to in readers)
+            if stage == self.runner.stage:
+                self.mail.keep(key, value, times)
+            else:
+                self.mail.send(key, self.runner.peers[stage], value)
+
+    def shared(self, name: str, terms: list[tuple[int, Tensor]]) -> Tensor:
+        """Returns the gradient of a parameter: with the terms of other stages that have it, too, added up in the order of chunks."""
+        chunks = self.plan.shared.get(name, [terms[0][0]])
+        known = dict(terms)
+        first = len(self.plan.sources) * self.plan.loop.count
+        keys = {pair: first + at for at, pair in enumerate(self.pairs)}
+        others = {self.plan.owners[at] for at in chunks} - {self.runner.stage}
+        for at in chunks:
+            if at in known:
+                for stage in sorted(others):
+                    self.mail.send(keys[name, at], self.runner.peers[stage], known[at].contiguous())
+            else:
+                like = terms[0][1]
+                self.mail.expect(keys[name, at], self.runner.peers[self.plan.owners[at]], tuple(like.shape), like.dtype)
+        values = [known[at] if at in known else self.mail.receive(keys[name, at]) for at in chunks]
+        return functools.reduce(torch.add, values)
+
+    @property
+    def pairs(self) -> list[tuple[str, int]]:
+        """The parameters that several chunks have, each with each of them."""
+        return [(name, at) for name, chunks in self.plan.shared.items() for at in chunks]
+
+    @property
+    def first_free(self) -> int:
+        """The first number of a message that neither values that cross nor gradients have."""
+        return len(self.plan.sources) * self.plan.loop.count + len(self.pairs)
+
+    def results(self) -> dict[Port, Any]:
+        """Returns the results of the step on every rank: the stage that has an output of the body sends it to the others."""
+        joined = []
+        for number, (owner, like) in enumerate(self.ends()):
+            value = self.joined.results([number])[0] if owner == self.runner.stage else like.to(self.runner.where)
+            peers = self.runner.peers
+            joined.append(self.mail.from_one(self.first_free + number, value, peers[owner], peers))
+        return self.joined.after(joined)
+
+    def ends(self) -> list[tuple[int, Tensor]]:
+        """Returns by output of the body the stage that has it, and a tensor of its shape, joined."""
+        loop, found = self.plan.loop, dict[int, tuple[int, Tensor]]()
+        for at, chunk in enumerate(self.plan.chunks):
+            for port, number in chunk.results.items():
+                found[number] = self.plan.owners[at], chunk.value_of(port, loop.count, loop.joins[number])
+        return [found[number] for number in range(len(loop.joins))]
+
+
+def parallelize_stages(
+    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device,
+    result: nn.Module, random: dict[str, int],
+) -> nn.Module:  # fmt: skip
+    """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name."""
+    runner = StageRunner(plan, executor, where)
+    own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].plan.parameters.items()}
+    fill_stages(result, plan, own, value, where)
+    result.__class__ = staged_class(type(model), runner, random)
+    return result
+
+
+def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], value: Callable[[str], Tensor], where: torch.device) -> None:
+    """Replaces the weights of a module by this rank's shards; parameters of other stages are None."""
+    made: dict[str, Any] = {}
+    homes: dict[str, dict[str, Layout]] = {}
+    for name, table, key in list(slots(result)):
+        first, old = plan.ports.tied.get(name, name), table[key]
+        if first not in made:
+            tensor: Any = value(first)
+            if isinstance(old, nn.Parameter):
+                here = first in own
+                tensor = nn.Parameter(sharded(tensor, own[first], plan.inner, where), old.requires_grad) if here else None
+            made[first] = tensor if tensor is None else tensor.to(where)
+        table[key] = made[first]
+        if isinstance(made[first], nn.Parameter):
+            homes.setdefault(name.rpartition(".")[0], {})[key] = own[first]
+    for path, named in homes.items():
+        take_state(result.get_submodule(path), named, plan.inner, where)
+
+
+def staged_class(cls: type[nn.Module], runner: StageRunner, random: dict[str, int]) -> type[nn.Module]:
+    """Returns the subclass of a model's class whose `step` runs stages."""
+    plan, where = runner.plan, runner.where
+
+    def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        leaves = bind.arguments(plan, args, kwargs)
+        for port, planned in plan.shapes.items():
+            if port.kind == "input":
+                bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
+        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
+        if SEED_PORT in plan.shapes:
+            values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
+            random["step"] += 1
+        results, gradients = runner.step(values, [leaf.detach().to(where) for leaf in leaves])
+        with torch.no_grad():
+            for port, value in results.items():
+                if port.kind == MUTATION:
+                    tensors[port.name].copy_(value)
+            for name, gradient in gradients.items():
+                parameter = tensors[name]
+                made = with_local(parameter, gradient)
+                parameter.grad = made if parameter.grad is None else parameter.grad + made
+        return bind.outputs(plan, {port: value for port, value in results.items() if port.kind != GRADIENT})
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError("a module with stages runs forward and backward together\n  Call module.step(*args).")
+
+    step.__doc__ = STEP
+    members = {
+        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
+        "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
+        "random_state": lambda self: dict(random),
+        "set_random_state": lambda self, state: random.update(state),
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(f"Staged{cls.__name__}", (cls,), members)
+
+
+def bind_stages(plan: StagedPlan, kind: str) -> None:
+    """Makes the process groups of the stages, and the torch DeviceMesh of this rank's. Every rank must call this at the same point."""
+    stages = [plan.ranks_of(stage) for stage in range(plan.stages)]
+    process_groups.bind_within(plan.inner, stages, kind)

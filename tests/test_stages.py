@@ -1,0 +1,161 @@
+"""Pipeline stages: loss and gradients are those of one process on the whole batch, simulated and on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import PlanError, SbpcError
+from sbpc.plans.pipeline import FORWARD, SCHEDULES, Action, actions_of, in_turn
+from tests import models
+from tests.compare import compare, eager
+from tests.processes import run_ranks
+
+MESHES = {"2": {"pipe": 2}, "3": {"pipe": 3}, "2x2": {"pipe": 2, "data": 2}, "2x2x2": {"pipe": 2, "data": 2, "tensor": 2}}
+NETS: dict[str, dict[str, Any]] = {
+    "mlp": {"layers": 4}, "gpt2": {"batch": 8, "layers": 4}, "resnet": {"layers": 4}, "vgg": {}, "ignore_index_loss": {},
+}  # fmt: skip
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout, and a mean over targets of which the first half of the batch has few that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5)) for _ in range(4)))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x), target, ignore_index=-1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", ["2x2", "3"])
+def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=4)
+    plan = sbpc.plan(model, args, Mesh(**MESHES[mesh]), stages="pipe", microbatches=4, schedule=schedule)
+    plan.verify()
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+    run = sbpc.simulate(plan, model, args)
+    assert run.bytes_sent == plan.cost.bytes_sent
+
+
+@pytest.mark.parametrize("net", [net for net in NETS if net != "gpt2"])
+@pytest.mark.parametrize("mesh", ["2", "2x2"])
+def test_kinds_of_models_have_the_numbers_of_the_whole_batch(mesh: str, net: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = getattr(models, net)(**NETS[net])
+    plan = sbpc.plan(model, args, Mesh(**MESHES[mesh]), stages="pipe", microbatches=4)
+    plan.verify()
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+
+
+def test_gradients_are_communicated_once_for_any_number_of_micro_batches() -> None:
+    model, args = models.mlp(layers=4)
+    few, many = (
+        sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=count).cost.bytes_sent for count in (2, 8)
+    )
+    assert few["pipe"] == many["pipe"]
+    assert many["data"] == pytest.approx(few["data"], rel=0.01)
+
+
+def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches_and_stages() -> None:
+    torch.manual_seed(0)
+    model, x = Dropping(), torch.randn(8, 6)
+    target = torch.tensor([-1, -1, -1, 2, 0, 1, 2, 3])
+    alone = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(x=1)), model, (x, target), seed=3)
+    for axes, count in (({"pipe": 2}, 2), ({"pipe": 2}, 4), ({"pipe": 4}, 8), ({"pipe": 2, "data": 2}, 4)):
+        run = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(**axes), stages="pipe", microbatches=count), model, (x, target), seed=3)
+        assert torch.allclose(run.outputs, alone.outputs, atol=1e-6)
+        for name, gradient in run.gradients.items():
+            assert torch.allclose(gradient, alone.gradients[name], atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
+    model, args = models.mlp(layers=4)
+    peaks, counted = {}, {}
+    for schedule in ("gpipe", "1f1b"):
+        plan = sbpc.plan(model, args, Mesh(pipe=2), stages="pipe", microbatches=8, schedule=schedule)
+        peaks[schedule], counted[schedule] = plan.cost.memory["activations"], sbpc.simulate(plan, model, args).peak_memory
+    assert peaks["1f1b"] < 0.3 * peaks["gpipe"]  # two of eight micro-batches in flight
+    assert counted["1f1b"] < 0.7 * counted["gpipe"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_actions_can_run_in_their_order(schedule: str) -> None:
+    actions = actions_of(schedule, 4, 8)
+    last = max(action.chunk for mine in actions for action in mine)
+
+    def needs(action: Action) -> list[Action]:
+        if action.kind == FORWARD:
+            return [Action(FORWARD, action.chunk - 1, action.micro_batch)] if action.chunk else []
+        if action.kind == "W":
+            return [Action("I", action.chunk, action.micro_batch)]
+        own = [Action(FORWARD, action.chunk, action.micro_batch)]
+        return own + ([Action(action.kind, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
+
+    order = [action for _, action in in_turn(actions, needs)]
+    assert len(set(order)) == len(order) == (3 if schedule == "zbv" else 2) * 8 * (last + 1)
+
+
+def train(mesh: dict[str, int], schedule: str) -> list[Any]:
+    """Losses and parameters of three steps of Adam on this rank, with those of one process; tied parameters on two stages."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=4)
+    plan = sbpc.plan(model, args, Mesh(**mesh), stages="pipe", microbatches=4, schedule=schedule)
+    parallel = sbpc.parallelize(model, plan)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (parallel, model)]
+    losses = []
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone = model(*args)
+        alone.backward()
+        losses.append((float(parallel.step(*args)), float(alone)))
+        for optimizer in optimizers:
+            optimizer.step()
+    own = dict(model.named_parameters())
+    errors = {name: float((p.full_tensor() - own[name]).abs().max()) for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
+    return [losses, errors, plan.stages]
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [("2x2", "1f1b"), ("2x2", "zbv"), ("4", "interleaved")])
+def test_adam_on_four_ranks_does_what_it_does_in_one_process(mesh: str, schedule: str) -> None:
+    axes = {"pipe": 4} if mesh == "4" else MESHES[mesh]
+    found = run_ranks(train, 4, axes, schedule)
+    for losses, errors, stages in found:
+        assert all(here == pytest.approx(alone, rel=1e-10) for here, alone in losses)
+        assert max(errors.values()) <= 1e-10
+        assert 0 < len(errors) < 40 / stages + 20  # of its stages alone
+    names = set().union(*(errors for _, errors, _ in found))
+    assert names == {name for name, _ in models.gpt2(batch=8, layers=4)[0].named_parameters()}
+
+
+def test_what_cannot_be_cut_into_stages_is_refused() -> None:
+    model, args = models.mlp(layers=4)
+    for options, words in (
+        ({"mesh": Mesh(pipe=1, data=2)}, "has 1 rank"),
+        ({"mesh": Mesh(data=2)}, "no axis 'pipe'"),
+        ({"schedule": "2f2b"}, "no schedule '2f2b'"),
+        ({"microbatches": 7}, "a batch of 96 in 7 micro-batches"),
+        ({"memory": 1e3}, "the limit is 1,000"),
+        ({"spread": True}, "spread= with stages="),
+        ({"train": False}, "is for training"),
+    ):
+        given = {"mesh": Mesh(pipe=2), "stages": "pipe", "microbatches": 4} | options
+        with pytest.raises(SbpcError, match=words):
+            sbpc.plan(model, args, given.pop("mesh"), **given)
+    with pytest.raises(PlanError, match="stages of a model that can be cut at"):
+        sbpc.plan(*models.mlp(layers=1), Mesh(pipe=32), stages="pipe", microbatches=4)
+    net, images = models.batch_norm()
+    with pytest.raises(PlanError, match="each micro-batch needs the whole batch's value"):
+        sbpc.plan(net, images, Mesh(pipe=2), stages="pipe", microbatches=4)
