@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from sbpc._compat import tree_leaves, tree_map, with_local
+from sbpc._compat import with_local
 from sbpc.errors import PlanError
+from sbpc.graph.ports import TANGENT
+from sbpc.graph.pytree import flatten, paths, unflatten
 from sbpc.runtime.step import ModuleWeights, Runner
 
 JOINT = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
 It is `loss = module(*args); loss.backward()`, as one program: work and collectives of the two overlap, so it takes as long as
-`plan.cost.seconds` predicts. The model, or the plan's `loss`, returns one scalar with a gradient. Raises PlanError otherwise."""
+`plan.cost.seconds` predicts. The loss is a tensor of one element with a gradient: what is called `loss` in what the forward
+returns, else the result itself, else the first of several. Other results get no gradient. Raises PlanError if there is no loss."""
 
 
 def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: Any) -> Any:
@@ -26,16 +29,37 @@ def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], a
             "the step has no backward here: the plan is for the forward alone, or gradients are turned off\n"
             "  Call the module itself."
         )
-    shapes = [tuple(value.shape) for value in runner.tangents]
-    if shapes != [()]:
-        raise PlanError(
-            f"the forward returns results with gradients of shapes {shapes}, and step asks for one scalar\n"
-            "  Plan with loss=, or call the module and then backward on a loss of your own."
-        )
-    results = runner.step(weights, random, args, kwargs, JointFunction)
-    (loss,) = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    loss.backward()
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, results)
+    loss = number_of_loss(runner)
+    results, structure = flatten(runner.step(weights, random, args, kwargs, JointFunction), "the results")
+    results[loss].backward()
+    return unflatten(structure, [result.detach() for result in results])
+
+
+def number_of_loss(runner: Runner) -> int:
+    """Returns which result of the forward is the loss. Raises PlanError if none is."""
+    tangents = {port.name: value for port, value in runner.shapes.items() if port.kind == TANGENT}
+    structure = runner.plan.ports.results
+    places = [number for number, path in enumerate(paths(structure)) if path == ("loss",)]
+    match structure:
+        case ["tensor", first] | ["tuple" | "list", [["tensor", first], *_]] | ["named tuple", _, [["tensor", first], *_]]:
+            places.append(first)
+    for number in places:
+        if str(number) in tangents and tangents[str(number)].numel() == 1:
+            return number
+    raise PlanError(
+        f"the forward returns results with gradients of shapes {[tuple(value.shape) for value in tangents.values()]}, none a loss\n"
+        "  Return a scalar alone, as `loss`, or first of several; or plan with loss=; or call the module, then backward on your loss."
+    )
+
+
+def gradients_of_results(runner: Runner) -> list[Tensor]:
+    """Returns this rank's part of the gradient of every result that has one: 1 for the loss, 0 for the others."""
+    loss, found = str(number_of_loss(runner)), []
+    for port, value in runner.shapes.items():
+        if port.kind == TANGENT:
+            shape = runner.layouts[port].local_shape(value.shape, runner.plan.mesh.sizes, runner.coordinates)
+            found.append(torch.full(shape, float(port.name == loss), dtype=value.dtype, device=runner.where))
+    return found
 
 
 class JointFunction(Function):
@@ -46,7 +70,7 @@ class JointFunction(Function):
         ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
     ) -> Any:
         """Runs the program of the whole step for a gradient of one."""
-        outputs = runner.joint([*values, torch.ones((), dtype=runner.tangents[0].dtype, device=runner.where)])
+        outputs = runner.joint([*values, *gradients_of_results(runner)])
         results, gradients = outputs[: len(runner.results)], outputs[len(runner.results) :]
         triples = zip(runner.gradients.values(), leaves, gradients)
         ctx.gradients = [with_local(leaf, value) if is_parameter else value for is_parameter, leaf, value in triples]

@@ -65,7 +65,6 @@ class Runner:
         }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
         self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
-        self.tangents = [value for port, value in self.shapes.items() if port.kind == TANGENT]
         self.read_again: list[int] | None = None
 
     @functools.cached_property

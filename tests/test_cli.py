@@ -97,6 +97,20 @@ def test_pins_are_kept(target, capsys):
     assert (parameters["up.weight"], parameters["down.weight"]) == ("[S(0)]", "[S(1)]")
 
 
+def test_the_objective_and_the_number_of_micro_batches_are_options(target, capsys, tmp_path):
+    import sbpc
+
+    found = {}
+    for objective in ("seconds", "serial"):
+        asked = "--objective", objective, "--microbatches", "2", "--pin", "*=B", "--cluster", "h100"
+        assert run("plan", f"{target}:model", "--mesh", "data=2", *asked, "--json", "-o", tmp_path / "plan.sbpc") == 0
+        found[objective] = json.loads(capsys.readouterr().out)
+        options = sbpc.load(tmp_path / "plan.sbpc").options
+        assert (options["objective"], options["microbatches"]) == (objective, 2)
+    serial = found["serial"]
+    assert serial["seconds"] == pytest.approx(serial["compute_seconds"] + serial["comm_seconds"])
+
+
 def test_float64_doubles_the_bytes_of_parameters(target, capsys):
     sizes = []
     for dtype in ("float32", "float64"):
@@ -112,6 +126,8 @@ def test_without_training_no_gradient_is_planned(target, capsys):
 
 def test_what_cannot_have_an_effect_is_refused(target, capsys):
     assert "--rank 1 is of no use with --stage boxed" in refused(capsys, "show", target, "--mesh", "data=2", "--rank", "1")
+    message = refused(capsys, "run", f"{target}:model", "--mesh", "data=2", "--check-nans", "--executor", "code")
+    assert "--executor code with --check-nans" in message
     assert "plans the forward alone" in refused(capsys, "run", target, "--mesh", "data=2", "--no-train")
 
 
@@ -216,9 +232,9 @@ def test_a_plan_that_is_made_takes_no_options_of_planning(target, capsys, tmp_pa
     assert run("plan", name, "--mesh", "data=2", "-o", file) == 0
     capsys.readouterr()
     assert "plan.sbpc is a plan: --mesh cannot change it" in refused(capsys, "show", file, "--mesh", "a=3")
-    others = "--pin", "x=B", "--no-train", "--memory", "1G", "--cluster", "h100", "--dump", tmp_path / "dump"
+    others = "--pin", "x=B", "--no-train", "--memory", "1G", "--cluster", "h100", "--dump", tmp_path / "dump", "--objective", "bytes", "--microbatches", "2"
     message = refused(capsys, "show", file, *others, "--dtype", "float64")
-    assert "--cluster, --pin, --no-train, --memory, --dump, --dtype cannot" in message
+    assert "--cluster, --pin, --no-train, --memory, --objective, --microbatches, --dump, --dtype cannot" in message
     assert "--mesh cannot change it" in refused(capsys, "run", name, "--plan", file, "--mesh", "data=2")
     assert not (tmp_path / "dump").exists()
 
@@ -243,6 +259,8 @@ def test_wrong_arguments_end_with_2(capsys):
         ("plan",),
         ("fly",),
         ("plan", "x.py:f", "--mesh", "data=2,data=2"),
+        ("plan", "x.py:f", "--microbatches", "0"),
+        ("plan", "x.py:f", "--objective", "speed"),
         *(("plan", "x.py:f", "--memory", memory) for memory in ("much", "nan", "-1", "inf", "")),
         *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")),
         ("plan", "x.py:f", "-o", ""),

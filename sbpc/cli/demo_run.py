@@ -233,14 +233,15 @@ def rank(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     planned = load(options.plan)
     model = parallelize(model_of(options.dtype), planned)
+    step: Any = model.step
     optimizer = optimizer_of("adamw", model, RATE)
     start = time.perf_counter()
     if os.environ["RANK"] == "0":
         with progress_bar(f"{planned.mesh.ranks} ranks", options.steps, Console(stderr=options.stderr)) as tell:
-            losses = train(model, batches(options.steps), optimizer, tell)
+            losses = train(model, batches(options.steps), optimizer, tell, step)
         options.out.write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}))
     else:
-        train(model, batches(options.steps), optimizer)
+        train(model, batches(options.steps), optimizer, step=step)
     process_groups.stop()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sbpc.api.planning import load, plan
+from sbpc.api.planning import OBJECTIVES, load, plan
 from sbpc.cli.progress import progress
 from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
@@ -19,7 +19,8 @@ from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Plan
 from sbpc.rules.proof.rule_files import load_rules
 
-PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "dump")  # options that cannot change a finished plan
+# Options that cannot change a finished plan.
+PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "dump")
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -56,6 +57,10 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=axes)
     pins = "as in '*.up.weight=S(0)@tensor'; may be given again"
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help=pins)
+    least = "what is to be least: seconds, where collectives run beside computing (the default); serial, where they do not; or bytes"
+    parser.add_argument("--objective", choices=OBJECTIVES, help=least)
+    parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
+    parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
     add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 
 
@@ -161,6 +166,7 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     built = target_of(options, target)
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     asked |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
+    asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
     with progress():
         return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
 

@@ -152,9 +152,12 @@ def _paths(structure: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[A
         case ["dict" | "ordered dict", pairs] | ["dataclass", _, pairs]:
             for key, item in pairs:
                 yield from _paths(item, (*path, unflatten(key, ())))
-        case ["tuple" | "list" | "slice", items] | ["named tuple" | "return type", _, items]:
+        case ["tuple" | "list" | "slice", items] | ["return type", _, items]:
             for at, item in enumerate(items):
                 yield from _paths(item, (*path, at))
+        case ["named tuple", name, items]:
+            for field, item in zip(getattr(_loaded(name), "_fields", range(len(items))), items):
+                yield from _paths(item, (*path, field))
 
 
 def _class_name(value: Any, path: str) -> str:

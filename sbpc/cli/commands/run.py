@@ -53,7 +53,7 @@ HELP = "train a model, or run an exported file: under torchrun as its rank, else
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 OF_FILES = ("infer", "weights", "inputs", "output")
 FLAGS = ("check_nans", "json", "verbose")
-PASSED = ("steps", "lr", "optimizer", "dtype", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
+PASSED = ("steps", "lr", "optimizer", "dtype", "executor", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +70,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, metavar="N", default=100, help="save after every N steps (default: 100)")
     timeout = f"end when a rank waits longer for another (default: {process_groups.TIMEOUT:g})"
     parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
+    executor = "what runs the programs: generated code, Inductor's kernels, or fx's interpreter (default: code)"
+    parser.add_argument("--executor", choices=("code", "inductor", "interpreter"), help=executor)
     check_nans = "end at the first op that makes NaN, and say where it is; slow"
     parser.add_argument("--check-nans", action="store_true", help=check_nans)
     add_of_files(parser.add_argument_group("of exported files"))
@@ -118,6 +120,8 @@ def check(options: argparse.Namespace) -> None:
             raise SbpcError(f"--{name} {getattr(options, name)}\n  Give 1 at least.")
     if options.optimizer not in OPTIMIZERS:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
+    if options.check_nans and options.executor:
+        raise SbpcError(f"--executor {options.executor} with --check-nans, which has an executor of its own\n  Remove one of them.")
     if is_plan(options.target):
         without_planning(options, options.target, "plan", "dtype", "rules")
         check_file(options.output)
@@ -174,7 +178,8 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
         if checkpoints and (step % options.every == 0 or step == options.steps):
             checkpoints.save(step, job.module, optimizer)
 
-    losses = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell)
+    run: Any = job.module.step
+    losses = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
     if checkpoints:
         checkpoints.wait()
     return {"losses": losses, "start": start}
@@ -210,7 +215,7 @@ class Job:
 
 def job_of(options: argparse.Namespace) -> Job:
     """Returns the job of this rank that the options ask for."""
-    executor = "nans" if options.check_nans else "code"
+    executor = "nans" if options.check_nans else options.executor or "code"
     if is_plan(options.target):
         return job_of_file(options, executor)
     if options.plan:
