@@ -11,8 +11,9 @@ from torch.autograd import Function
 
 from sbpc._compat import with_local
 from sbpc.errors import PlanError
+from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import TANGENT
-from sbpc.graph.pytree import flatten, paths, unflatten
+from sbpc.graph.pytree import flatten, unflatten
 from sbpc.runtime.step import ModuleWeights, Runner
 
 JOINT = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
@@ -29,32 +30,15 @@ def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], a
             "the step has no backward here: the plan is for the forward alone, or gradients are turned off\n"
             "  Call the module itself."
         )
-    loss = number_of_loss(runner)
+    loss = number_of_loss(runner.plan.ports, runner.shapes)
     results, structure = flatten(runner.step(weights, random, args, kwargs, JointFunction), "the results")
     results[loss].backward()
     return unflatten(structure, [result.detach() for result in results])
 
 
-def number_of_loss(runner: Runner) -> int:
-    """Returns which result of the forward is the loss. Raises PlanError if none is."""
-    tangents = {port.name: value for port, value in runner.shapes.items() if port.kind == TANGENT}
-    structure = runner.plan.ports.results
-    places = [number for number, path in enumerate(paths(structure)) if path == ("loss",)]
-    match structure:
-        case ["tensor", first] | ["tuple" | "list", [["tensor", first], *_]] | ["named tuple", _, [["tensor", first], *_]]:
-            places.append(first)
-    for number in places:
-        if str(number) in tangents and tangents[str(number)].numel() == 1:
-            return number
-    raise PlanError(
-        f"the forward returns results with gradients of shapes {[tuple(value.shape) for value in tangents.values()]}, none a loss\n"
-        "  Return a scalar alone, as `loss`, or first of several; or plan with loss=; or call the module, then backward on your loss."
-    )
-
-
 def gradients_of_results(runner: Runner) -> list[Tensor]:
     """Returns this rank's part of the gradient of every result that has one: 1 for the loss, 0 for the others."""
-    loss, found = str(number_of_loss(runner)), []
+    loss, found = str(number_of_loss(runner.plan.ports, runner.shapes)), []
     for port, value in runner.shapes.items():
         if port.kind == TANGENT:
             shape = runner.layouts[port].local_shape(value.shape, runner.plan.mesh.sizes, runner.coordinates)

@@ -8,9 +8,8 @@ What all micro-batches read of the whole batch, such as a count of targets, is c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +25,7 @@ from sbpc.graph.ports import (
     GRADIENT,
     INPUT,
     INPUT_GRADIENT,
-    MUTATION,
     OUTPUT,
-    PARAMETER,
-    SEED,
     TANGENT,
     Port,
     Ports,
@@ -44,14 +40,17 @@ from sbpc.mesh.pins import Wish, both
 from sbpc.mesh.states import Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.assign.layout_problem import ONCE
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
 from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller
+from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.loop import Loop, Source
 
 aten = torch.ops.aten
 JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside one in it
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
 
@@ -64,7 +63,9 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
     batch = Model(gm).batch
     if batch % count:
         raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
-    check_loss(gm)
+    original = placeholders(gm)
+    gm = annotate(one_loss(gm))
+    gm.meta[ONCE] = OUTSIDE
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
@@ -73,17 +74,8 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
         assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:
         raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error
-    return BodyWriter(gm, box(gm, assignment, mesh), count).loop()
-
-
-def check_loss(gm: GraphModule) -> None:
-    """Raises PlanError unless the step has one scalar loss."""
-    tangents = [node.meta["val"].shape for port, node in placeholders(gm).items() if port.kind == TANGENT]
-    if tangents and [tuple(shape) for shape in tangents] != [()]:
-        raise PlanError(
-            f"gradients of shapes {[tuple(shape) for shape in tangents]} come from outside, and a loop over micro-batches asks for a loss\n"
-            "  Plan with loss=, or let the model return one scalar."
-        )
+    loop = BodyWriter(gm, box(gm, assignment, mesh), count).loop()
+    return replace(loop, shapes={port: node.meta["val"] for port, node in original.items() if port.kind != TANGENT})
 
 
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
@@ -157,12 +149,8 @@ class BodyWriter(Unroller):
     def placeholders(self, early: Iterable[Node]) -> None:
         """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the micro-batch's number."""
         numbers = iter(range(1 << 20))
-        tangents = []
         for port, node in placeholders(self.boxed).items():
             self.about(node)
-            if port.kind == TANGENT:
-                tangents.append(node)
-                continue
             copy = copied(self.writer.graph, node, lambda used: used)
             value, dim = node.meta["val"], None
             if port.kind == INPUT:
@@ -182,11 +170,6 @@ class BodyWriter(Unroller):
             number = torch.empty((), dtype=torch.int64)
         self.index = self.placeholder(INDEX, number)
         self.sources.append((Port(INPUT, str(next(numbers))), Source("index", 0)))
-        for node in tangents:
-            self.about(node)
-            self.writer.about.meta["phase"] = "backward"
-            value = node.meta["val"]
-            self.values[node] = [self.writer.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)]
 
     def placeholder(self, name: str, value: Any) -> Node:
         """Writes a placeholder that the step does not have."""
@@ -251,8 +234,7 @@ class BodyWriter(Unroller):
         whole = [source_of(node) for node in self.boxed.graph.nodes if node in early]
         before = extracted(self.gm, [next(n for n in self.gm.graph.nodes if n.name == node.name) for node in whole])
         inputs = {port.name: source for port, source in self.sources if port.kind == INPUT}
-        shapes = {port: node.meta["val"] for port, node in placeholders(self.gm).items()}
-        return Loop(self.count, annotate(body), before, after.graph(), inputs, tuple(map(how, after.reads)), ports, shapes)
+        return Loop(self.count, annotate(body), before, after.graph(), inputs, tuple(map(how, after.reads)), ports, {})
 
     def summed(self, port: Port, node: Node, late: set[Node]) -> Node:
         """Returns the node of the boxed graph whose values over the micro-batches add up to a gradient."""

@@ -83,10 +83,14 @@ def at_producer(node: Node, known: Places, new: int) -> int:
 def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[int]:
     """Returns the first place of every stage but the first, so that the slowest stage takes the least time with what it sends.
 
-    Between equals, what all stages send is least. mesh: that of one stage. Raises PlanError if there are fewer places to cut.
+    Between equals, what all stages send is least. Cuts are between blocks (the modules of a list, such as "layers.3"); in a model
+    with fewer blocks than stages, where less is sent than before and behind. mesh: that of one stage. Raises PlanError if there are
+    fewer places to cut.
     """
     work, sent = work_at(places, mesh), sent_at(places)
-    here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
+    here = between_blocks(places)
+    if len(here) < stages - 1:
+        here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
     if len(here) < stages - 1:
         raise PlanError(f"{stages} stages of a model that can be cut at {len(here)} places\n  Give fewer stages.")
     bandwidth = mesh.cluster.inter_bandwidth * mesh.ranks
@@ -97,6 +101,26 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     took[np.tril_indices(len(ends))] = np.inf
     most = least_maximum(took, stages)
     return [int(ends[at]) for at in least_sum(took <= most * (1 + 1e-9), border, stages)]
+
+
+def between_blocks(places: Places) -> list[int]:
+    """Returns the places at which a block of the model begins, or what is behind the last one."""
+    first: dict[int, str] = {}
+    for node, place in places.items():
+        if not is_late(node):
+            first.setdefault(place, block_of(node.meta.get("module") or ""))
+    blocks = [first[place] for place in sorted(first)]
+    return [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1]]
+
+
+def block_of(path: str) -> str:
+    """Returns the outermost module of a list that a module is in, "" for none.
+
+    >>> block_of("model.layers.3.mlp.up"), block_of("model.norm")
+    ('model.layers.3', '')
+    """
+    parts = path.split(".")
+    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), "")
 
 
 def least_maximum(took: np.ndarray, stages: int) -> float:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MeshError, PlanError
+from sbpc.errors import MeshError
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.layout_problem import ONCE
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
-from sbpc.plans.loop import Loop
 from sbpc.plans.pipeline import CHUNKS
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged_plan import Chunk, StagedPlan, bytes_at
@@ -81,7 +81,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
                 choices[node.name] = whole.assignment.choices[node.name]
         aliases |= {key: layout for key, layout in whole.assignment.aliases.items() if key[0] in choices and key[0] not in received}
         outputs = [left(whole, piece, borders, port) for port in gm.meta["ports"].outputs]
-        for (port, node), layout in zip(zip(gm.meta["ports"].outputs, results(gm)), outputs):
+        for node, layout in zip(results(gm), outputs):
             producer, index = value_of(node)  # type: ignore[arg-type]
             aliases.setdefault((producer.name, index), layout)
         plan = made(gm, Assignment(choices, aliases, tuple(outputs)))
@@ -112,9 +112,16 @@ def border(whole: Plan, name: str) -> Layout:
             layouts += [choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node]
     layouts += [whole.assignment.aliases[producer.name, index]] if (producer.name, index) in whole.assignment.aliases else []
     kept = [layout for layout in dict.fromkeys(layouts) if not layout.partial and may_hold(layout, node, whole.mesh)]
-    if not kept:
-        raise PlanError(f"%{name} crosses between stages, and is a partial sum wherever it is made or read\n  Give other stages.")
+    if not kept:  # a partial sum wherever it is made or read: it is added up on its way
+        kept = [layout for each in layouts for layout in added_up(each, node) if may_hold(layout, node, whole.mesh)]
     return min(kept, key=lambda layout: bytes_at(node.meta["val"], layout, whole.mesh))
+
+
+def added_up(layout: Layout, node: Node) -> Iterator[Layout]:
+    """Yields the layouts in which the axes of a partial sum cut one dim, or none."""
+    partial = [axis for axis, state in enumerate(layout.states) if isinstance(state, Partial)]
+    for state in (*(Split(dim) for dim in range(node.meta["val"].dim())), B):
+        yield layout.replace(dict.fromkeys(partial, state))
 
 
 def may_hold(layout: Layout, node: Node, mesh: Mesh) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from sbpc.errors import PlanError, check_kinds, closest
-from sbpc.graph.ports import GRADIENT, OUTPUT, PARAMETER, TANGENT, Port, Ports, results
+from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, numel

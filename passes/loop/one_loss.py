@@ -1,0 +1,79 @@
+"""Leaves a step the gradient of its loss alone: those of other results are zero, and what they are added to goes on without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import LazyGraphModule
+from sbpc.graph.loss import number_of_loss
+from sbpc.graph.ports import TANGENT, placeholders
+from sbpc.graph.rewrite import called, copied, put
+
+aten = torch.ops.aten
+
+
+def one_loss(gm: GraphModule) -> GraphModule:
+    """Returns an annotated graph in which the loss has the gradient 1 and no other result has one.
+
+    Before: a tangent for every result that may have a gradient. After: none; that of the loss is a constant. Raises PlanError if no
+    result is a loss.
+    """
+    ports = gm.meta["ports"]
+    given = placeholders(gm)
+    loss = number_of_loss(ports, {port: node.meta["val"] for port, node in given.items()})
+    tangents = {node: port for port, node in given.items() if port.kind == TANGENT}
+    graph, copies, zeros = Graph(), dict[Node, Node](), set[Node]()
+    for node in gm.graph.nodes:
+        if node in tangents:
+            value = node.meta["val"]
+            number = float(tangents[node].name == str(loss))
+            about = {key: node.meta[key] for key in ("stack_trace", "module") if key in node.meta}
+            shape, where = list(value.shape), {"dtype": value.dtype, "device": value.device}
+            copies[node] = called(graph, aten.full.default, (shape, number), where, f"gradient_of_{tangents[node].name}")
+            put(copies[node], "meta", {**about, "val": value, "phase": "backward"})
+            zeros |= set() if number else {node}
+        elif is_view_of(node, zeros):
+            zeros.add(node)
+            copies[node] = copied(graph, node, copies.__getitem__)
+        elif (other := other_term(node, zeros)) is not None:
+            copies[node] = copies[other]
+            zeros |= {node} if other in zeros else set()
+        else:
+            copies[node] = copied(graph, node, copies.__getitem__)
+    graph.eliminate_dead_code()
+    result = LazyGraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    result.meta["ports"] = replace(ports, inputs=tuple(port for port in ports.inputs if port.kind != TANGENT))
+    return ordered(result)
+
+
+def is_view_of(node: Node, zeros: set[Node]) -> bool:
+    """Returns whether a node only shows zeros in another shape."""
+    match = node.meta.get("match")
+    return match is not None and bool(match.view) and bool(node.all_input_nodes) and set(node.all_input_nodes) <= zeros
+
+
+def other_term(node: Node, zeros: set[Node]) -> Node | None:
+    """Returns the other term of a sum with zeros of the same shape and dtype, None if the node is no such sum."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2 or node.kwargs:
+        return None
+    first, second = node.all_input_nodes
+    other = second if first in zeros else first if second in zeros else None
+    if other is None:
+        return None
+    here, there = node.meta["val"], other.meta["val"]
+    return other if (here.shape, here.dtype) == (there.shape, there.dtype) else None
+
+
+def ordered(gm: GraphModule) -> GraphModule:
+    """Returns the graph with its placeholders first, as a constant stands where a tangent stood."""
+    graph, copies = Graph(), dict[Node, Node]()
+    nodes = list(gm.graph.nodes)
+    for node in sorted(nodes, key=lambda each: each.op != "placeholder"):
+        copies[node] = copied(graph, node, copies.__getitem__)
+    result = LazyGraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
