@@ -125,7 +125,7 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
     if isinstance(how, int):
         return torch.cat(list(values), how)
     stacked = torch.stack(list(values))
-    return {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[how](0)
+    return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
 
 
 def kinds_of(action: Action) -> tuple[str, ...]:

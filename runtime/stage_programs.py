@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -39,9 +40,9 @@ class StagePrograms:
     home: dict[Port, str]
 
 
-def stage_programs(gm: GraphModule) -> StagePrograms:
-    """Cuts the local program of a stage into its parts."""
-    parts = parts_of(gm)
+def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
+    """Cuts the local program of a stage into its parts. once: see `parts_of`."""
+    parts = parts_of(gm, once)
     ends = [(port, node) for port, node in zip(gm.meta["ports"].outputs, results(gm)) if node is not None]
     added = {port: summand(node, parts) for port, node in ends if port.kind == GRADIENT}
     kept = {node for _, node in ends} | set(added.values())

@@ -280,7 +280,7 @@ def torch_pipeline_order(schedule: str, stages: int, count: int, owners: list[in
 
     from torch.distributed.pipelining import schedules
 
-    classes = {"interleaved": schedules.ScheduleInterleaved1F1B, "zbv": schedules.ScheduleZBVZeroBubble}
+    classes: dict[str, Any] = {"interleaved": schedules.ScheduleInterleaved1F1B, "zbv": schedules.ScheduleZBVZeroBubble}
     fields = {
         "num_stages": len(owners), "group_size": stages, "group_rank": 0, "has_backward": True, "submod": torch.nn.Identity(),
         "stage_index_to_group_rank": dict(enumerate(owners)), "device": torch.device("cpu"), "group": None,

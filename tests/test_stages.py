@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,3 +160,19 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
     net, images = models.batch_norm()
     with pytest.raises(PlanError, match="each micro-batch needs the whole batch's value"):
         sbpc.plan(net, images, Mesh(pipe=2), stages="pipe", microbatches=4)
+
+
+def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=4)
+    free = sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4)
+    limit = 0.85 * free.cost.memory["total"]
+    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=limit)
+    assert plan.cost.memory["total"] <= limit and plan.cost.seconds >= free.cost.seconds
+    plan.verify()
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+    for once in (("parameter",), ("gradient",), ()):
+        other = replace(plan, once=frozenset(once))
+        assert compare(other, model, args, *eager(model, args)) <= 1e-10
+        assert sbpc.simulate(other, model, args).bytes_sent == other.cost.bytes_sent

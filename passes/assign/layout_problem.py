@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.paths import closure
 from sbpc.errors import PinError, at_node
 from sbpc.graph.operands import operands, shape_of, tensors_of, value_of
-from sbpc.graph.ports import BUFFER, HOMES, PARAMETER, Port, placeholders, result_name, results
+from sbpc.graph.ports import BUFFER, GRADIENT, HOMES, ONCE, PARAMETER, Port, placeholders, result_name, results
 from sbpc.mesh.layout import broadcast
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
@@ -33,7 +33,6 @@ HOME, MADE = -1, 1 << 20  # numbers of ports: operands from 0 on, outputs that a
 Key = tuple[Node, int]  # a value: a node, and which of its outputs
 Reader = tuple[int, int]  # a variable, and the number of the port at which it takes a value
 T = TypeVar("T")
-ONCE = "once"  # the key in a graph's meta: what part of its seconds a boxing counts that is done once for all micro-batches of a loop
 
 
 class LayoutProblem:
@@ -147,6 +146,13 @@ class LayoutProblem:
             self.tables[at] = few = self.once(key, partial(narrowed, table, made, taken))
             self.variables[at] = Variable(node.name, few.seconds, few.digits)
 
+    def share_of(self, producer: Node, readers: list[Reader]) -> float:
+        """Returns what part of its seconds a boxing counts: less than 1 where it is done once for all micro-batches of a loop."""
+        once = self.gm.meta.get(ONCE, {})
+        if producer in self.fixed:
+            return float(once.get(PARAMETER, 1.0))
+        return float(once.get(GRADIENT, 1.0)) if all(place < 0 for _, place in readers) else 1.0
+
     @cached_property
     def fixed(self) -> set[Node]:
         """The nodes that depend on parameters and buffers alone."""
@@ -183,9 +189,10 @@ class LayoutProblem:
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
-        if key[0] in self.fixed or all(place < 0 for _, place in readers):  # boxed once for all micro-batches of a loop
-            share, full = self.gm.meta.get(ONCE, 1), seconds
-            seconds = full if share == 1 else self.once((id(full), ONCE), lambda: full * share)
+        share = self.share_of(key[0], readers)
+        if share != 1.0:
+            full = seconds
+            seconds = self.once((id(full), share), lambda: full * share)
         consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
         places = (MADE + key[1], *(place for _, place in readers))
         self.values.append(Value(producer, out, consumers, seconds, places))

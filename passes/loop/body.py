@@ -20,18 +20,7 @@ from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError, at_node
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import (
-    BUFFER,
-    GRADIENT,
-    INPUT,
-    INPUT_GRADIENT,
-    OUTPUT,
-    TANGENT,
-    Port,
-    Ports,
-    placeholders,
-    results,
-)
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, ONCE, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
 from sbpc.graph.pytree import flatten
 from sbpc.graph.rewrite import copied, put
 from sbpc.mesh.cluster import Cluster
@@ -40,7 +29,6 @@ from sbpc.mesh.pins import Wish, both
 from sbpc.mesh.states import Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.assign.layout_problem import ONCE
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
@@ -65,7 +53,7 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
         raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
     original = placeholders(gm)
     gm = annotate(one_loss(gm))
-    gm.meta[ONCE] = OUTSIDE
+    gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
@@ -163,12 +151,12 @@ class BodyWriter(Unroller):
                 self.sources.append((port, Source(port.kind, 0)))
             put(copy, "meta", {**self.writer.about.meta, "val": value})
             self.values[node] = [copy]
-        for at, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self.values[join] = [self.placeholder(f"whole_{at}", join.meta["val"])]
-            self.sources.append((Port(INPUT, str(next(numbers))), Source("before", at)))
+        for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
+            self.values[join] = [self.placeholder(f"whole_{place}", join.meta["val"])]
+            self.sources.append((Port(INPUT, str(next(numbers))), Source("before", place)))
         with self.writer.mode:
-            number = torch.empty((), dtype=torch.int64)
-        self.index = self.placeholder(INDEX, number)
+            zero = torch.empty((), dtype=torch.int64)
+        self.index = self.placeholder(INDEX, zero)
         self.sources.append((Port(INPUT, str(next(numbers))), Source("index", 0)))
 
     def placeholder(self, name: str, value: Any) -> Node:

@@ -69,11 +69,20 @@ def other_term(node: Node, zeros: set[Node]) -> Node | None:
 
 
 def ordered(gm: GraphModule) -> GraphModule:
-    """Returns the graph with its placeholders first, as a constant stands where a tangent stood."""
+    """Returns the graph with its placeholders first, and what the backward makes of nothing right before it is read."""
     graph, copies = Graph(), dict[Node, Node]()
-    nodes = list(gm.graph.nodes)
-    for node in sorted(nodes, key=lambda each: each.op != "placeholder"):
+
+    def emit(node: Node) -> None:
+        for used in node.all_input_nodes:
+            if used not in copies:
+                emit(used)
         copies[node] = copied(graph, node, copies.__getitem__)
+
+    for node in gm.graph.find_nodes(op="placeholder"):
+        emit(node)
+    for node in gm.graph.nodes:
+        if node not in copies and (node.all_input_nodes or node.meta.get("phase") != "backward"):
+            emit(node)
     result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
     return result

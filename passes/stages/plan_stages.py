@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MeshError
+from sbpc.errors import MemoryLimitError, MeshError
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import GRADIENT, Port, placeholders, results
+from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B, Partial, Split
+from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign.layout_problem import ONCE
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
@@ -24,6 +24,8 @@ from sbpc.plans.staged_plan import Chunk, StagedPlan, bytes_at
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]
+Solve = Callable[[GraphModule, Mesh, float | None], Plan]
+TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
 
 
 def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
@@ -36,30 +38,65 @@ def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str, count: int, schedule: str, options: dict[str, Any],
-    solve: Callable[[GraphModule, Mesh], Plan], made: Made,
-) -> StagedPlan:  # fmt: skip
+    gm: GraphModule, mesh: Mesh, axis: str, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made
+) -> StagedPlan:
     """Returns the plan of an annotated step with stages along `axis`.
 
-    count: micro-batches. solve: plans the body on the mesh of a stage. made: makes the plan of a chunk there. Raises PlanError if the
-    model cannot be cut so.
+    count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage, under
+    a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
+    plan fits.
     """
-    inner = mesh_of_stage(mesh, axis)
-    loop = loop_of(gm, count, mesh.cluster)
-    loop.body.meta[ONCE] = 1 / count
-    whole = solve(loop.body, inner)
-    places = places_of(loop.body)
-    stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
-    pieces = cut(loop.body, places, cuts_of(loop.body, places, stages, inner))
-    chunks = chunks_of(whole, pieces, made)
-    plan = StagedPlan(mesh, axis, loop, chunks, schedule, 0.0, options)
-    plan.bound = bound_of(plan, whole)
-    return plan
+    loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
+
+    def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan]:
+        loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
+        whole = solve(loop.body, inner, limit)
+        places = places_of(whole.graph)
+        stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
+        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
+        plan = StagedPlan(mesh, axis, loop, chunks_of(whole, pieces, made), schedule, 0.0, frozenset(once), options)
+        plan.bound = count * whole.lower_bound / plan.stages  # of the mean stage: no layouts of the body take less in all
+        return plan, whole
+
+    memory = options.get("memory")
+    plan, whole = attempt((PARAMETER, GRADIENT), None)
+    if memory is None or plan.cost.memory["total"] <= memory:
+        return plan
+    return within_memory(plan, whole, memory, attempt)
 
 
-def bound_of(plan: StagedPlan, whole: Plan) -> float:
-    """Returns seconds that the busiest stage cannot beat: the mean of all stages, as no layouts of the body take less in all."""
-    return plan.loop.count * whole.lower_bound / plan.stages
+Attempt = Callable[[Sequence[str], float | None], tuple[StagedPlan, Plan]]
+
+
+def within_memory(plan: StagedPlan, whole: Plan, memory: float, attempt: Attempt) -> StagedPlan:
+    """Returns a plan that fits into `memory` bytes on each rank. plan, whole: without a limit, with its body.
+
+    Parameters are then boxed for every micro-batch, and the body is planned under a limit that is lowered until the busiest stage
+    fits; what may then be boxed once after all, is. Raises MemoryLimitError.
+    """
+    total = plan.cost.memory["total"]
+    for _ in range(TRIES):
+        limit = LESS * whole.cost.memory["total"] * memory / total
+        try:
+            plan, whole = attempt((GRADIENT,), limit)
+        except MemoryLimitError:
+            break
+        ways = [replace(plan, once=frozenset(once)) for once in ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())]
+        fitting = [way for way in ways if way.cost.memory["total"] <= memory]
+        if fitting:
+            return min(fitting, key=lambda way: way.cost.seconds)
+        total = min(way.cost.memory["total"] for way in ways)
+    raise too_large(plan, memory)
+
+
+def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
+    """Returns the error about a plan with stages that does not fit into `memory`."""
+    cost = plan.cost.memory
+    kinds = ", ".join(f"{kind} {size:,}" for kind, size in cost.items() if kind != "total")
+    return MemoryLimitError(
+        f"a rank takes {cost['total']:,} bytes with {plan.stages} stages, the limit is {memory:,.0f}: {kinds}\n"
+        "  Give more stages, more micro-batches, or more ranks on the other axes."
+    )
 
 
 def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
@@ -120,7 +157,8 @@ def border(whole: Plan, name: str) -> Layout:
 def added_up(layout: Layout, node: Node) -> Iterator[Layout]:
     """Yields the layouts in which the axes of a partial sum cut one dim, or none."""
     partial = [axis for axis, state in enumerate(layout.states) if isinstance(state, Partial)]
-    for state in (*(Split(dim) for dim in range(node.meta["val"].dim())), B):
+    states: list[State] = [*(Split(dim) for dim in range(node.meta["val"].dim())), B]
+    for state in states:
         yield layout.replace(dict.fromkeys(partial, state))
 
 

@@ -40,7 +40,7 @@ class PipelineSimulation:
     def stage_run(self, at: int, rank: int) -> StageRun:
         """Returns a chunk on one rank, with its shards of what is stored."""
         chunk = self.plan.chunks[at]
-        programs = stage_programs(chunk.plan.local_at(rank))
+        programs = stage_programs(chunk.plan.local_at(rank), self.plan.once)
         given, sizes = chunk.plan.given, self.inner.sizes
         fixed: dict[str, Any] = {}
         for port, name in programs.fixed.items():
@@ -140,7 +140,9 @@ def outputs_of(run: StageRun, part: str, out: Sequence[Any]) -> Mapping[str, Any
     return dict(zip(run.programs.programs[part].gives, out))
 
 
-def simulate_stages(plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> tuple[dict[Port, Any], dict[str, float], int]:
+def simulate_stages(
+    plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int
+) -> tuple[dict[Port, Any], dict[str, float], int]:
     """Runs one step. Returns the results by port, whole; the bytes sent by axis; and the peak of live bytes of a rank."""
     simulation = PipelineSimulation(plan, model, args, kwargs, seed)
     results = simulation.step()

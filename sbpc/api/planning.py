@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
-from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
@@ -226,10 +226,10 @@ class Task:
         count = microbatches or usual_count(self.gm, mesh.sizes[mesh.axis(axis)])
         about = {**options, "stages": axis, "schedule": schedule, "microbatches": count}
 
-        def solve(body: GraphModule, inner: Mesh) -> Plan:
+        def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
             asked = wishes(body, inner, Requests(pins))
             experts = partial(expert_alternatives, body, inner, asked.nodes)
-            return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": None}, self.stages, experts)
+            return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit}, self.stages, experts)
 
         def made(gm: GraphModule, assignment: Assignment) -> Plan:
             return make_plan(gm, mesh_of_stage(mesh, axis), assignment, 0.0, options | {"memory": None}, self.stages)
@@ -237,8 +237,6 @@ class Task:
         with self.stages.timed("stages"):
             plan = staged(self.gm, mesh, axis, count, schedule, about, solve, made)
         plan.times = self.stages.times
-        if memory is not None and plan.cost.memory["total"] > memory:
-            raise too_large(plan, memory)
         return plan
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
@@ -261,16 +259,6 @@ def usual_count(gm: GraphModule, stages: int) -> int:
     """Returns the largest divisor of the batch that is at most four times the number of stages."""
     batch = Model(gm).batch
     return max(count for count in range(1, 4 * stages + 1) if batch % count == 0)
-
-
-def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
-    """Returns the error about a plan with stages that does not fit into `memory`."""
-    cost = plan.cost.memory
-    kinds = ", ".join(f"{kind} {size:,}" for kind, size in cost.items() if kind != "total")
-    return MemoryLimitError(
-        f"a rank takes {cost['total']:,} bytes with {plan.stages} stages, the limit is {memory:,.0f}: {kinds}\n"
-        "  Give more stages, more micro-batches, or more ranks on the other axes."
-    )
 
 
 def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **options: Any) -> None:

@@ -14,6 +14,10 @@ OUTPUTS = (OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT)
 HOMES = {GRADIENT: PARAMETER, MUTATION: BUFFER, INPUT_GRADIENT: INPUT}
 """Kinds of outputs that are left in the layout of a placeholder -> the kind of that placeholder."""
 
+ONCE = "once"
+"""The key in the meta of the body of a loop over micro-batches: by PARAMETER and GRADIENT, what part of its seconds a boxing of these
+counts, as it is done once for all micro-batches. What is not there is done for each."""
+
 
 @dataclass(frozen=True)
 class Port:

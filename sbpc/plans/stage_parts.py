@@ -5,7 +5,7 @@ It reads a boxed graph or the program of a rank, so that what is predicted, simu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch.fx import GraphModule, Node
 
@@ -16,11 +16,12 @@ from sbpc.plans.pipeline import FORWARD, INPUTS, WEIGHTS
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: neither of a micro-batch nor of a parameter, computed wherever it is read
 
 
-def parts_of(gm: GraphModule) -> dict[Node, str]:
+def parts_of(gm: GraphModule, once: Container[str] = ()) -> dict[Node, str]:
     """Returns the part of every node but the output: BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER or FREE.
 
     BEFORE: what depends on parameters and buffers alone, their boxings among it. FORWARD. INPUTS: the backward of what the stage
     received. WEIGHTS: the rest of the backward. AFTER: the boxings of gradients on their way home; gradients add up before these.
+    once: PARAMETER, GRADIENT, both or none; what it lacks is boxed for every micro-batch, and then no node is BEFORE or AFTER.
     """
     parts: dict[Node, str] = {}
     kinds = {node: port.kind for port, node in placeholders(gm).items()}
@@ -35,7 +36,7 @@ def parts_of(gm: GraphModule) -> dict[Node, str]:
             parts[node] = fixed if kind in (PARAMETER, BUFFER, SEED, None) else FORWARD
         elif given <= {FREE}:
             parts[node] = FREE
-        elif given <= {FREE, BEFORE}:
+        elif given <= {FREE, BEFORE} and PARAMETER in once:
             parts[node] = BEFORE
         else:
             parts[node] = FORWARD
@@ -47,7 +48,7 @@ def parts_of(gm: GraphModule) -> dict[Node, str]:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
             parts[node] = parts[value_of(node)[0]] if value_of(node)[0] is not node else own
-    return parts | {node: AFTER for node in boxings_home(gm, parts)}
+    return parts | {node: AFTER for node in boxings_home(gm, parts) if GRADIENT in once}
 
 
 def is_late(node: Node, late: set[Node]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ class StagedPlan:
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
-    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat.
+    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. once: which of
+    "parameter" and "gradient" are boxed once for all micro-batches, others for each.
     """
 
     mesh: Mesh
@@ -105,6 +106,7 @@ class StagedPlan:
     chunks: list[Chunk]
     schedule: str
     bound: float
+    once: frozenset[str] = frozenset((PARAMETER, GRADIENT))
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
 
@@ -203,7 +205,7 @@ class StagedPlan:
     @functools.cached_property
     def parts(self) -> list[PartCost]:
         """What the parts of each chunk cost."""
-        return [PartCost.of(chunk.plan) for chunk in self.chunks]
+        return [PartCost.of(chunk.plan, self.once) for chunk in self.chunks]
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
@@ -241,7 +243,7 @@ class StagedPlan:
 
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches."""
-        first = max((self.once(stage, BEFORE) for stage in range(self.stages)), default=0.0)
+        first = max((self.single(stage, BEFORE) for stage in range(self.stages)), default=0.0)
         events = []
         for action, (start, end) in self.spans.items():
             stage, phase = self.owners[action.chunk], "forward" if action.kind == FORWARD else "backward"
@@ -254,7 +256,7 @@ class StagedPlan:
         check_kinds(PlanError, path=(path, "a path"))
         save_trace({"predicted": self.timeline()}, Path(path), [f"stage {stage}" for stage in range(self.stages)])
 
-    def once(self, stage: int, part: str) -> float:
+    def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, BEFORE or AFTER the micro-batches."""
         return sum(self.parts[at].total(part) for at, owner in enumerate(self.owners) if owner == stage)
 
@@ -262,7 +264,7 @@ class StagedPlan:
     def cost(self) -> StagedCost:
         """Seconds, bytes and memory of a step."""
         stages = range(self.stages)
-        before, after = ([self.once(stage, part) for stage in stages] for part in (BEFORE, AFTER))
+        before, after = ([self.single(stage, part) for stage in stages] for part in (BEFORE, AFTER))
         ends = [max(self.spans[action][1] for action in actions) for actions in self.actions]
         seconds = max(before) + max(end + once for end, once in zip(ends, after))
         compute = [self.busy(stage, "compute") for stage in stages]
@@ -370,10 +372,10 @@ class PartCost:
         return self.compute.get(part, 0.0) + self.comm.get(part, 0.0)
 
     @classmethod
-    def of(cls, plan: Plan) -> PartCost:
-        """Measures the boxed graph of a chunk."""
+    def of(cls, plan: Plan, once: Container[str]) -> PartCost:
+        """Measures the boxed graph of a chunk. once: what is boxed once for all micro-batches."""
         boxed, mesh = plan.unscheduled, plan.mesh
-        parts, every = parts_of(boxed), works(boxed, mesh)
+        parts, every = parts_of(boxed, once), works(boxed, mesh)
         groups: dict[str, list[Node]] = {}
         for node, part in parts.items():
             groups.setdefault(FORWARD if part == FREE else part, []).append(node)
