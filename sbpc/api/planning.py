@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
+from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute, recomputed
 from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
@@ -64,6 +65,7 @@ def plan(
     objective: str = "seconds",
     dynamic: Any = None,
     microbatches: int | None = None,
+    recompute: str = "none",
     capture: str = "light",
     dump: str | Path | None = None,
 ) -> Plan:
@@ -98,6 +100,10 @@ def plan(
     microbatches  how many equal parts of the batch the step works on, one after another or one beside the communication of another.
                Numbers are those of the whole batch: means, counts of targets, batch statistics and random numbers. None is 2
                where the simulated step is shorter by 2 % with two, else 1; spaces of many layouts are not tried.
+    recompute  what a backward computes again instead of having it kept since the forward: "none"; "selective", in each repeated block
+               what is cheap, or where attention is written out its values between the products; "full", all but the inputs of
+               each block; "auto", nothing where `memory` allows it, else for as many blocks as it asks for. A block is a module
+               such as "layers.3", or a child of a model without such. `plan.cost.recompute_seconds` tells what that takes.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
 
@@ -117,6 +123,7 @@ def plan(
     options: dict[str, Any] = {
         "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin,
         "spread": spread, "inputs": inputs, "outputs": outputs, "dynamic": dynamic, "microbatches": microbatches,
+        "recompute": recompute,
     }  # fmt: skip
     check_mesh(mesh)
     check_options(**options)
@@ -164,15 +171,24 @@ class Task:
         optimizer: str | None = "adamw", memory: float | None = None, objective: str = "seconds",
         pin: Mapping[str, str | Layout] | None = None, spread: bool = False,
         inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
-        microbatches: int | None = None,
+        microbatches: int | None = None, recompute: str = "none", forms: Mapping[str, str] | None = None,
     ) -> Plan:  # fmt: skip
-        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
+        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow. forms: by block,
+        what it computes again; by default what `recompute` says.
+        """
         asked_for = {
             "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
             "inputs": inputs, "outputs": outputs, "baseline": baseline,
-            "microbatches": microbatches,
+            "microbatches": microbatches, "recompute": recompute, "forms": forms,
         }  # fmt: skip
-        gm = self.gm
+        if recompute == AUTO and forms is None:
+            def planned(**other: Any) -> Plan:
+                return Task(duplicate(self.gm), self.stages, self.about).plan(mesh, **{**asked_for, **other})
+
+            quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
+            return least_recompute(self.gm, memory, planned, quick)
+        with self.stages.timed("recompute"):
+            gm = recomputed(self.gm, forms_of(self.gm, recompute) if forms is None else forms)
         if microbatches is not None and microbatches > 1:
             check_parts(gm, pin or {}, dynamic)
             with self.stages.timed("microbatches"):
@@ -180,7 +196,7 @@ class Task:
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": pins, "spread": spread, "microbatches": microbatches or 1, **self.about,
+            "pin": pins, "spread": spread, "microbatches": microbatches or 1, "recompute": recompute, **self.about,
         }  # fmt: skip
         if baseline is not None:
             options["baseline"] = baseline
@@ -299,7 +315,7 @@ def check_mesh(mesh: Any) -> None:
 
 def check_options(
     *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
-    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None,
+    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, recompute: Any = "none",
 ) -> None:  # fmt: skip
     """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
     check_kinds(
@@ -311,6 +327,8 @@ def check_options(
     )
     if microbatches is not None and (not is_number(microbatches, int) or microbatches < 1):
         raise SbpcError(f"microbatches is {shown(microbatches)}\n  It is an integer from 1 on, or None.")
+    if recompute not in RECOMPUTE:
+        raise SbpcError(f"recompute is {shown(recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
     if optimizer not in OPTIMIZER_STATE:
         raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
     if objective not in OBJECTIVES:
