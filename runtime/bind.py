@@ -13,7 +13,7 @@ from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 AnyPlan = Plan | Programs | StagedPlan
 

@@ -17,11 +17,11 @@ from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
-from sbpc.runtime.staged_module import bind_stages, parallelize_stages
+from sbpc.runtime.staged.staged_module import bind_stages, parallelize_stages
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
-from sbpc.plans.pipeline import FORWARD, SCHEDULES, Action, actions_of, in_turn
+from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
 from tests import models
 from tests.compare import compare, eager
 from tests.processes import run_ranks

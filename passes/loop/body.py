@@ -20,7 +20,20 @@ from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError, at_node
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, ONCE, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
+from sbpc.graph.ports import (
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    INPUT_GRADIENT,
+    ONCE,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Port,
+    Ports,
+    placeholders,
+    results,
+)
 from sbpc.graph.pytree import flatten
 from sbpc.graph.rewrite import copied, put
 from sbpc.mesh.cluster import Cluster
@@ -34,7 +47,7 @@ from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
 from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller
 from sbpc.passes.loop.one_loss import one_loss
-from sbpc.plans.loop import Loop, Source
+from sbpc.plans.staged.loop import Loop, Source
 
 aten = torch.ops.aten
 JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -18,9 +18,10 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
-from sbpc.plans.pipeline import CHUNKS
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged_plan import Chunk, StagedPlan, bytes_at
+from sbpc.plans.staged.pipeline_cost import bytes_at
+from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]

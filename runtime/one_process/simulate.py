@@ -14,7 +14,7 @@ from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, P
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep
 from sbpc.runtime.one_process.simulate_stages import simulate_stages

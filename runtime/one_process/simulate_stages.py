@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.random_bits import wrap
-from sbpc.plans.pipeline import Action, in_turn
-from sbpc.plans.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.schedules import Action, in_turn
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
-from sbpc.runtime.pipeline import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
-from sbpc.runtime.stage_programs import stage_programs
+from sbpc.runtime.staged.stage_programs import stage_programs
+from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
 
 
 class PipelineSimulation:

@@ -15,7 +15,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start import process_groups
 
 

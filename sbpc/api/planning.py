@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
+from sbpc.api.staging import check_staged, plan_stages
 from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
@@ -26,20 +27,16 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
 from sbpc.passes.annotate import annotate, duplicate
-from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
-from sbpc.passes.stages.plan_stages import mesh_of_stage, staged
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.pipeline import SCHEDULES
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.plan_file import decode
-from sbpc.plans.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
@@ -105,7 +102,7 @@ def plan(
                Numbers are those of the whole batch: means, counts of targets, batch statistics and random numbers. None is 2
                where the simulated step is shorter by 2 % with two, else 1; spaces of many layouts are not tried.
     stages     the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an
-               `sbpc.plans.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
+               `sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
                microbatches is by default the largest divisor of the batch up to four for each stage.
     schedule   the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage) or "zbv"
                (two, there and back, and the backward in two parts).
@@ -137,7 +134,7 @@ def plan(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
     if stages is not None:
-        return task.staged(mesh, stages, schedule, microbatches, optimizer, memory, pin or {})
+        return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, microbatches, optimizer, memory, pin or {})
     return task.plan(mesh, **options)
 
 
@@ -215,30 +212,6 @@ class Task:
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
         return made
 
-    @uncollected()
-    def staged(
-        self, mesh: Mesh, axis: str, schedule: str, microbatches: int | None, optimizer: str | None, memory: float | None,
-        pin: Mapping[str, str | Layout],
-    ) -> StagedPlan:  # fmt: skip
-        """Returns the plan with stages along an axis of `mesh`. Options are those of `plan`, already checked."""
-        pins = {name: str(layout) for name, layout in pin.items()}
-        options = {"optimizer": optimizer, "memory": memory, "objective": "serial", "pin": pins, "spread": False, **self.about}
-        count = microbatches or usual_count(self.gm, mesh.sizes[mesh.axis(axis)])
-        about = {**options, "stages": axis, "schedule": schedule, "microbatches": count}
-
-        def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
-            asked = wishes(body, inner, Requests(pins))
-            experts = partial(expert_alternatives, body, inner, asked.nodes)
-            return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit}, self.stages, experts)
-
-        def made(gm: GraphModule, assignment: Assignment) -> Plan:
-            return make_plan(gm, mesh_of_stage(mesh, axis), assignment, 0.0, options | {"memory": None}, self.stages)
-
-        with self.stages.timed("stages"):
-            plan = staged(self.gm, mesh, axis, count, schedule, about, solve, made)
-        plan.times = self.stages.times
-        return plan
-
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it is faster, fits and is possible, else the plan."""
         options = plan.options | {"microbatches": 2}
@@ -253,27 +226,6 @@ class Task:
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
         return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
-
-
-def usual_count(gm: GraphModule, stages: int) -> int:
-    """Returns the largest divisor of the batch that is at most four times the number of stages."""
-    batch = Model(gm).batch
-    return max(count for count in range(1, 4 * stages + 1) if batch % count == 0)
-
-
-def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **options: Any) -> None:
-    """Raises SbpcError for what cannot be asked of a plan with stages."""
-    check_kinds(stages=(stages, "a text"), schedule=(schedule, "a text"))
-    mesh_of_stage(mesh, stages)
-    if schedule not in SCHEDULES:
-        raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
-    if not train:
-        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
-    given = [name for name in ("inputs", "outputs", "dynamic") if options.get(name) is not None]
-    given += ["spread"] if options["spread"] else []
-    given += ["objective"] if options["objective"] == "bytes" else []
-    if given:
-        raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")
 
 
 def gains_by_halves(plan: Plan) -> bool:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
-from sbpc.plans.loop import Loop
-from sbpc.plans.pipeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
-from sbpc.plans.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged_plan import Chunk
-from sbpc.runtime.stage_programs import StagePrograms
+from sbpc.plans.staged.loop import Loop
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.staged_plan import Chunk
+from sbpc.runtime.staged.stage_programs import StagePrograms
 
 Values = dict[str, Any]
 PARTS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}

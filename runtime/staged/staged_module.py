@@ -15,14 +15,14 @@ from sbpc.errors import PlanError
 from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
-from sbpc.plans.pipeline import Action
-from sbpc.plans.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged_plan import StagedPlan
+from sbpc.plans.staged.schedules import Action
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.pipeline import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
-from sbpc.runtime.stage_programs import StagePrograms, stage_programs
+from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
+from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state

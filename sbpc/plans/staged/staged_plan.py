@@ -5,28 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from sbpc.errors import PlanError, check_kinds, closest
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, numel
-from sbpc.plans.loop import Loop
-from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, transfer_of
-from sbpc.plans.pipeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners, spans
 from sbpc.plans.plan import Plan
-from sbpc.plans.stage_parts import AFTER, BEFORE, FREE, parts_of
-from sbpc.plans.timeline import COMPUTE, Event, save_trace, works
-
-SENDING = "links between stages"
+from sbpc.plans.staged.loop import Loop
+from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, bytes_at
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
+from sbpc.plans.staged.stage_parts import BEFORE, parts_of
+from sbpc.plans.timeline import Event, save_trace
 
 
 @dataclass
@@ -60,39 +56,8 @@ class Chunk:
         return torch.empty(shape, dtype=value.dtype)
 
 
-@dataclass(frozen=True)
-class StagedCost:
-    """What one step of a plan with stages costs on the busiest rank.
-
-    seconds: from the start of the step to its end, as the schedule goes. compute_seconds, comm_seconds: that the busiest rank computes
-    and communicates; exposed_seconds: of the latter, inside a stage and between stages, those that nothing hides; bubble_seconds: that
-    it waits for other stages. bytes_sent: by axis. memory: by kind, "total" is the peak of the busiest rank. lower_bound: what no
-    layouts of these stages can beat.
-    """
-
-    seconds: float
-    compute_seconds: float
-    comm_seconds: float
-    bubble_seconds: float
-    bytes_sent: dict[str, float]
-    memory: dict[str, int]
-    flops: float
-    lower_bound: float
-    recompute_seconds: float = 0.0
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which nothing is computed, since a collective is waited for."""
-        return self.seconds - self.compute_seconds - self.bubble_seconds
-
-    @property
-    def gap(self) -> float:
-        """(seconds - lower_bound) / seconds: bubble and uneven stages are in it."""
-        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
-
-
 @dataclass
-class StagedPlan:
+class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
@@ -109,6 +74,11 @@ class StagedPlan:
     once: frozenset[str] = frozenset((PARAMETER, GRADIENT))
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches a step has."""
+        return self.loop.count
 
     @property
     def stages(self) -> int:
@@ -197,11 +167,6 @@ class StagedPlan:
             found.append(Action(kind, action.chunk, action.micro_batch))
         return list(dict.fromkeys(found))
 
-    @property
-    def split(self) -> bool:
-        """Whether the backward runs in two parts."""
-        return self.schedule == "zbv"
-
     @functools.cached_property
     def parts(self) -> list[PartCost]:
         """What the parts of each chunk cost."""
@@ -232,15 +197,6 @@ class StagedPlan:
         assert node is not None
         return bytes_at(node.meta["val"], plan.left[port], self.inner)
 
-    @functools.cached_property
-    def spans(self) -> dict[Action, tuple[float, float]]:
-        """When every action starts and ends, in seconds since the first one."""
-        seconds: dict[tuple[str, int], float] = {}
-        for at, part in enumerate(self.parts):
-            seconds |= {(kind, at): part.total(kind) for kind in (FORWARD, INPUTS, WEIGHTS)}
-            seconds[BACKWARD, at] = seconds[INPUTS, at] + seconds[WEIGHTS, at]
-        return spans(self.actions, self.needs, seconds, self.sending)
-
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches."""
         first = max((self.single(stage, BEFORE) for stage in range(self.stages)), default=0.0)
@@ -255,39 +211,6 @@ class StagedPlan:
         """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev."""
         check_kinds(PlanError, path=(path, "a path"))
         save_trace({"predicted": self.timeline()}, Path(path), [f"stage {stage}" for stage in range(self.stages)])
-
-    def single(self, stage: int, part: str) -> float:
-        """Returns the seconds that a stage needs once, BEFORE or AFTER the micro-batches."""
-        return sum(self.parts[at].total(part) for at, owner in enumerate(self.owners) if owner == stage)
-
-    @functools.cached_property
-    def cost(self) -> StagedCost:
-        """Seconds, bytes and memory of a step."""
-        stages = range(self.stages)
-        before, after = ([self.single(stage, part) for stage in stages] for part in (BEFORE, AFTER))
-        ends = [max(self.spans[action][1] for action in actions) for actions in self.actions]
-        seconds = max(before) + max(end + once for end, once in zip(ends, after))
-        compute = [self.busy(stage, "compute") for stage in stages]
-        communicate = [self.busy(stage, "comm") for stage in stages]
-        most = max(stages, key=lambda stage: compute[stage] + communicate[stage])
-        busy = compute[most] + communicate[most]
-        memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
-        flops = max(self.totals(stage, "flops") for stage in stages)
-        bound = min(self.bound, seconds)
-        return StagedCost(seconds, compute[most], communicate[most], seconds - busy, self.bytes_sent, memory, flops, bound)
-
-    def busy(self, stage: int, which: str) -> float:
-        """Returns the seconds that a stage computes or communicates."""
-        return self.totals(stage, which)
-
-    def totals(self, stage: int, which: str) -> float:
-        """Returns a figure of a stage, added up over its chunks and micro-batches."""
-        mine = [part for part, owner in zip(self.parts, self.owners) if owner == stage]
-        return sum(getattr(part, which)[key] * self.times_of(key) for part in mine for key in getattr(part, which))
-
-    def times_of(self, part: str) -> int:
-        """Returns how often a part runs in a step."""
-        return 1 if part in (BEFORE, AFTER) else self.loop.count
 
     @functools.cached_property
     def bytes_sent(self) -> dict[str, float]:
@@ -306,30 +229,6 @@ class StagedPlan:
         axes = dict.fromkeys([*self.mesh.axes, *(axis for sent in by_stage for axis in sent)])
         return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
 
-    def memory_of(self, stage: int) -> dict[str, int]:
-        """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step.
-
-        Activations are those of the micro-batches in flight, with what waits to be sent on.
-        """
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        parts = [self.parts[at] for at in mine]
-        alive = most = 0
-        for action in self.actions[stage]:
-            part = self.parts[action.chunk]
-            alive += part.saved if action.kind == FORWARD else 0
-            most = max(most, alive)
-            alive -= part.saved if action.kind == (WEIGHTS if self.split else BACKWARD) else 0
-        parameters = sum(sum(part.homes.values()) for part in parts)
-        trained = sum(part.trained for part in parts)
-        total = {
-            "parameters": parameters,
-            "gradients": sum(part.added for part in parts),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * trained,
-            "activations": most,
-            "temporaries": sum(part.gathered for part in parts) + max((part.transient for part in parts), default=0),
-        }
-        return total | {"total": sum(total.values())}
-
     def verify(self) -> int:
         """Checks every edge of every chunk, and that both ends of what crosses agree. Returns the number of edges."""
         edges = sum(chunk.plan.verify() for chunk in self.chunks)
@@ -346,81 +245,6 @@ class StagedPlan:
 
     def __repr__(self) -> str:
         return f"StagedPlan({self.mesh}, {self.schedule}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
-
-
-@dataclass(frozen=True)
-class PartCost:
-    """What a chunk costs: by part the seconds, the flops and the bytes sent by axis; and bytes of memory on the busiest rank.
-
-    homes: by parameter. trained: of trained ones. added: of gradients while they add up. gathered: of what is boxed before the
-    micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak.
-    """
-
-    compute: dict[str, float]
-    comm: dict[str, float]
-    flops: dict[str, float]
-    sent: dict[str, dict[str, float]]
-    homes: dict[str, int]
-    trained: int
-    added: int
-    gathered: int
-    saved: int
-    transient: int
-
-    def total(self, part: str) -> float:
-        """Returns the seconds of a part."""
-        return self.compute.get(part, 0.0) + self.comm.get(part, 0.0)
-
-    @classmethod
-    def of(cls, plan: Plan, once: Container[str]) -> PartCost:
-        """Measures the boxed graph of a chunk. once: what is boxed once for all micro-batches."""
-        boxed, mesh = plan.unscheduled, plan.mesh
-        parts, every = parts_of(boxed, once), works(boxed, mesh)
-        groups: dict[str, list[Node]] = {}
-        for node, part in parts.items():
-            groups.setdefault(FORWARD if part == FREE else part, []).append(node)
-        compute, comm = dict[str, float](), dict[str, float]()
-        flops, sent = dict[str, float](), dict[str, dict[str, float]]()
-        for part, nodes in groups.items():
-            moved = Counter(transfer_of(node) for node in nodes if "step" in node.meta)
-            kernels = Counter(kernel_of(n) for n in nodes if "choice" in n.meta and n.op == "call_function")
-            compute[part] = sum(every[node].seconds for node in nodes if every[node].stream == COMPUTE)
-            comm[part], sent[part] = comm_totals(moved, mesh)
-            flops[part] = compute_totals(kernels, mesh)[1]
-        return cls(compute, comm, flops, sent, *memory_of(plan, parts))
-
-
-def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int]:
-    """Returns the memory of a chunk as `PartCost` has it: homes, trained, added, gathered, saved, transient."""
-    boxed, mesh = plan.unscheduled, plan.mesh
-    ends = list(zip(plan.ports.outputs, results(boxed)))
-    homes = {
-        port.name: bytes_at(value, plan.given[port], mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER
-    }
-    trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
-    late = (INPUTS, WEIGHTS, AFTER)
-    gathered = saved = added = 0
-    for storage, owner in enumerate(plan.life.owner):
-        readers = {parts[m.node] for m in plan.life.moments if storage in m.reads and m.node in parts}
-        if owner.op == "placeholder" and parts[owner] in (BEFORE, FREE):
-            continue
-        if parts[owner] == BEFORE and readers - {BEFORE}:
-            gathered += plan.life.size[storage]
-        if parts[owner] == FORWARD and any(reader in late for reader in readers):
-            saved += plan.life.size[storage]
-    for port, node in ends:
-        if port.kind == GRADIENT and node is not None:
-            while parts[node] == AFTER:
-                (node,) = node.all_input_nodes
-            added += bytes_at(node.meta["val"], node.meta["sbp"], mesh)
-    transient = max(0, plan.life.peak - sum(homes.values()) - gathered - saved)
-    return homes, trained, added, gathered, saved, transient
-
-
-def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:
-    """Returns the bytes of a tensor in a layout on the busiest rank."""
-    cuts = {} if layout is None else layout.cuts
-    return value.element_size() * int(numel(value.shape, [cuts.get(dim, ()) for dim in range(value.dim())], mesh.sizes))
 
 
 def report_lines(plan: StagedPlan) -> Sequence[str]:

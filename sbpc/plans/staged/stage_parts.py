@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, placeholders, results
-from sbpc.plans.pipeline import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: neither of a micro-batch nor of a parameter, computed wherever it is read
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
-from sbpc.plans.pipeline import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.stage_parts import AFTER, BEFORE, FREE, parts_of, upward
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of, upward
 from sbpc.runtime.partition import extract
 
 

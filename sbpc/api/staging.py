@@ -1,0 +1,71 @@
+"""What `sbpc.plan` does where it is asked for the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule
+
+from sbpc.errors import SbpcError, check_kinds
+from sbpc.graph.no_gc import uncollected
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
+from sbpc.passes.pipeline import Stages, finish, make_plan
+from sbpc.passes.stages.plan_stages import mesh_of_stage, staged
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.schedules import SCHEDULES
+from sbpc.plans.staged.staged_plan import StagedPlan
+
+
+@uncollected()
+def plan_stages(
+    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
+    optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], spread: bool = False,
+) -> StagedPlan:  # fmt: skip
+    """Returns the plan of an annotated step with stages along an axis of `mesh`.
+
+    about: what every plan's options say of the step. spread: store parameters exactly once over the ranks of a stage. The other options
+    are those of `sbpc.plan`, already checked.
+    """
+    pins = {name: str(layout) for name, layout in pin.items()}
+    options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
+    count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
+    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count}
+
+    def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
+        asked = wishes(body, inner, Requests(pins, spread=spread))
+        experts = None if spread else partial(expert_alternatives, body, inner, asked.nodes)
+        return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit}, clocks, experts)
+
+    def made(piece: GraphModule, assignment: Assignment) -> Plan:
+        return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
+
+    with clocks.timed("stages"):
+        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
+    plan.times = clocks.times
+    return plan
+
+
+def usual_count(gm: GraphModule, stages: int) -> int:
+    """Returns the largest divisor of the batch that is at most four times the number of stages."""
+    batch = Model(gm).batch
+    return max(count for count in range(1, 4 * stages + 1) if batch % count == 0)
+
+
+def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **options: Any) -> None:
+    """Raises SbpcError for what cannot be asked of a plan with stages."""
+    check_kinds(stages=(stages, "a text"), schedule=(schedule, "a text"))
+    mesh_of_stage(mesh, stages)
+    if schedule not in SCHEDULES:
+        raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
+    if not train:
+        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
+    given = [name for name in ("inputs", "outputs", "dynamic") if options.get(name) is not None]
+    given += ["spread"] if options["spread"] else []
+    given += ["objective"] if options["objective"] == "bytes" else []
+    if given:
+        raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")

@@ -1,0 +1,1 @@
+"""Plans with the stages of a pipeline: what they are made of, and what they cost."""
