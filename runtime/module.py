@@ -27,9 +27,8 @@ from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
+from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
 from sbpc.runtime.step import ModuleWeights, Runner
-
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 
 
 def parallelize(
@@ -91,9 +90,9 @@ def parallelize(
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
     result = skeleton(model)
-    random = result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
+    result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     if isinstance(plan, StagedPlan):
-        return parallelize_stages(model, plan, value, run, where, result, random)
+        return parallelize_stages(model, plan, value, run, where, result)
     fill(result, plan, value, where)
     runners = [Runner(each, run, where) for each in (plan, evaluate) if each is not None]
     result.__class__ = parallel_class(type(model), runners)
@@ -161,43 +160,13 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         weights: ModuleWeights = weights_of(self)
         return joint_step(weights.runner_of(runners), weights, self.__dict__[RANDOM], args, kwargs)
 
-    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
-        made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
-        return made
-
-    def pickled(self: nn.Module, protocol: Any) -> Any:
-        raise PlanError(
-            f"a parallel {cls.__name__} cannot be pickled: it is one rank's part of a running program\n"
-            "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
-        )
-
     step.__doc__ = JOINT
-    members = {
-        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
-        "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
-        "random_state": lambda self: dict(self.__dict__[RANDOM]),
-        "set_random_state": set_random_state,
-        "__deepcopy__": deep_copy,
-        "__reduce_ex__": pickled,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    return type(f"Parallel{cls.__name__}", (cls,), members)
+    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step))
 
 
 def agreed_seed(where: torch.device) -> int:
     """Returns the seed that rank 0's torch was started with."""
     return int(of_rank_zero(torch.tensor(wrap(torch.initial_seed())), where))
-
-
-def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
-    """Makes the module draw on from a `random_state`. Raises PlanError if it is none."""
-    known = isinstance(state, dict) and list(state) == ["seed", "step"]
-    if not known or not all(type(number) is int for number in state.values()):
-        raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
-    self.__dict__[RANDOM] = dict(state)
 
 
 def skeleton(module: nn.Module) -> nn.Module:

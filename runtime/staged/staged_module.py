@@ -14,7 +14,7 @@ from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
 from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, Port
 from sbpc.graph.random_bits import seed_of_step
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -26,6 +26,7 @@ from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loo
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state
+from sbpc.runtime.state.members import RANDOM, members_of
 from sbpc.runtime.step import no_autocast
 
 STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
@@ -208,39 +209,41 @@ class Step:
 
 
 def parallelize_stages(
-    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device,
-    result: nn.Module, random: dict[str, int],
+    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module
 ) -> nn.Module:  # fmt: skip
     """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name."""
     runner = StageRunner(plan, executor, where)
     own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].plan.parameters.items()}
     fill_stages(result, plan, own, value, where)
-    result.__class__ = staged_class(type(model), runner, random)
+    result.__class__ = staged_class(type(model), runner)
     return result
 
 
 def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], value: Callable[[str], Tensor], where: torch.device) -> None:
-    """Replaces the weights of a module by this rank's shards; parameters of other stages are None."""
+    """Replaces the weights of a module by this rank's shards; parameters of other stages are None. No stage's are whole on all."""
     made: dict[str, Any] = {}
     homes: dict[str, dict[str, Layout]] = {}
+    others = plan.parameters.keys() - own.keys()
     for name, table, key in list(slots(result)):
         first, old = plan.ports.tied.get(name, name), table[key]
         if first not in made:
             tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
-                here = first in own
-                tensor = nn.Parameter(sharded(tensor, own[first], plan.inner, where), old.requires_grad) if here else None
+                home = own.get(first, broadcast(plan.inner.axes))
+                tensor = None if first in others else nn.Parameter(sharded(tensor, home, plan.inner, where), old.requires_grad)
             made[first] = tensor if tensor is None else tensor.to(where)
         table[key] = made[first]
         if isinstance(made[first], nn.Parameter):
-            homes.setdefault(name.rpartition(".")[0], {})[key] = own[first]
+            homes.setdefault(name.rpartition(".")[0], {})[key] = own.get(first, broadcast(plan.inner.axes))
     for path, named in homes.items():
         take_state(result.get_submodule(path), named, plan.inner, where)
 
 
-def staged_class(cls: type[nn.Module], runner: StageRunner, random: dict[str, int]) -> type[nn.Module]:
+def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
     """Returns the subclass of a model's class whose `step` runs stages."""
     plan, where = runner.plan, runner.where
+    counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}  # by the stage that has the first chunk
+    elsewhere = frozenset(name for name, stage in counted.items() if stage != runner.stage)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves = bind.arguments(plan, args, kwargs)
@@ -250,6 +253,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, random: dict[str, in
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
         if SEED_PORT in plan.shapes:
+            random = self.__dict__[RANDOM]
             values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
             random["step"] += 1
         results, gradients = runner.step(values, [leaf.detach().to(where) for leaf in leaves])
@@ -267,15 +271,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, random: dict[str, in
         raise PlanError("a module with stages runs forward and backward together\n  Call module.step(*args).")
 
     step.__doc__ = STEP
-    members = {
-        "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
-        "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
-        "random_state": lambda self: dict(random),
-        "set_random_state": lambda self, state: random.update(state),
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    return type(f"Staged{cls.__name__}", (cls,), members)
+    return type(f"Staged{cls.__name__}", (cls,), members_of(cls, forward, step, elsewhere))
 
 
 def bind_stages(plan: StagedPlan, kind: str) -> None:

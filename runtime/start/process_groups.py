@@ -113,10 +113,10 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
         return dist.new_group(ranks, timeout=limit(), backend=backend)
 
 
-def from_all_ranks(value: Any) -> list[Any]:
-    """Returns the values of all ranks, by rank. Every rank must call this at the same point."""
+def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
+    """Returns the values of all ranks, by rank, by way of a group of all. Every rank must call this at the same point."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -147,6 +147,11 @@ def bind_within(mesh: Mesh, parts: Sequence[Sequence[int]], kind: str) -> None:
         groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
         ranks = torch.tensor(mine).view(mesh.sizes)
         meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
+
+
+def is_part(mesh: DeviceMesh) -> bool:
+    """Returns whether a torch DeviceMesh is that of one of several parts of all ranks."""
+    return any(mesh == known for (planned, _), known in meshes.items() if planned in parts_of)
 
 
 def place(mesh: Mesh) -> tuple[int, ...]:

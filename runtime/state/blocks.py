@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,23 +20,17 @@ from sbpc.mesh.states import Split, chunk_sizes
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """The block `local` of a whole tensor of `shape`, which begins at the indices `start`.
-
-    replica: the number of this rank among the `replicas` ranks that hold the same block.
-    """
+    """The block `local` of a whole tensor of `shape`, which begins at the indices `start`."""
 
     local: Tensor
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    replica: int = 0
-    replicas: int = 1
 
 
 def block_of(tensor: Tensor) -> TensorBlock:
-    """Returns the block of a tensor that this rank holds; every rank holds the whole of a tensor that is no DTensor."""
+    """Returns the block of a tensor that this rank holds: the whole of a tensor that is no DTensor."""
     if not isinstance(tensor, DTensor):
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), rank, ranks)
+        return TensorBlock(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     layout, sizes = layout_of(tensor), tuple(map(int, tensor.device_mesh.shape))
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
@@ -48,11 +41,7 @@ def block_of(tensor: Tensor) -> TensorBlock:
             lengths = chunk_sizes(shape[dim], sizes[axis])
             start[dim] += sum(lengths[: coordinates[axis]])
             shape[dim] = lengths[coordinates[axis]]
-    replica, replicas = 0, 1
-    for axis in range(len(sizes)):
-        if axis not in layout.order:
-            replica, replicas = replica * sizes[axis] + coordinates[axis], replicas * sizes[axis]
-    return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(start), replica, replicas)
+    return TensorBlock(tensor.to_local().detach(), tuple(tensor.shape), tuple(start))
 
 
 def layout_of(tensor: DTensor) -> Layout:
@@ -90,6 +79,18 @@ def blocks_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     for name, state in states_of(model, optimizer):
         blocks |= {f"optimizer/{name}/{key}": block_of(v) for key, v in state.items() if isinstance(v, Tensor)}
     return blocks
+
+
+def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+    """Returns by group of an optimizer the names of its parameters, None for one that the model has not."""
+    names = names_of(model)
+    return [[names.get(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def merged_groups(of_ranks: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """Returns by group the names of its parameters on all ranks, each once: of pipeline stages every rank has those of its own."""
+    by_group = itertools.zip_longest(*of_ranks, fillvalue=())
+    return [list(dict.fromkeys(name for names in of_one_group for name in names)) for of_one_group in by_group]
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,6 @@ torch.distributed.checkpoint is a pickle: load only checkpoints of your own, and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -31,27 +30,33 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbpc.errors import CheckpointError
-from sbpc.graph.pytree import flatten, unflatten
+from sbpc.graph.pytree import unflatten
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.state.blocks import TensorBlock, blocks_of, names_of, states_of
+from sbpc.runtime.state.blocks import TensorBlock, blocks_of, groups_of, merged_groups, names_of
+from sbpc.runtime.state.checkpoint_record import (
+    MARKER,
+    describe,
+    digest,
+    dtype_and_shape,
+    merged,
+    read_marker,
+    tensors_of_state,
+)
 from sbpc.runtime.state.weight_files import Weights, weights_of
 
-FORMAT, VERSION, MARKER = "sbpc checkpoint", 1, "state.json"
 NAME = re.compile(r"step-(\d{9})")
 
 
 class Saver(DefaultSavePlanner):
-    """Writes blocks, each by one of the ranks that hold it."""
+    """Writes blocks. Of the ranks that hold one, torch lets the one write it that has least to write."""
 
     def __init__(self, blocks: Mapping[str, TensorBlock]) -> None:
         super().__init__(flatten_state_dict=False)
         self.blocks = blocks
 
     def create_local_plan(self) -> SavePlan:
-        """Returns what this rank writes: the ranks that hold the same block take turns from tensor to tensor."""
-        turns = enumerate(self.blocks.items())
-        mine = {name: each for at, (name, each) in turns if each.replica == at % each.replicas and each.local.numel()}
-        self.plan = SavePlan([write_item(name, block) for name, block in mine.items()])
+        """Returns what this rank can write."""
+        self.plan = SavePlan([write_item(name, block) for name, block in self.blocks.items() if block.local.numel()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -151,7 +156,11 @@ class Checkpoints:
         tensors = {name: block.local for name, block in blocks.items()}
         ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.alone}
         save(tensors, storage_writer=FileSystemWriter(unfinished), planner=Saver(blocks), **ranks)
+        records: list[Any] = [record] * (1 if self.alone else dist.get_world_size())
+        if self.group is not None:
+            dist.gather_object(record, records if self.first else None, group=self.group)
         if self.first:
+            record = merged(records)
             write_synced(unfinished / MARKER, json.dumps(record | {"sha256": digest(record)}, allow_nan=False))
             remove(final)
             unfinished.rename(final)
@@ -159,6 +168,10 @@ class Checkpoints:
             for old in sorted(whole_steps(self.folder))[: -self.keep]:
                 remove(self.folder / f"step-{old:09d}")
         self.barrier()
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank."""
+        return [value] if self.group is None else process_groups.from_all_ranks(value, self.group)
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""
@@ -184,9 +197,12 @@ class Checkpoints:
         folder = self.folder / f"step-{int(chosen):09d}"
         record = read_marker(folder)
         if optimizer is not None:
-            prepare(model, optimizer, record, folder)
+            groups = merged_groups(self.from_all_ranks(groups_of(model, optimizer)))
+            prepare(model, optimizer, groups, record, folder)
         blocks = as_saved(blocks_of(model, optimizer), model, record)
-        check(blocks, record["tensors"], folder)
+        for mistake in self.from_all_ranks(mistake_in(blocks, record["tensors"], folder)):  # of any rank: all end here, or none
+            if mistake is not None:
+                raise CheckpointError(mistake)
         read(folder, blocks, {"process_group": self.group, "no_dist": self.alone})
         self.extra = unflatten(record["extra"], ())
         set_random_state = getattr(model, "set_random_state", None)  # a parallel module has it
@@ -213,52 +229,21 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def digest(record: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of what `state.json` says."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[str | None]], record: dict[str, Any], folder: Path
+) -> None:
+    """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled.
 
-
-def describe(
-    step: int, blocks: Mapping[str, TensorBlock], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> dict[str, Any]:
-    """Returns what `state.json` says of a checkpoint."""
-    tensors = {name: dtype_and_shape(block) for name, block in blocks.items()}
-    groups, names = [], names_of(model)
-    for group in [] if optimizer is None else optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        leaves, structure = flatten(settings, "the optimizer's settings")
-        values = [leaf.item() for leaf in leaves]
-        groups.append({"names": [names[p] for p in group["params"]], "settings": structure, "values": values})
-    plain = {
-        name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        for name, state in states_of(model, optimizer)
-    }
-    leaves, structure = flatten(extra, "extra")
-    if leaves:
-        raise CheckpointError("extra holds tensors\n  Keep them as buffers of the model, or as numbers.")
-    random, weights = getattr(model, "random_state", lambda: None)(), weights_of(model)
-    return {
-        "format": FORMAT, "version": VERSION, "step": step, "torch": torch.__version__, "tensors": tensors,
-        "optimizer": {"class": type(optimizer).__name__, "groups": groups, "plain": plain}, "extra": structure,
-        "random": random, "tied": weights.tied, "left_out": list(weights.left_out),
-    }  # fmt: skip
-
-
-def dtype_and_shape(block: TensorBlock) -> list[Any]:
-    """Returns the dtype of a tensor as text and its whole shape, as `state.json` has them."""
-    return [str(block.local.dtype).removeprefix("torch."), list(block.shape)]
-
-
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any], folder: Path) -> None:
-    """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled."""
+    groups: by group of the optimizer the names of its parameters on all ranks. Raises CheckpointError if they are not those saved.
+    """
     saved, names = record["optimizer"], names_of(model)
-    groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     if not saved["groups"]:
         raise CheckpointError(
             f"{folder} holds weights alone, nothing of an optimizer\n"
             "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights FILE.safetensors."
         )
-    if saved["class"] != type(optimizer).__name__ or [group["names"] for group in saved["groups"]] != groups:
+    same = [set(group["names"]) for group in saved["groups"]] == [set(group) for group in groups]  # stages have them in another order
+    if saved["class"] != type(optimizer).__name__ or not same:
         raise CheckpointError(
             f"{folder} was saved with {saved['class']} over {[len(g['names']) for g in saved['groups']]} parameters, "
             f"this is {type(optimizer).__name__} over {[len(group) for group in groups]}\n"
@@ -281,17 +266,6 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str
                 optimizer.state[parameter] = state
 
 
-def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns dtype and shape of the tensors of an optimizer's state in a checkpoint, by parameter and key."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for full, dtype_and_shape in record["tensors"].items():
-        kind, _, name_and_key = full.partition("/")
-        if kind == "optimizer":
-            name, _, key = name_and_key.rpartition("/")
-            tensors.setdefault(name, {})[key] = dtype_and_shape
-    return tensors
-
-
 def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:
     """Returns blocks by the names that a checkpoint has for them.
 
@@ -312,29 +286,14 @@ def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mappin
     return renamed
 
 
-def check(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder: Path) -> None:
-    """Raises CheckpointError unless a checkpoint holds what is asked for."""
+def mistake_in(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder: Path) -> str | None:
+    """Returns what is wrong if a checkpoint does not hold what is asked for."""
     for name, block in blocks.items():
         saved, here = tensors.get(name), dtype_and_shape(block)
         if saved != here:
             what = "lacks it" if saved is None else f"has {saved[0]} {saved[1]}"
-            raise CheckpointError(
-                f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this model."
-            )
-
-
-def read_marker(folder: Path) -> dict[str, Any]:
-    """Returns what `state.json` says of a checkpoint. Raises CheckpointError if the folder holds none."""
-    try:
-        record = json.loads((folder / MARKER).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
-    if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
-        raise CheckpointError(f"{folder} is no checkpoint of version {VERSION}\n  Name one that this sbpc wrote.")
-    written = record.pop("sha256", None)
-    if written not in (None, digest(record)):  # early versions wrote no digest
-        raise CheckpointError(f"{folder / MARKER} is damaged\n  Remove {folder}: an earlier checkpoint is loaded then.")
-    return record
+            return f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this model."
+    return None
 
 
 def whole_steps(folder: Path) -> list[int]:

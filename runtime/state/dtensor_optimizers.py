@@ -3,7 +3,8 @@
 It refuses `_fused_sgd_` and `_fused_adagrad_` of DTensors. Its ops on lists of DTensors (foreach, fused) do not raise
 `_version`, so nobody would see that a parameter was written between a forward and its backward. GradScaler looks for
 infinities over the ranks that split the first gradient and over no others: if that one is whole and another is split,
-some ranks skip the step and some do not, and their weights differ from then on.
+some ranks skip the step and some do not, and their weights differ from then on. The stages of a pipeline skip a step together,
+too, if all of them have gradients of the same dtypes, as torch looks for infinities dtype by dtype.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sbpc._compat import detached, local_of, on_dtensors, tree_map
 from sbpc.errors import PlanError
+from sbpc.runtime.start import process_groups
 
 aten = torch.ops.aten
 FUSED = [getattr(op, name) for op in (aten._fused_adagrad_, aten._fused_sgd_) for name in ("default", "tensor_lr")]
@@ -52,7 +55,7 @@ def count_writes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them."""
+    """Unscales the gradients in place and maximises `infinite` over every axis that splits any of them, and over pipeline stages."""
     gradients, infinite, scale = args
     op([gradient.to_local() for gradient in gradients], infinite, scale)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients):
@@ -60,3 +63,5 @@ def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         whole = [all(isinstance(state, Replicate) for state in states) for states in zip(*layouts)]
         over: list[Placement] = [Replicate() if each else Partial("max") for each in whole]
         infinite.copy_(DTensor.from_local(infinite, mesh, over, run_check=False).full_tensor())
+    if any(process_groups.is_part(gradient.device_mesh) for gradient in gradients):
+        dist.all_reduce(infinite, dist.ReduceOp.MAX)

@@ -1,0 +1,158 @@
+"""Jobs with pipeline stages on real ranks: checkpoints, clipping and loss scaling do what they do in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+import sbpc
+from sbpc import Mesh
+from sbpc.cli.main import main
+from sbpc.errors import CheckpointError
+from sbpc.runtime.state.checkpoint import Checkpoints
+from tests.processes import run_ranks
+
+STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
+LEGS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
+    ({"pipe": 2, "data": 2}, STAGED | {"schedule": "zbv"}),
+    ({"data": 4}, {}),
+    ({"pipe": 4}, STAGED),
+)
+MOST = 0.1  # norm of the gradients
+
+
+class Tower(nn.Module):
+    """Blocks with dropout between an embedding and a head of the same weights; a frozen scale and a parameter that nothing reads."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(4))
+        self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.spare = nn.Parameter(torch.rand(3))
+        self.register_buffer("shift", torch.rand(width))
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x) * self.scale + self.shift
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def tower() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The model and its batch, the same in every process."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(0, 12, (2, 8, 6))
+    return Tower(), (tokens, targets)
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    """Adam without weight decay of what is no matrix."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if (p.dim() > 1) == flat]} for flat in (True, False)]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+PLANS: dict[str, Any] = {}
+
+
+def parallel(axes: dict[str, int], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The model as this rank runs it, and its batch."""
+    model, args = tower()
+    mesh: Any = Mesh(**axes)  # type: ignore[arg-type]
+    if str(axes) not in PLANS:
+        PLANS[str(axes)] = sbpc.plan(model, args, mesh, **options)
+    return sbpc.parallelize(model, PLANS[str(axes)]), args
+
+
+def train_on(folder: str, axes: dict[str, int], options: dict[str, Any], steps: int) -> list[float]:
+    """Loss and norm of the gradients of `steps` steps from the last checkpoint on; one is saved at the end."""
+    module, args = parallel(axes, options)
+    optimizer, checkpoints = optimizer_of(module), Checkpoints(folder)
+    start = checkpoints.load(module, optimizer)
+    figures = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        figures.append(float(module.step(*args)))
+        ours = torch.distributed.get_world_size() > 1
+        norm = module.clip_grad_norm_(MOST) if ours else nn.utils.clip_grad_norm_(module.parameters(), MOST).full_tensor()  # type: ignore[attr-defined]
+        figures.append(float(norm))
+        optimizer.step()
+    checkpoints.save(start + steps, module, optimizer, extra={"from": start})
+    checkpoints.wait()
+    return figures
+
+
+def on_four_ranks(folder: str) -> dict[str, Any]:
+    """On a rank: two steps on each mesh in turn, each from the checkpoint of the one before; then what else stages do."""
+    figures = [figure for axes, options in LEGS for figure in train_on(folder, axes, options, 2)]
+    return {"figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
+
+
+def skipped_together() -> list[bool]:
+    """On a rank: whether a step with a gradient of infinity on the last stage is skipped, and the next one is not."""
+    module, args = parallel(*LEGS[-1])
+    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
+    skipped = []
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(module.step(*args))
+        if bad and torch.distributed.get_rank() == 3:
+            next(p for p in module.parameters() if p.grad is not None).grad.to_local().fill_(torch.inf)
+        before = [p.detach().to_local().clone() for p in module.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(all(torch.equal(old, p.to_local()) for old, p in zip(before, module.parameters())))
+    return skipped
+
+
+def refused_by_all(folder: str) -> str:
+    """On a rank: what a checkpoint says to stages of which one alone has a parameter that it lacks."""
+    module, _ = parallel(*LEGS[-1])
+    if torch.distributed.get_rank() == 2:
+        module.register_parameter("more", nn.Parameter(torch.ones(2)))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(folder).load(module)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of checkpoints of four ranks, and what they found."""
+    folder = tmp_path_factory.mktemp("job")
+    found = run_ranks(on_four_ranks, 4, str(folder / "many"))
+    assert all(part == found[0] for part in found), found
+    return folder, found[0]
+
+
+def test_a_job_goes_on_over_stages_without_them_and_in_one_process_as_if_uninterrupted(job: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = job
+    expected = run_ranks(train_on, 1, str(folder / "one"), {"x": 1}, {}, 8)[0]
+    last = run_ranks(train_on, 1, str(folder / "many"), {"x": 1}, {}, 2)[0]
+    assert found["figures"] + last == pytest.approx(expected, rel=1e-10)
+    assert min(expected[1::2]) > MOST
+
+
+def test_weights_of_all_stages_are_converted_and_a_tied_one_is_written_once(job: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = job
+    assert main(["convert", str(folder / "many"), "--step", "6", "-o", str(folder / "a.pt")]) == 0
+    model, _ = tower()
+    model.load_state_dict(torch.load(folder / "a.pt", weights_only=True))  # strict
+    written = FileSystemReader(folder / "many" / "step-000000006").read_metadata().state_dict_metadata
+    assert "optimizer/table.weight/exp_avg" in written and len(written) == 12 + 3 * 9
+    for name, about in written.items():
+        assert sum(chunk.sizes.numel() for chunk in about.chunks) == about.size.numel(), name  # type: ignore[union-attr]
+
+
+def test_stages_skip_a_step_together_and_refuse_a_checkpoint_together(job: tuple[Path, dict[str, Any]]) -> None:
+    _, found = job
+    assert found["skipped"] == [True, False]
+    assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]
