@@ -27,7 +27,7 @@ from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_st
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.step import ModuleWeights, Runner
 
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
+WEIGHTS, RANDOM, RUNNERS = "_sbpc_weights", "_sbpc_random", "_sbpc_runners"
 
 
 def parallelize(
@@ -172,12 +172,21 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
+        RUNNERS: runners,
         "__deepcopy__": deep_copy,
         "__reduce_ex__": pickled,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
     return type(f"Parallel{cls.__name__}", (cls,), members)
+
+
+def training_runner(module: nn.Module) -> Runner:
+    """Returns what runs the programs of the plan of a parallel module. Raises PlanError for a module that is not parallel."""
+    runners: list[Runner] | None = getattr(type(module), RUNNERS, None)
+    if runners is None:
+        raise PlanError(f"a {type(module).__name__} is not parallel\n  Give what sbpc.parallelize returns.")
+    return runners[0]
 
 
 def agreed_seed(where: torch.device) -> int:
