@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
+from sbpc.runtime.accumulate import NO_SYNC
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
 from sbpc.runtime.start import process_groups
@@ -26,6 +28,7 @@ from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.step import ModuleWeights, Runner
+from sbpc.runtime.step_function import StepFunction
 
 WEIGHTS, RANDOM, RUNNERS = "_sbpc_weights", "_sbpc_random", "_sbpc_runners"
 
@@ -49,8 +52,8 @@ def parallelize(
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
     likewise. `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
-    the seconds that the plan predicts. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
-    `(*args, *targets)`.
+    the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one outside sends
+    their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
@@ -148,11 +151,18 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self)
-        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs)
+        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs, StepFunction)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights: ModuleWeights = weights_of(self)
         return joint_step(weights.runner_of(runners), weights, self.__dict__[RANDOM], args, kwargs)
+
+    def no_sync(self: nn.Module) -> AbstractContextManager[None]:
+        return weights_of(self).sums.no_sync()
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        weights_of(self).sums.drop()
+        cls.zero_grad(self, set_to_none)
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -166,10 +176,13 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
             "  Save its state_dict() with torch.distributed.checkpoint, and the plan with plan.save()."
         )
 
-    step.__doc__ = JOINT
+    step.__doc__, no_sync.__doc__ = JOINT, NO_SYNC
+    zero_grad.__doc__ = "Drops the gradients of parameters, and what `no_sync` keeps of them."
     members = {
         "forward": torch.compiler.disable(forward, reason="sbpc has compiled it"),
         "step": torch.compiler.disable(step, reason="sbpc has compiled it"),
+        "no_sync": no_sync,
+        "zero_grad": zero_grad,
         "random_state": lambda self: dict(self.__dict__[RANDOM]),
         "set_random_state": set_random_state,
         RUNNERS: runners,
@@ -187,6 +200,16 @@ def training_runner(module: nn.Module) -> Runner:
     if runners is None:
         raise PlanError(f"a {type(module).__name__} is not parallel\n  Give what sbpc.parallelize returns.")
     return runners[0]
+
+
+def refuse_unfinished(module: nn.Module) -> None:
+    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
+    weights: ModuleWeights | None = vars(module).get(WEIGHTS)
+    if weights is not None and weights.sums.held:
+        raise PlanError(
+            "the module keeps gradients of backwards within no_sync, which would be lost\n"
+            "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
+        )
 
 
 def agreed_seed(where: torch.device) -> int:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbpc.errors import CheckpointError
 from sbpc.graph.pytree import flatten, unflatten
+from sbpc.runtime.module import refuse_unfinished
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.blocks import TensorBlock, blocks_of, names_of, states_of
 from sbpc.runtime.state.weight_files import Weights, weights_of
@@ -118,8 +119,9 @@ class Checkpoints:
     ) -> None:
         """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you like.
 
-        Raises CheckpointError, also for an earlier save that failed.
+        Raises CheckpointError, also for an earlier save that failed, and PlanError amid an accumulation by `no_sync`.
         """
+        refuse_unfinished(model)
         self.wait()
         blocks = blocks_of(model, optimizer)
         record = describe(step, blocks, model, optimizer, extra)
