@@ -171,6 +171,8 @@ def test_what_cannot_be_measured_or_drawn_is_refused(tmp_path: Path, capsys: pyt
     trace, mesh = tmp_path / "trace.json", ("--mesh", "data=2")
     assert run("run", GPT, *mesh, "--trace", trace, "--check-nans") == 2
     assert "--trace with --check-nans" in capsys.readouterr().err
+    assert run("run", GPT, *mesh, "--trace", trace, "--steps", 2) == 2
+    assert "--trace with 2 steps to go" in capsys.readouterr().err
     assert run("show", GPT, *mesh, "--trace", trace) == 2
     assert "--trace is of no use without --html" in capsys.readouterr().err
     plan, model, _ = planned({"d": 2}, microbatches=1)

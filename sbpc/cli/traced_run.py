@@ -25,8 +25,7 @@ class TracedSteps:
     """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between without."""
 
     def __init__(self, module: nn.Module, steps: int) -> None:
-        if steps < LEAST:
-            raise SbpcError(f"--trace with {steps} steps to go\n  Give {LEAST} at least: one warms up, one runs with time stamps.")
+        check_steps(steps)
         self.step: Any = module.step
         self.module, self.plain = module, steps - min(TRACED, steps - 2)
         self.seconds: list[float] = []
@@ -55,6 +54,12 @@ class TracedSteps:
         report = comparison.report(plan.mesh, [f"{took}, on rank 0", f"written   {file}"])
         figures = {"file": file, "seconds_with_stamps": traced, "seconds_without": plain, **comparison.as_json()}
         return figures, report
+
+
+def check_steps(steps: int) -> None:
+    """Raises SbpcError for too few steps."""
+    if steps < LEAST:
+        raise SbpcError(f"--trace with {steps} steps to go\n  Give {LEAST} at least: one warms up, one runs as ever, one with time stamps.")
 
 
 def now() -> float:

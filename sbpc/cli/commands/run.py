@@ -34,7 +34,7 @@ from sbpc.cli.options import (
     without_planning,
 )
 from sbpc.cli.output import check_file, print_json, quiet
-from sbpc.cli.traced_run import TracedSteps
+from sbpc.cli.traced_run import TracedSteps, check_steps
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import INPUT, Port
@@ -125,7 +125,9 @@ def check(options: argparse.Namespace) -> None:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
     if options.check_nans and options.executor:
         raise SbpcError(f"--executor {options.executor} with --check-nans, which has an executor of its own\n  Remove one of them.")
-    check_file(options.trace)
+    if options.trace:
+        check_file(options.trace)
+        check_steps(options.steps)
     other = [name for name in ("infer", "check_nans", "executor") if getattr(options, name)] if options.trace else []
     if other:
         what = f"--trace with --{other[0].replace('_', '-')}: it measures steps of training, run by generated code"
