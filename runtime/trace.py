@@ -188,31 +188,29 @@ class Recorder:
         and "unpack" after it, and ops such as views.
         """
         run = sorted(self.runs, key=self.length)[(len(self.runs) - 1) // 2]
-        known, seen, free = {event.name: event for event in predicted}, set[str](), dict[Any, float]()
+        known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
         moments = [self.clock.seconds(run.stamps[0], stamp) for stamp in run.stamps]
         found: list[Event] = []
         for part, (start, end) in zip(self.parts, itertools.pairwise(moments)):
             name, event = part.name, known.get(part.name)
             found.append(Event(COMPUTE, start, end, name, kind_of(part, event, seen), *place_of(part.node)))
-            seen.add(name)
+            seen.add((name, part.role))
             if part.role == START and event is not None:
                 queue, done = run.queue[name], self.clock.seconds(run.stamps[0], run.done[name])
                 start, free[queue] = max(start, free.get(queue, 0.0)), done
                 found.append(Event(event.stream, start, done, name, event.kind, event.module, event.phase, event.axis))
-            if part.role == START:
-                seen.add(f"{name} is on its way")
         return sorted(found, key=lambda event: event.start)
 
 
-def kind_of(part: Part, predicted: Event | None, seen: set[str]) -> str:
-    """Returns what a part is on the computing stream. seen: the names of the parts before it."""
+def kind_of(part: Part, predicted: Event | None, seen: set[tuple[str, str]]) -> str:
+    """Returns what a part is on the computing stream. seen: the names and roles of the parts before it."""
     if part.role != KERNEL:
         return part.role
     if predicted is None:
         return str(part.node.target).removesuffix(".default")
     if predicted.stream != COMPUTE:
-        return "unpack" if f"{part.name} is on its way" in seen else "pack"
-    return "rest" if part.name in seen else predicted.kind
+        return "unpack" if (part.name, START) in seen else "pack"
+    return "rest" if (part.name, KERNEL) in seen else predicted.kind
 
 
 def place_of(node: Node) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from sbpc.plans.timeline import COMPUTE, STREAMS, Event, busy_seconds, makespan
 from sbpc.plans.trace_file import read_trace, rows, save_trace
 from tests import models
 from tests.processes import run_ranks
+from tests.test_page import tags
 
 LAN = Cluster("lan", 5e9, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 MESHES = {"2": {"d": 2}, "2x2": {"d": 2, "t": 2}}
@@ -150,6 +151,7 @@ def test_the_command_measures_and_the_page_shows_it(tmp_path: Path, capfd: pytes
     assert run("show", plan, "--html", page, "--trace", trace) == 0
     text = page.read_text()
     assert "Below that the same step as measured" in text and "measured: compute" in text
+    assert not tags(text).wrong and not tags(text).open
     lanes = {float(y) for y in re.findall(r'<rect class="t-\w+" x="[\d.]+" y="([\d.]+)"', text)}
     streams = sum(len({event.stream for event in events}) for events in (sbpc.load(plan).timeline(), measured))
     assert len(lanes) == streams
