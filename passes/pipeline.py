@@ -41,6 +41,7 @@ from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan, Rewriter
 from sbpc.plans.symbolic_sizes import declare
+from sbpc.plans.timeline import Event
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
@@ -202,10 +203,10 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
 
 
 @uncollected()
-def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None) -> str:
+def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
     names = [row.name for row in model_map(plan) if row.home is not None]
-    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses)
+    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 
 
 REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text, plan_html, explain, diff, page)
