@@ -136,9 +136,8 @@ def differences(one: Any, other: Any) -> float:
 def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str) -> None:
     model, args = made(net)
     kept = sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args, seed=5)
-    meshes = [(Mesh(x=2), 1, "seconds"), (Mesh(x=2, y=2), 2, "serial")]
-    for mesh, count, objective in meshes:
-        plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count, objective=objective)
+    for mesh, count in ((Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)):
+        plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count)
         plan.verify()
         assert again(plan)
         error = differences(sbpc.simulate(plan, model, args, seed=5), kept)
@@ -300,14 +299,12 @@ def kept_bytes(form: str, scheme: str | None, batch: int, seq: int, width: int, 
         x = torch.empty(batch, seq, width, dtype=torch.bfloat16, requires_grad=True)
     ends = ["S(1)"] if scheme == "megatron+sp" else None
     options: dict[str, Any] = {"recompute": form, "objective": "serial", "microbatches": 1, "inputs": ends}
-    if scheme is None:
-        plan = sbpc.plan(model, (x,), Mesh(t=1), **options)
-    else:
-        plan = sbpc.baseline(scheme, model, (x,), Mesh(t=ranks), **options)
+    mesh = Mesh(t=1 if scheme is None else ranks)
+    plan = sbpc.plan(model, (x,), mesh, **options) if scheme is None else sbpc.baseline(scheme, model, (x,), mesh, **options)
     if scheme == "megatron":  # whose dropouts behind a block are whole on every rank, where the solver would split them
         whole = [node for node in plan.graph.graph.nodes if node.target in (aten.lt.Scalar, aten.add.Tensor)]
         pin = {node.name: "B" for node in whole if node.meta["val"].dim() == 3 and RECOMPUTES not in node.meta}
-        plan = sbpc.baseline(scheme, model, (x,), Mesh(t=ranks), **options, pin=pin)
+        plan = sbpc.baseline(scheme, model, (x,), mesh, **options, pin=pin)
     curve = (stored_as_made(plan, ends) if ends else plan).memory_curve()
     return curve.groups["activations"][curve.phases.index("backward") - 1]
 
