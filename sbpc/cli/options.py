@@ -21,8 +21,9 @@ from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Plan
 from sbpc.rules.proof.rule_files import load_rules
 
-# Options that cannot change a finished plan.
-PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "dump")
+PLANNING = (  # options that cannot change a finished plan
+    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "recompute", "dump",
+)  # fmt: skip
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -41,7 +42,6 @@ def add_planning(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     whose = "whose state is counted, and used (default: adamw)"
     parser.add_argument("--optimizer", choices=names, default="adamw", help=whose)
     parser.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what the backward computes again (default: none)")
     add_step(parser)
 
 
@@ -64,6 +64,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, help=least)
     parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
     parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
+    parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
     add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 
 
@@ -168,9 +169,8 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
         make_folder(options.dump)
     built = target_of(options, target)
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    asked |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
     asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
-    asked |= {"recompute": options.recompute, "dtype": built.dtype, "pin": pins, "dump": options.dump}
+    asked |= {"recompute": options.recompute or "none", "dtype": built.dtype, "pin": pins, "dump": options.dump}
     with progress():
         return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
 
