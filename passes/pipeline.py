@@ -40,6 +40,8 @@ from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan, Rewriter
+from sbpc.plans.staged import staged_file
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import declare
 
 log = logging.getLogger("sbpc")
@@ -208,4 +210,12 @@ def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None) -> str:
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses)
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text, plan_html, explain, diff, page)
+def save(plan: Plan | StagedPlan, path: Path) -> None:
+    """Writes a plan to one file."""
+    if isinstance(plan, StagedPlan):
+        staged_file.save(plan, path)
+    else:
+        plan_file.save(plan, path)
+
+
+REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, plan_text, plan_html, explain, diff, page)

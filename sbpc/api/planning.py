@@ -36,7 +36,8 @@ from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.plan_file import decode
+from sbpc.plans.plan_file import Decoder, decode
+from sbpc.plans.staged import staged_file
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
@@ -331,7 +332,7 @@ def check_options(
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
 
 
-def load(path: str | Path) -> Plan:
+def load(path: str | Path) -> Any:
     """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
 
     It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
@@ -339,20 +340,25 @@ def load(path: str | Path) -> Plan:
     """
     decoder = decode(path)
     with decoder.reading():
-        mesh = decoder.mesh()
-        gm = annotate(decoder.graph(decoder.body))
-        choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
-        body = decoder.body
-        if "dynamic" in body["options"]:
-            name_dims(gm, mesh, body["options"]["dynamic"])
-        assignment = Assignment(choices, aliases, tuple(outputs))
-        options = dict(body["options"])
-        if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
-            options["objective"] = "serial"
-        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
-        plan.serial_bound = float(body.get("serial_bound", 0.0))
-        check_loaded(plan)
-        plan.again = partial(again, plan)
+        return staged_file.decode(decoder, plan_in) if staged_file.STAGES in decoder.body else plan_in(decoder)
+
+
+def plan_in(decoder: Decoder) -> Plan:
+    """Returns the plan in what a file holds, checked."""
+    mesh = decoder.mesh()
+    gm = annotate(decoder.graph(decoder.body))
+    choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
+    body = decoder.body
+    if "dynamic" in body["options"]:
+        name_dims(gm, mesh, body["options"]["dynamic"])
+    assignment = Assignment(choices, aliases, tuple(outputs))
+    options = dict(body["options"])
+    if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
+        options["objective"] = "serial"
+    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
+    plan.serial_bound = float(body.get("serial_bound", 0.0))
+    check_loaded(plan)
+    plan.again = partial(again, plan)
     return plan
 
 

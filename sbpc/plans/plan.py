@@ -48,13 +48,13 @@ class Rewriter:
     schedule: Callable[[GraphModule, Mesh, float | None], GraphModule]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
     verify: Callable[[Plan], int]
-    save: Callable[[Plan, Path], None]
+    save: Callable[[Any, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
-    html: Callable[[Plan], str]
+    html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Plan, Plan], Any]
-    page: Callable[[Plan, Mapping[str, Sequence[float]] | None], str]
+    page: Callable[[Any, Mapping[str, Sequence[float]] | None], str]
 
 
 class Prover(Protocol):

@@ -29,7 +29,8 @@ class Source:
 class Loop:
     """A step as a loop over `count` micro-batches.
 
-    body: the annotated graph that a micro-batch runs; its gradients add up over the micro-batches. before: from the inputs and
+    body: the annotated graph that a micro-batch runs, None in a plan that was read from a file; its gradients add up over the
+    micro-batches. before: from the inputs and
     buffers of the step, whole, to what every micro-batch reads. after: from the joined outputs of the body to the results of the step.
     inputs: by name of an input of the body where it comes from. joins: by number of an output of the body how the micro-batches'
     values come together: "sum", "max", "min", "same", or the dim along which they are put. ports, shapes: those of the
@@ -37,7 +38,7 @@ class Loop:
     """
 
     count: int
-    body: GraphModule
+    body: GraphModule | None
     before: GraphModule
     after: GraphModule
     inputs: Mapping[str, Source]
