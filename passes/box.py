@@ -12,13 +12,14 @@ from sbpc._compat import LazyGraphModule
 from sbpc.boxing.paths import path
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
+from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Assignment
 from sbpc.rules.choices import Choice
 
-ABOUT = ("phase", "stack_trace", "module")
+ABOUT = ("phase", "stack_trace", "module", RECOMPUTES)
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:

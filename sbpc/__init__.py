@@ -1,6 +1,7 @@
 """sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out."""
 
-from sbpc.api.planning import baseline, load, plan
+from sbpc.api.loading import load
+from sbpc.api.planning import baseline, plan
 from sbpc.api.sweep import sweep
 from sbpc.errors import SbpcError
 from sbpc.mesh.cluster import Cluster

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from sbpc.errors import PinError, PlanError, at_node
 from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
+from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
@@ -56,6 +57,7 @@ def wishes(gm: GraphModule, mesh: Mesh, requests: Requests) -> Wishes:
     nodes = both(stored, pin_wishes(gm, mesh, requests.pins, stored), mesh)
     if requests.baseline is not None:
         nodes = both(nodes, expert_wishes(Model(gm), mesh, requests.baseline), mesh)
+    nodes = with_recomputed(gm, nodes)
     return Wishes(nodes, output_wishes(gm, mesh, requests.outputs, requests.spread))
 
 
@@ -64,7 +66,13 @@ def expert_alternatives(gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish]) 
     model = Model(gm)
     for name in EXPERTS:
         with suppress(PinError, PlanError):
-            yield both(asked, expert_wishes(model, mesh, name), mesh)
+            yield with_recomputed(gm, both(asked, expert_wishes(model, mesh, name), mesh))
+
+
+def with_recomputed(gm: GraphModule, wishes: Mapping[str, Wish]) -> dict[str, Wish]:
+    """Returns the wishes, and the same for calls that compute the value of one with a wish again."""
+    again = ((node.name, node.meta.get(RECOMPUTES)) for node in gm.graph.nodes)
+    return {**{name: wishes[of] for name, of in again if of in wishes}, **wishes}
 
 
 def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Layouts, outputs: Layouts, spread: bool) -> dict[str, Wish]:

@@ -26,6 +26,7 @@ from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
+from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
 from sbpc.graph.rewrite import Writer, copied, mode_of, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
@@ -40,7 +41,7 @@ from sbpc.rules.match import Shard
 
 aten = torch.ops.aten
 AXIS = "copy"
-KEPT = ("val", "phase", "stack_trace", "module", "decomposed")  # of a node's meta
+KEPT = ("val", "phase", "stack_trace", "module", "decomposed", RECOMPUTES)  # of a node's meta
 PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
 ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
 
@@ -74,7 +75,11 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     """
     nodes = list(gm.graph.nodes)
     number = {node: at for at, node in enumerate(nodes)}
-    missing = {node: len(node.all_input_nodes) for node in nodes}
+    missing, users = {node: len(node.all_input_nodes) for node in nodes}, {node: list(node.users) for node in nodes}
+    for node, earlier in awaited_gradients(gm).items():
+        missing[node] += len(earlier)
+        for each in earlier:
+            users[each].append(node)
     shared = len(copy_of)  # more than any copy
     needed = dict.fromkeys(nodes, shared)  # by node, the first copy that needs it
     for node in reversed(nodes):
@@ -90,7 +95,7 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
         node = nodes[heapq.heappop(ready)[1]]
         if node.op != "output":  # which is last
             copies[node] = copied(graph, node, copies.__getitem__)
-        for user in node.users:
+        for user in users[node]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, priority(user))

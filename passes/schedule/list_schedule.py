@@ -26,14 +26,16 @@ RULES = "feed", "way", "order"
 
 
 def list_schedule(
-    nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf, rule: str = "way"
+    nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf, rule: str = "way",
+    after: Mapping[Node, Sequence[Node]] | None = None,
 ) -> list[tuple[Node, bool]]:
     """Returns the calls of a graph in the order in which they are to run, and (node, True) where a collective is waited for.
 
     nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the order of `nodes`,
-    that has not run; it bounds what is alive at once. rule: one of RULES.
+    that has not run; it bounds what is alive at once. rule: one of RULES. after: by call, earlier calls behind which it must run
+    though it reads nothing of theirs.
     """
-    return ListScheduler(nodes, works, window, rule).run()
+    return ListScheduler(nodes, works, window, rule, after or {}).run()
 
 
 class ListScheduler:
@@ -44,12 +46,18 @@ class ListScheduler:
     now; feeding: of the same kernels as ready, by feed. early: numbers that lie beyond the window. flying: (end, number).
     """
 
-    def __init__(self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str, after: Mapping[Node, Sequence[Node]]
+    ) -> None:
         self.nodes, self.window, self.rule = nodes, window, rule
         self.number = {node: at for at, node in enumerate(nodes)}
         self.work = [works[node] for node in nodes]
         self.users = [[self.number[user] for user in node.users if user in self.number] for node in nodes]
         self.missing = [sum(used in self.number for used in node.all_input_nodes) for node in nodes]
+        for node, earlier in after.items():
+            for each in earlier:
+                self.users[self.number[each]].append(self.number[node])
+                self.missing[self.number[node]] += 1
         self.way, self.feed = [0.0] * len(nodes), [math.inf] * len(nodes)
         for at in reversed(range(len(nodes))):
             work, users = self.work[at], self.users[at]

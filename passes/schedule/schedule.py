@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
+from sbpc.graph.recomputed import awaited_gradients
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
@@ -37,9 +38,10 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     work = works(boxed, mesh)
     if all(work[node].stream == COMPUTE for node in calls):
         return boxed
+    after = awaited_gradients(boxed)
     most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
     for window in WINDOWS:
-        scheduled = [ordered(boxed, list_schedule(calls, work, window, rule)) for rule in RULES]
+        scheduled = [ordered(boxed, list_schedule(calls, work, window, rule, after)) for rule in RULES]
         for gm in sorted(scheduled, key=lambda gm: makespan(timeline(gm, mesh))):
             if Life.of(gm, mesh).peak <= most:
                 return gm

@@ -16,35 +16,31 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
+from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute, recomputed
 from sbpc.api.staging import check_staged, plan_stages
 from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER
-from sbpc.graph.pytree import unflatten
+from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
-from sbpc.passes.annotate import annotate, duplicate
+from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
-from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.plan_file import Decoder, decode
-from sbpc.plans.staged import staged_file
+from sbpc.plans.plan import Plan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what two micro-batches must save, and what must be exposed before they are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
 OBJECTIVES = ("seconds", "serial", "bytes")
-ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
 
 
 def plan(
@@ -68,6 +64,7 @@ def plan(
     microbatches: int | None = None,
     stages: str | None = None,
     schedule: str = "1f1b",
+    recompute: str = "none",
     capture: str = "light",
     dump: str | Path | None = None,
 ) -> Any:
@@ -107,6 +104,10 @@ def plan(
                microbatches is by default the largest divisor of the batch up to four for each stage.
     schedule   the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage) or "zbv"
                (two, there and back, and the backward in two parts).
+    recompute  what a backward computes again instead of having it kept since the forward: "none"; "selective", in each repeated block
+               what is cheap, or where attention is written out its values between the products; "full", all but the inputs of
+               each block; "auto", nothing where `memory` allows it, else for as many blocks as it asks for. A block is a module
+               such as "layers.3", or a child of a model without such. `plan.cost.recompute_seconds` tells what that takes.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
 
@@ -126,6 +127,7 @@ def plan(
     options: dict[str, Any] = {
         "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin,
         "spread": spread, "inputs": inputs, "outputs": outputs, "dynamic": dynamic, "microbatches": microbatches,
+        "recompute": recompute,
     }  # fmt: skip
     check_mesh(mesh)
     check_options(**options)
@@ -135,7 +137,7 @@ def plan(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
     if stages is not None:
-        return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, microbatches, optimizer, memory, pin or {})
+        return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, microbatches, recompute, optimizer, memory, pin or {})
     return task.plan(mesh, **options)
 
 
@@ -177,15 +179,24 @@ class Task:
         optimizer: str | None = "adamw", memory: float | None = None, objective: str = "seconds",
         pin: Mapping[str, str | Layout] | None = None, spread: bool = False,
         inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
-        microbatches: int | None = None,
+        microbatches: int | None = None, recompute: str = "none", forms: Mapping[str, str] | None = None,
     ) -> Plan:  # fmt: skip
-        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow."""
+        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow. forms: by block,
+        what it computes again; by default what `recompute` says.
+        """
         asked_for = {
             "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
             "inputs": inputs, "outputs": outputs, "baseline": baseline,
-            "microbatches": microbatches,
+            "microbatches": microbatches, "recompute": recompute, "forms": forms,
         }  # fmt: skip
-        gm = self.gm
+        if recompute == AUTO and forms is None:
+            def planned(**other: Any) -> Plan:
+                return Task(duplicate(self.gm), self.stages, self.about).plan(mesh, **{**asked_for, **other})
+
+            quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
+            return least_recompute(self.gm, memory, planned, quick)
+        with self.stages.timed("recompute"):
+            gm = recomputed(self.gm, forms_of(self.gm, recompute) if forms is None else forms)
         if microbatches is not None and microbatches > 1:
             check_parts(gm, pin or {}, dynamic)
             with self.stages.timed("microbatches"):
@@ -193,7 +204,7 @@ class Task:
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": pins, "spread": spread, "microbatches": microbatches or 1, **self.about,
+            "pin": pins, "spread": spread, "microbatches": microbatches or 1, "recompute": recompute, **self.about,
         }  # fmt: skip
         if baseline is not None:
             options["baseline"] = baseline
@@ -312,7 +323,7 @@ def check_mesh(mesh: Any) -> None:
 
 def check_options(
     *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
-    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None,
+    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, recompute: Any = "none",
 ) -> None:  # fmt: skip
     """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
     check_kinds(
@@ -324,67 +335,11 @@ def check_options(
     )
     if microbatches is not None and (not is_number(microbatches, int) or microbatches < 1):
         raise SbpcError(f"microbatches is {shown(microbatches)}\n  It is an integer from 1 on, or None.")
+    if recompute not in RECOMPUTE:
+        raise SbpcError(f"recompute is {shown(recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
     if optimizer not in OPTIMIZER_STATE:
         raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
     if objective not in OBJECTIVES:
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
     if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
-
-
-def load(path: str | Path) -> Any:
-    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
-
-    It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
-    here. Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
-    """
-    decoder = decode(path)
-    with decoder.reading():
-        return staged_file.decode(decoder, plan_in) if staged_file.STAGES in decoder.body else plan_in(decoder)
-
-
-def plan_in(decoder: Decoder) -> Plan:
-    """Returns the plan in what a file holds, checked."""
-    mesh = decoder.mesh()
-    gm = annotate(decoder.graph(decoder.body))
-    choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
-    body = decoder.body
-    if "dynamic" in body["options"]:
-        name_dims(gm, mesh, body["options"]["dynamic"])
-    assignment = Assignment(choices, aliases, tuple(outputs))
-    options = dict(body["options"])
-    if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
-        options["objective"] = "serial"
-    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
-    plan.serial_bound = float(body.get("serial_bound", 0.0))
-    check_loaded(plan)
-    plan.again = partial(again, plan)
-    return plan
-
-
-def again(plan: Plan, **other: Any) -> Plan:
-    """Plans the graph of a loaded plan again. Inputs and outputs keep their layouts. other: options of `Task.plan`."""
-    options = plan.options
-    about = {name: options.get(name) for name in ABOUT}
-    asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
-    given, left = plan.given, plan.left
-    asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
-    asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
-    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
-
-
-def check_loaded(plan: Plan) -> None:
-    """Checks a plan that came from a file as far as its boxed graph, and what its report reads."""
-    verify_captured(plan.graph)
-    verify_annotated(plan.graph)
-    if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
-        raise PlanError("the modules in eval mode have no names\n  Plan anew.")
-    names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
-    if names != [str(number) for number in range(len(names))]:
-        raise PlanError(f"inputs named {names}\n  Plan anew.")
-    leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
-    unflatten(plan.ports.results, leaves)
-    unflatten(plan.ports.arguments, [None] * len(names))
-    check_options(optimizer=plan.options.get("optimizer"), objective=plan.options["objective"])
-    verify_boxed(plan.boxed, plan.mesh)
-    str(plan)

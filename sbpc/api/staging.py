@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc.errors import SbpcError, check_kinds
+from sbpc.api.recompute import AUTO, forms_of, recomputed
+from sbpc.errors import MemoryLimitError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.pipeline import Stages, finish, make_plan
 from sbpc.passes.stages.plan_stages import mesh_of_stage, staged
 from sbpc.plans.plan import Assignment, Plan
@@ -24,17 +27,20 @@ from sbpc.plans.staged.staged_plan import StagedPlan
 @uncollected()
 def plan_stages(
     gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
-    optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], spread: bool = False,
+    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], spread: bool = False,
 ) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along an axis of `mesh`.
 
     about: what every plan's options say of the step. spread: store parameters exactly once over the ranks of a stage. The other options
     are those of `sbpc.plan`, already checked.
     """
+    if recompute == AUTO:
+        return least(lambda form: plan_stages(gm, clocks, about, mesh, axis, schedule, microbatches, form, optimizer, memory, pin, spread))
+    gm = recomputed(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in pin.items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
     count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count}
+    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
 
     def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
         asked = wishes(body, inner, Requests(pins, spread=spread))
@@ -48,6 +54,14 @@ def plan_stages(
         plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
     plan.times = clocks.times
     return plan
+
+
+def least(planned: Callable[[str], StagedPlan]) -> StagedPlan:
+    """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError if none does."""
+    for form in (NONE, SELECTIVE):
+        with suppress(MemoryLimitError):
+            return planned(form)
+    return planned(FULL)
 
 
 def usual_count(gm: GraphModule, stages: int) -> int:

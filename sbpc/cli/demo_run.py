@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
-from sbpc.api.planning import load, plan
+from sbpc.api.loading import load
+from sbpc.api.planning import plan
 from sbpc.cli.output import table_of
 from sbpc.cli.target import CASTS
 from sbpc.cli.train_loop import optimizer_of, train

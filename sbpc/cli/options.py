@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sbpc.api.planning import OBJECTIVES, load, plan
+from sbpc.api.loading import load
+from sbpc.api.planning import OBJECTIVES, plan
+from sbpc.api.recompute import RECOMPUTE
 from sbpc.cli.progress import progress
 from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
@@ -39,6 +41,7 @@ def add_planning(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     whose = "whose state is counted, and used (default: adamw)"
     parser.add_argument("--optimizer", choices=names, default="adamw", help=whose)
     parser.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what the backward computes again (default: none)")
     add_step(parser)
 
 
@@ -167,6 +170,7 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     asked |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
     asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
+    asked |= {"recompute": options.recompute, "dtype": built.dtype, "pin": pins, "dump": options.dump}
     with progress():
         return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
 

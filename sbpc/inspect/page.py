@@ -84,7 +84,8 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
     unit, device, total = "B" if cost.objective == "bytes" else "s", mesh.cluster.memory, cost.memory["total"]
     hidden = cost.comm_seconds - cost.exposed_seconds
     overlap = f"{quantity(hidden, 's')} of moving data are hidden" if hidden > 0 else ""
-    times = {"computing": cost.compute_seconds, "communicating": cost.exposed_seconds}
+    again = cost.recompute_seconds
+    times = {"computing": cost.compute_seconds - again, "computing again": again, "communicating": cost.exposed_seconds}
     kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     proof = [("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)), ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap)]

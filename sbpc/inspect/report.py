@@ -30,6 +30,13 @@ def plan_text(plan: Plan, width: int = 110) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
+def recompute_lines(cost: Cost) -> list[str]:
+    """Returns a line about what is computed again, none if nothing is."""
+    share = 100 * cost.recompute_seconds / cost.compute_seconds if cost.compute_seconds else 0.0
+    again = f"recompute {cost.recompute_seconds:.3g} seconds of computing, {share:.1f} % of it, make values of the forward again"
+    return [again] if cost.recompute_seconds else []
+
+
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints the report of a plan on a terminal."""
     cost, mesh = plan.cost, plan.mesh
@@ -42,6 +49,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
         + ("" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"),
+        *recompute_lines(cost),
         f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %"
         + ("" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"),
         f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
@@ -67,7 +75,7 @@ def plan_html(plan: Plan) -> str:
     parts = f"computing {quantity(cost.compute_seconds, 's')}, communicating {quantity(cost.comm_seconds, 's')}"
     held = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items())
     lines = [f"a step takes {quantity(cost.seconds, 's')}: {parts}; the gap to the bound is {100 * cost.gap:.2f} %", f"memory: {held}"]
-    return Report(f"{plan.options.get('model', 'model')} on {plan.mesh}", [*lines, *plan.notes], tables).html()
+    return Report(f"{plan.options.get('model', 'model')} on {plan.mesh}", [*lines, *recompute_lines(cost), *plan.notes], tables).html()
 
 
 def titled(source: RichTable) -> Table:
@@ -174,7 +182,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     cost = plan.cost
     figures = (
         "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "lower_bound", "gap", "serial_gap", "flops",
-        "flops_one_device", "bytes_sent",
+        "flops_one_device", "bytes_sent", "recompute_seconds",
     )  # fmt: skip
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),

@@ -105,7 +105,7 @@ class Cost:
     a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor"), padding included. memory: bytes
     by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step. lower_bound: what no
     plan of the same space can beat; seconds, or bytes where `objective` is "bytes". serial_bound: what compute_seconds +
-    comm_seconds of no plan can beat.
+    comm_seconds of no plan can beat. recompute_seconds: the part of compute_seconds in which values of the forward are computed again.
 
     `expr` (of compute_seconds + comm_seconds, whatever overlaps) and `bytes_expr` are formulas in the sizes of axes, the figures of
     the cluster, and the dims that `dynamic=` of `sbpc.plan` names. `subs` puts numbers in, `evaluate` arrays of numbers.
@@ -125,6 +125,7 @@ class Cost:
     objective: str = "seconds"
     makespan: float | None = None
     serial_bound: float = 0.0
+    recompute_seconds: float = 0.0
 
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import wire
 from sbpc.graph.operands import operands, value_of
+from sbpc.graph.recomputed import is_recomputed
 from sbpc.mesh.cluster import collective_seconds, kernel_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -36,15 +37,18 @@ def measure(
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
     kernels: Counter[Kernel] = Counter()
+    again: Counter[Kernel] = Counter()  # of these, those that compute a value again
     for nodes in calls.values():
-        kernels[kernel_of(nodes[0])] += len(nodes)
+        kernel = kernel_of(nodes[0])
+        kernels[kernel] += len(nodes)
+        again[kernel] += sum(map(is_recomputed, nodes))
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
     cost = Cost(
         mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound,
         tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective, makespan,
-        min(serial_bound, compute + comm),
+        min(serial_bound, compute + comm), compute_totals(again, mesh)[0],
     )  # fmt: skip
     return replace(cost, lower_bound=min(lower_bound, cost.paid))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sbpc.api.planning import load
+from sbpc.api.loading import load
 from sbpc.cli.options import add_file, is_plan, register
 from sbpc.cli.output import print_json, quiet
 from sbpc.errors import PlanError

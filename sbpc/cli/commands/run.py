@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from sbpc.api.planning import load
+from sbpc.api.loading import load
 from sbpc.cli.options import (
     add_file,
     add_planning,

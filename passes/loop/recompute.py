@@ -1,0 +1,241 @@
+"""Recompute: what the backward of a block reads of its forward is computed again in front of it, so that less is kept in between.
+
+A block is a module that is one of a list, such as `blocks.3`: its path up to the first number. In a model whose numbered modules
+make nothing that their backward could compute again, it is a child of the model. What is computed again follows from its form:
+
+- "full": everything. Values from outside the block are kept, such as its input.
+- "selective" (Korthikanti et al. 2022): where products of activations are written out, as in softmax(q k^T) v, the values between
+  two of them: they grow with the square of the sequence, and are made of q, k and v. In any other block what is cheap: no product,
+  convolution or attention kernel, and nothing that has fewer elements than it is made of.
+
+What is kept in any case is read where it is: what a later block reads, results, what is made of parameters alone. So are the values
+of ops of the user's own, which may do more than they return, and of what reads a buffer that the step writes. Random numbers are drawn
+again from the same stream.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import LazyGraphModule, OpOverload
+from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
+from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
+from sbpc.graph.recomputed import RECOMPUTES
+from sbpc.graph.rewrite import called, copied, put
+from sbpc.passes.annotate import annotate
+from sbpc.plans.memory import is_view
+
+aten = torch.ops.aten
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "mm", "mv"))
+COSTLY = PRODUCTS | {"convolution"}
+ATTENTION = "_scaled_dot_product_"  # how the names of attention kernels begin
+NORM, NORM_OF_BATCH = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
+OURS = "aten", "prims", "sbpc"  # namespaces of ops that do no more than they return
+
+
+def recompute(gm: GraphModule, forms: Mapping[str, str]) -> GraphModule:
+    """Returns the annotated graph of the same step in which blocks compute values again.
+
+    gm: an annotated graph of forward and backward. forms: by block (see `blocks_of`) "none", "selective" or "full". A call that
+    computes a value again has `meta["recomputes"]`, the name of the one whose value that is, and the phase "backward". It stands
+    in front of the first call of the backward that needs it; `sbpc.graph.recomputed` keeps it there when calls are reordered.
+    """
+    blocks = blocks_of(gm)
+    again = values_again(gm, blocks, forms)
+    place = {node: at for at, node in enumerate(gm.graph.nodes)}
+    graph, first, second = Graph(), dict[Node, Node](), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        own = again.get(blocks.get(node, ""), set()) if is_late(node) else set[Node]()
+        for needed in sorted(closure(node.all_input_nodes, own - second.keys()), key=place.__getitem__):
+            second[needed] = called_again(graph, needed, read_by(needed, own, first, second))
+        first[node] = copied(graph, node, read_by(node, own, first, second).__getitem__)
+    result = LazyGraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return annotate(result)
+
+
+def read_by(node: Node, own: Collection[Node], first: Mapping[Node, Node], second: Mapping[Node, Node]) -> dict[Node, Node]:
+    """Returns what stands for the operands of a call: what computes them again where that is asked for."""
+    return {used: second[used] if used in own else first[used] for used in node.all_input_nodes}
+
+
+def called_again(graph: Graph, node: Node, read: Mapping[Node, Node]) -> Node:
+    """Writes the call that computes a value again. A batch norm does not make its running statistics again."""
+    about = {**node.meta, "phase": "backward", RECOMPUTES: node.name}
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), read.__getitem__)
+    target: Any = node.target
+    if target is NORM:
+        target, args, about["val"] = NORM_OF_BATCH, (*args[:3], *args[5:]), about["val"][:3]
+    made = called(graph, target, args, kwargs, f"{node.name}_again")
+    put(made, "meta", about)
+    return made
+
+
+def blocks_of(gm: GraphModule) -> dict[Node, str]:
+    """Returns, by call of forward and backward, the block in which it is. Calls outside of all blocks are absent."""
+    for block_of in (numbered, child):
+        blocks = {}
+        for node in gm.graph.nodes:
+            block = block_of(node.meta.get("module") or "") if node.op == "call_function" else ""
+            if block:
+                blocks[node] = block
+        if any(values_again(gm, blocks, dict.fromkeys(blocks.values(), FULL)).values()):
+            return blocks
+    return {}
+
+
+def numbered(path: str) -> str:
+    """Returns the path of a module up to the first number, empty if there is none.
+
+    >>> numbered("model.layers.3.mlp.experts.0")
+    'model.layers.3'
+    """
+    parts = path.split(".")
+    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), "")
+
+
+def child(path: str) -> str:
+    """Returns the child of the model in which a module is."""
+    return path.partition(".")[0]
+
+
+def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str, str]) -> dict[str, set[Node]]:
+    """Returns, by block, the calls of its forward that its backward computes again."""
+    forward: dict[str, list[Node]] = {}
+    backward: dict[str, list[Node]] = {}
+    for node, block in blocks.items():
+        (backward if is_late(node) else forward).setdefault(block, []).append(node)
+    fixed = made_of_parameters(gm)
+    allowed = repeatable(gm, fixed)
+    again: dict[str, set[Node]] = {}
+    for block, nodes in reversed(forward.items()):  # what a later block computes again may read values of an earlier one
+        form, able = forms.get(block, NONE), allowed.intersection(nodes)
+        if form == NONE:
+            continue
+        able = cheap_ones(nodes, able, fixed) if form == SELECTIVE else able
+        kept = {memory_of(node) for node in nodes if any(keeps(user, block, blocks, again) for user in node.users)}
+        able = {node for node in able if memory_of(node) not in kept}
+        again[block] = closure((used for node in backward.get(block, ()) for used in node.all_input_nodes), able)
+    return again
+
+
+def keeps(user: Node, block: str, blocks: Mapping[Node, str], again: Mapping[str, set[Node]]) -> bool:
+    """Returns whether a value of a block is alive in the backward because of this reader, whatever the block computes again."""
+    other = blocks.get(user, "")
+    return user.op == "output" or (other != block and (is_late(user) or user in again.get(other, ())))
+
+
+def closure(nodes: Iterable[Node], able: Collection[Node]) -> set[Node]:
+    """Returns those nodes that are in `able`, and what of `able` they are made of by calls of `able`."""
+    found, left = set[Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node in able and node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def made_of_parameters(gm: GraphModule) -> set[Node]:
+    """Returns parameters and what is made of them alone. Whether that is kept is a matter of layouts, as it is for parameters."""
+    found = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(used in found for used in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
+    """Returns the calls of the forward that may be computed again: they do nothing else, and give the same in the backward.
+
+    fixed: what is made of parameters alone.
+    """
+    written = {port.name for port in gm.meta["ports"].outputs if port.kind == MUTATION}
+    changing = {node for port, node in placeholders(gm).items() if port.kind == BUFFER and port.name in written}
+    found = set[Node]()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or is_late(node) or node in fixed:
+            continue
+        if node.target is operator.getitem:
+            able = value_of(node)[0] in found
+        else:
+            trains = node.target is NORM and node.args[5] is True  # by the statistics of the batch
+            able = isinstance(node.target, OpOverload) and node.target.namespace in OURS
+            able = able and (trains or not any(used in changing for used in node.all_input_nodes))
+        if able:
+            found.add(node)
+    return found
+
+
+def is_late(node: Node) -> bool:
+    """Returns whether a node belongs to the backward; the output node does not."""
+    return node.op == "call_function" and node.meta.get("phase") == "backward"
+
+
+def memory_of(node: Node) -> Node:
+    """Returns the value in whose memory a value lies."""
+    while is_view(value_of(node)[0]):
+        node = operands(value_of(node)[0])[0]
+    return node
+
+
+# --- the selective form -----------------------------------------------------------------------------------------------
+
+
+def cheap_ones(nodes: Sequence[Node], able: Collection[Node], fixed: Collection[Node]) -> set[Node]:
+    """Returns the calls of a block that the selective form computes again if the backward needs them."""
+    cheap = {node for node in nodes if node in able and is_cheap(value_of(node)[0], fixed)}
+    return between_products(nodes, cheap, fixed) or cheap
+
+
+def is_cheap(node: Node, fixed: Collection[Node]) -> bool:
+    """Returns whether a call is no product, convolution or attention kernel, and makes as many elements as it reads."""
+    if name_of(node) in COSTLY or name_of(node).startswith(ATTENTION):
+        return False
+    read = [elements(*value_of(used)) for used in operands(node) if used not in fixed]
+    return is_view(node) or max(elements(node, at) for at in range(outputs_of(node))) >= max(read, default=0)
+
+
+def between_products(nodes: Sequence[Node], cheap: Collection[Node], fixed: Collection[Node]) -> set[Node]:
+    """Returns the calls of a block from a product of activations to the next one that cheap calls lead to, without the latter.
+
+    With them go cheap ones that nothing else reads, such as the mask of a dropout.
+    """
+    made = set[Node]()  # products of activations, and what is made of one by cheap calls
+    ends = set[Node]()  # of these, what another product reads
+    for node in nodes:
+        read = [used for used in node.all_input_nodes if used in made]
+        if is_product_of_activations(node, fixed):
+            ends.update(read)
+            made.add(node)
+        elif read and node in cheap:
+            made.add(node)
+    found = set[Node]()
+    for node in reversed(nodes):
+        readers = [user for user in node.users if not is_late(user)]
+        leads = node in made and (node in ends or any(user in found for user in readers))
+        if leads or (node in cheap and readers and all(user in found for user in readers)):
+            found.add(node)
+    return found
+
+
+def is_product_of_activations(node: Node, fixed: Collection[Node]) -> bool:
+    """Returns whether a call is a product of two values of which none is made of parameters alone."""
+    return name_of(node) in PRODUCTS and sum(used not in fixed for used in operands(node)) >= 2
+
+
+def name_of(node: Node) -> str:
+    """Returns the name of an op without its namespace."""
+    return str(node.target._schema.name).split("::")[1] if isinstance(node.target, OpOverload) else ""
+
+
+def elements(node: Node, index: int) -> int:
+    """Returns the elements of an output of a node."""
+    return torch.Size(shape_of(node, index)[0]).numel()

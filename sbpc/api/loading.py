@@ -1,0 +1,80 @@
+"""Read a plan from its file, and plan its graph again."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sbpc.api.planning import Task, check_options
+from sbpc.errors import PlanError
+from sbpc.graph.ports import INPUT, OUTPUT
+from sbpc.graph.pytree import unflatten
+from sbpc.passes.annotate import annotate, duplicate
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan_file import Decoder, decode
+from sbpc.plans.staged import staged_file
+from sbpc.plans.symbolic_sizes import name_dims
+
+ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
+
+
+def load(path: str | Path) -> Any:
+    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
+
+    It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
+    here. A plan with stages comes back as one. Raises PlanError if the file is no plan, is damaged, or does not fit this version of
+    sbpc or torch.
+    """
+    decoder = decode(path)
+    with decoder.reading():
+        return staged_file.decode(decoder, plan_in) if staged_file.STAGES in decoder.body else plan_in(decoder)
+
+
+def plan_in(decoder: Decoder) -> Plan:
+    """Returns the plan in what a file holds, checked."""
+    mesh = decoder.mesh()
+    gm = annotate(decoder.graph(decoder.body))
+    choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
+    body = decoder.body
+    if "dynamic" in body["options"]:
+        name_dims(gm, mesh, body["options"]["dynamic"])
+    assignment = Assignment(choices, aliases, tuple(outputs))
+    options = dict(body["options"])
+    if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
+        options["objective"] = "serial"
+    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
+    plan.serial_bound = float(body.get("serial_bound", 0.0))
+    check_loaded(plan)
+    plan.again = partial(again, plan)
+    return plan
+
+
+def again(plan: Plan, **other: Any) -> Plan:
+    """Plans the graph of a loaded plan again. Inputs and outputs keep their layouts. other: options of `Task.plan`."""
+    options = plan.options
+    about = {name: options.get(name) for name in ABOUT}
+    asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
+    given, left = plan.given, plan.left
+    asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
+    asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
+    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
+
+
+def check_loaded(plan: Plan) -> None:
+    """Checks a plan that came from a file as far as its boxed graph, and what its report reads."""
+    verify_captured(plan.graph)
+    verify_annotated(plan.graph)
+    if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
+        raise PlanError("the modules in eval mode have no names\n  Plan anew.")
+    names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
+    if names != [str(number) for number in range(len(names))]:
+        raise PlanError(f"inputs named {names}\n  Plan anew.")
+    leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
+    unflatten(plan.ports.results, leaves)
+    unflatten(plan.ports.arguments, [None] * len(names))
+    check_options(optimizer=plan.options.get("optimizer"), objective=plan.options["objective"])
+    verify_boxed(plan.boxed, plan.mesh)
+    str(plan)

@@ -1,0 +1,114 @@
+"""Decides which blocks compute activations again: for `recompute="auto"` as few as the memory asks for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+from torch.fx import GraphModule
+
+from sbpc.errors import MemoryLimitError, PlanError
+from sbpc.graph.ports import GRADIENT, PARAMETER
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, is_late, recompute
+from sbpc.passes.schedule.choice import overlapped
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.memory import Life
+from sbpc.plans.memory_curve import GRADIENTS, OPTIMIZER, PARAMETERS, memory_curve
+from sbpc.plans.plan import Plan
+
+log = logging.getLogger("sbpc")
+AUTO = "auto"
+RECOMPUTE = NONE, SELECTIVE, FULL, AUTO
+Forms = Mapping[str, str]  # by block, what its backward computes again
+
+
+def recomputed(gm: GraphModule, forms: Forms) -> GraphModule:
+    """Returns the graph in which blocks compute values again; the same if none does."""
+    return recompute(gm, forms) if any(form != NONE for form in forms.values()) else gm
+
+
+def forms_of(gm: GraphModule, form: str) -> Forms:
+    """Returns one form for all blocks. Raises PlanError if there is no block in which anything can be computed again."""
+    if form == NONE or not any(map(is_late, gm.graph.nodes)):
+        return {}
+    forms = dict.fromkeys(blocks_of(gm).values(), form)
+    if not forms:
+        raise PlanError(
+            f"recompute={form!r}, and the model has no block whose backward reads values of its own forward\n"
+            "  Make the parts that are to be computed again modules, in a list or as children of the model, or leave it out."
+        )
+    return forms
+
+
+def least_recompute(
+    gm: GraphModule, memory: float | None, planned: Callable[..., Plan], quick: Mapping[str, Any]
+) -> Plan:  # fmt: skip
+    """Returns the plan in which as few blocks as `memory` asks for compute anything again: none if it fits without.
+
+    gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which a plan takes about
+    as many bytes and less time to make. What a form saves is seen from a plan without
+    a limit in which all blocks have it; bytes are taken to be linear in the number of blocks between. If no plan with the number of
+    blocks found so fits, the search under the limit is tried half the way to all blocks, then with all. Raises MemoryLimitError.
+    """
+    free = planned(forms={}, memory=None)
+    if memory is None:
+        return free
+    limited = overlapped(free, {**free.options, "memory": memory}, free.prover, free.lower_bound, free.serial_bound)
+    limited.again = lambda **other: planned(**{"forms": {}, **other})
+    if limited.cost.memory["total"] <= memory:
+        return limited
+    names = list(dict.fromkeys(blocks_of(gm).values()))
+    rungs = [(NONE, reachable(free))]
+    for form in (SELECTIVE, FULL) if names else ():
+        size = reachable(planned(forms=dict.fromkeys(names, form), memory=None, **quick))
+        if size < rungs[-1][1]:
+            rungs.append((form, size))
+    last = len(names) * (len(rungs) - 1)
+    first = first_step(rungs, len(names), memory)
+    for step in sorted({first, (first + last) // 2} - {last}):
+        log.info("recompute: step %d of %d", step, last)
+        with suppress(MemoryLimitError):
+            return planned(forms=forms_at(rungs, names, step))
+    return planned(forms=forms_at(rungs, names, last))
+
+
+def reachable(plan: Plan) -> float:
+    """Returns the bytes of a plan at its peak if parameters, gradients and optimizer were spread over all ranks.
+
+    So far a plan under a limit may go without computing anything again.
+    """
+    boxed, mesh, optimizer = plan.unscheduled, plan.mesh, plan.options.get("optimizer")
+    curve = memory_curve(Life.of(boxed, mesh), boxed, mesh, optimizer)
+    held = (curve.bytes[at] - sum(curve.groups[name][at] for name in (PARAMETERS, GRADIENTS, OPTIMIZER)) for at in range(len(curve.bytes)))
+    sizes = {port.name: value.nbytes for port, value in plan.shapes.items() if port.kind == PARAMETER}
+    trained = sum(sizes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
+    return max(held) + (sum(sizes.values()) + (1 + OPTIMIZER_STATE[optimizer]) * trained) / mesh.ranks
+
+
+def first_step(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -> int:
+    """Returns the least number of changes of one block to the next form after which no more than `memory` is held; all if none is.
+
+    rungs: forms, and the bytes that are held where all blocks have them, falling.
+
+    >>> first_step([("none", 100.0), ("selective", 60.0), ("full", 20.0)], 4, 55.0)
+    5
+    """
+    for at, ((_, more), (_, less)) in enumerate(pairwise(rungs)):
+        if less <= memory:
+            return at * blocks + max(0, math.ceil(blocks * (more - memory) / (more - less)))
+    return blocks * (len(rungs) - 1)
+
+
+def forms_at(rungs: Sequence[tuple[str, float]], names: Sequence[str], step: int) -> Forms:
+    """Returns the forms after so many changes of one block to the next form, the first block first: what a late one drops is
+    made again while much else is alive.
+
+    >>> forms_at([("none", 100.0), ("selective", 60.0), ("full", 20.0)], ["a", "b"], 3)
+    {'a': 'full', 'b': 'selective'}
+    """
+    forms = [form for form, _ in rungs]
+    return {name: forms[min((step + len(names) - 1 - at) // len(names), len(forms) - 1)] for at, name in enumerate(names)}

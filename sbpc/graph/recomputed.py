@@ -1,0 +1,61 @@
+"""Values that are computed again for the backward: how they are marked, and what keeps them from being computed early.
+
+What such a call reads is there since the forward, so its operands alone would let it run at once, and what it makes would live
+as long as if it had never been dropped. It is to run only when the gradient that meets its value has come.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from sbpc.graph.ports import TANGENT, placeholders
+
+RECOMPUTES = "recomputes"  # the key in the meta of a call: the name of the call whose value it computes again
+
+
+def is_recomputed(node: Node) -> bool:
+    """Returns whether a node is a call that computes a value again. Boxings of what such a call reads are not."""
+    return node.op == "call_function" and RECOMPUTES in node.meta and not is_boxing(node)
+
+
+def is_boxing(node: Node) -> bool:
+    """Returns whether a node is a boxing step or the end of one."""
+    return "step" in node.meta or "awaits" in node.meta
+
+
+def awaited_gradients(gm: GraphModule) -> dict[Node, list[Node]]:
+    """Returns, by call that computes a value again, the calls that must run before it: an order, not operands.
+
+    They make the gradients with which the value, or what is made of it, first meets in the backward. All stand before the call in
+    the graph, so that its order still works.
+    """
+    nodes = list(gm.graph.nodes)
+    if not any(map(is_recomputed, nodes)):
+        return {}
+    driven = {node for port, node in placeholders(gm).items() if port.kind == TANGENT}  # by a gradient
+    ahead = set[Node]()  # of it: values computed again, and what is made of them alone
+    for node in nodes:
+        if any(used in driven for used in node.all_input_nodes):
+            driven.add(node)
+        elif is_recomputed(node) or any(used in ahead for used in node.all_input_nodes):
+            ahead.add(node)
+    place = {node: at for at, node in enumerate(nodes)}
+    meets: dict[Node, Node] = {}  # by node of `ahead`, the first node of `driven` that depends on it
+    for node in reversed(nodes):
+        if node in ahead:
+            found = [user if user in driven else meets[user] for user in node.users if user in driven or user in meets]
+            if found:
+                meets[node] = min(found, key=place.__getitem__)
+    awaited: dict[Node, list[Node]] = {}
+    for node, reader in meets.items():
+        if is_recomputed(node):
+            makers = [maker_of(used) for used in reader.all_input_nodes if used in driven]
+            awaited[node] = [maker for maker in makers if maker.op == "call_function" and place[maker] < place[node]]
+    return awaited
+
+
+def maker_of(node: Node) -> Node:
+    """Returns the call that makes a value, in whatever layout: while it is boxed, something may be computed again."""
+    while is_boxing(node):
+        node = node.all_input_nodes[0]
+    return node
