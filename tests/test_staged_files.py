@@ -12,6 +12,8 @@ import torch
 
 import sbpc
 from sbpc import Mesh
+from sbpc.cli.main import main
+from sbpc.cli.target import load_target
 from sbpc.errors import PlanError
 from sbpc.plans.plan_file import read, write
 from tests import models
@@ -100,6 +102,86 @@ def test_file_of_stages_with_bad_content_is_refused(written: tuple[Any, Path], t
         assert "bad: " in message and message.count("\n") == 1, (what, message)
 
 
+TARGET = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks)
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean()
+    return Model(), (torch.randn(8, 8),)
+"""
+ASKED = ("--mesh", "pipe=2,data=2", "--stages", "pipe", "--microbatches", "4")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / f"target_of_{tmp_path.name}.py"
+    path.write_text(TARGET)
+    return f"{path}:model"
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.sbpc"
+    assert run("plan", target, *ASKED, "--schedule", "interleaved", "-o", file) == 0
+    out = capsys.readouterr().out
+    assert "2 stages along 'pipe', interleaved, 4 micro-batches" in out and "chunk 3 on stage 1: " in out and "verified" in out
+    assert run("plan", target, *ASKED, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schedule"] == "1f1b" and [chunk["stage"] for chunk in report["chunks"]] == [0, 1] and report["bubble_seconds"] > 0
+    assert run("show", file) == 0
+    out = capsys.readouterr().out
+    assert (out.count("boxed graph, chunk ") == 4 and "aten.addmm" in out) or "aten.mm" in out
+    assert run("show", file, "--stage", "local", "--rank", "3", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["chunks"]) == 2  # of the two of stage 1
+    assert run("show", file, "--html", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('class="t-forward') == 16 and page.count('class="t-backward') == 16 and "http" not in page
+    capsys.readouterr()
+    for arguments, message in (
+        (("plan", target, "--mesh", "pipe=2", "--schedule", "1f1b"), "--schedule 1f1b is of use with stages alone"),
+        (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
+        (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
+        (("show", file, "--stages", "pipe"), "--stages cannot change it"),
+        (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
+        (("diff", file, file), "a plan with stages has no diff"),
+        (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
+    ):
+        assert run(*arguments) == 2 and message in capsys.readouterr().err, message
+
+
+def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.sbpc"
+    assert run("plan", target, *ASKED, "-o", file) == 0
+    always = ("--lr", "0.01", "--checkpoint", tmp_path / "saved", "--json")
+    capfd.readouterr()
+    assert run("run", target, "--plan", file, "--steps", "2", *always) == 0
+    first = json.loads(capfd.readouterr().out)
+    assert run("run", target, "--mesh", "pipe=4", "--stages", "pipe", "--steps", "4", *always) == 0
+    second = json.loads(capfd.readouterr().out)
+    model, args = load_target(target).model, load_target(target).args
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(4):
+        loss = model(*args)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert second["start"] == 2 and first["losses"] + second["losses"] == pytest.approx(losses, rel=1e-5)
+
+
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
     plan, _ = written
     for call in (
@@ -110,4 +192,4 @@ def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Pat
     with pytest.raises(AttributeError):
         plan.nothing  # noqa: B018
     assert not hasattr(plan, "nothing") and copy.copy(plan).axis == "pipe"
-    assert json.loads(json.dumps(plan.cost.memory))
+    assert plan._repr_html_().count("<table>") == 2

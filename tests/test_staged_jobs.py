@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
-from sbpc.errors import CheckpointError
+from sbpc.errors import CheckpointError, PlanError
 from sbpc.runtime.state.checkpoint import Checkpoints
 from tests.processes import run_ranks
 
@@ -94,7 +96,14 @@ def train_on(folder: str, axes: dict[str, int], options: dict[str, Any], steps: 
 def on_four_ranks(folder: str) -> dict[str, Any]:
     """On a rank: two steps on each mesh in turn, each from the checkpoint of the one before; then what else stages do."""
     figures = [figure for axes, options in LEGS for figure in train_on(folder, axes, options, 2)]
-    return {"figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
+    whole = tower()[0].state_dict()
+    module, _ = parallel(*LEGS[-1])
+    module.load_state_dict({name: value + 1 for name, value in whole.items()})  # strict, with the names of other stages
+    twin = copy.deepcopy(module)
+    wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
+    with pytest.raises(PlanError, match="cannot be pickled"):
+        pickle.dumps(module)
+    return {"wrong": wrong, "figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
 
 
 def skipped_together() -> list[bool]:
@@ -154,5 +163,5 @@ def test_weights_of_all_stages_are_converted_and_a_tied_one_is_written_once(job:
 
 def test_stages_skip_a_step_together_and_refuse_a_checkpoint_together(job: tuple[Path, dict[str, Any]]) -> None:
     _, found = job
-    assert found["skipped"] == [True, False]
+    assert found["skipped"] == [True, False] and found["wrong"] == []
     assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]

@@ -223,7 +223,7 @@ def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], val
     """Replaces the weights of a module by this rank's shards; parameters of other stages are None. No stage's are whole on all."""
     made: dict[str, Any] = {}
     homes: dict[str, dict[str, Layout]] = {}
-    others = plan.parameters.keys() - own.keys()
+    others, names = plan.parameters.keys() - own.keys(), [name for name, _, _ in slots(result)]
     for name, table, key in list(slots(result)):
         first, old = plan.ports.tied.get(name, name), table[key]
         if first not in made:
@@ -237,6 +237,8 @@ def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], val
             homes.setdefault(name.rpartition(".")[0], {})[key] = own.get(first, broadcast(plan.inner.axes))
     for path, named in homes.items():
         take_state(result.get_submodule(path), named, plan.inner, where)
+    away = [name for name in names if plan.ports.tied.get(name, name) in others]
+    result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in away])
 
 
 def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:

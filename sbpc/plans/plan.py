@@ -360,11 +360,7 @@ class Plan:
         losses: by name of a run, the loss of every step, drawn side by side. Raises PlanError if it cannot be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        text = self.rewriter.page(self, losses)
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error
+        write_page(self.rewriter.page(self, losses), Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
@@ -392,3 +388,11 @@ class Plan:
 def no_model() -> Plan:
     """Raises the error of a plan that cannot be planned again."""
     raise PlanError("this plan does not hold the step that it plans\n  Plan the model anew with sbpc.plan.")
+
+
+def write_page(text: str, path: Path) -> None:
+    """Writes a page. Raises PlanError if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error

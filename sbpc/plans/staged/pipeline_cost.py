@@ -206,7 +206,7 @@ class Pipeline(ABC):
         memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
         flops = max(self.totals(stage, "flops") for stage in stages)
         bound = min(self.bound, seconds)
-        return StagedCost(seconds, compute[most], communicate[most], seconds - busy, self.bytes_sent, memory, flops, bound)
+        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), self.bytes_sent, memory, flops, bound)
 
     def busy(self, stage: int, which: str) -> float:
         """Returns the seconds that a stage computes or communicates."""

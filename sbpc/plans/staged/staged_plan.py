@@ -17,7 +17,7 @@ from sbpc.errors import PlanError, check_kinds, closest
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.plan import Plan, Rewriter
+from sbpc.plans.plan import Plan, Rewriter, write_page
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, bytes_at
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
@@ -251,6 +251,16 @@ class StagedPlan(Pipeline):
                 edges += 1
         return edges
 
+    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
+
+        losses: not drawn for stages yet, and refused. Raises PlanError if it cannot be written.
+        """
+        check_kinds(PlanError, path=(path, "a path"))
+        if losses is not None:
+            raise PlanError("the page of a plan with stages draws no losses\n  Leave losses= out.")
+        write_page(self.rewriter.page(self, None), Path(path))
+
     def save(self, path: str | Path) -> None:
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         check_kinds(PlanError, path=(path, "a path"))
@@ -292,15 +302,17 @@ def report_lines(plan: StagedPlan) -> Sequence[str]:
         + ", ".join(f"{kind} {size:,}" for kind, size in cost.memory.items() if kind != "total"),
     ]
     for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts)):
-        modules = dict.fromkeys(node.meta.get("module") or "" for node in chunk.plan.graph.graph.nodes if node.op == "call_function")
-        named = [module for module in modules if module]
-        span = f"{named[0]} to {named[-1]}" if named else "no module"
         backward = part.total(INPUTS) + part.total(WEIGHTS)
         lines.append(
-            f"chunk {at} on stage {plan.owners[at]}: {span}; forward {part.total(FORWARD):.3g} s, backward {backward:.3g} s, "
+            f"chunk {at} on stage {plan.owners[at]}: {span_of(chunk)}; forward {part.total(FORWARD):.3g} s, backward {backward:.3g} s, "
             f"{sum(part.homes.values()):,} bytes of parameters, sends {', '.join(chunk.sends.values()) or 'nothing'}"
         )
         lines += [f"  {name}  {layout}" for name, layout in chunk.plan.parameters.items()]
     return lines
 
 
+def span_of(chunk: Chunk) -> str:
+    """Returns the first and the last module of a chunk."""
+    nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function"]
+    named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
+    return f"{named[0]} to {named[-1]}" if named else "no module"
