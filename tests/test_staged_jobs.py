@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import runpy
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,12 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.errors import CheckpointError, PlanError
+from sbpc.runtime.staged import staged_module
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.launch import text_of
 from sbpc.runtime.state.checkpoint import Checkpoints
+from tests import models
+from tests.faults import PIPELINE, run_job
 from tests.processes import run_ranks
 
 STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
@@ -165,3 +174,49 @@ def test_stages_skip_a_step_together_and_refuse_a_checkpoint_together(job: tuple
     _, found = job
     assert found["skipped"] == [True, False] and found["wrong"] == []
     assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]
+
+
+def lose_a_rank(folder: str) -> tuple[str, float]:
+    """On a rank: the last one is killed in the middle of a step's schedule; what the others say, and after how many seconds they end."""
+    model, args = models.mlp(layers=4)
+    plan = sbpc.plan(model, args, Mesh(pipe=4), stages="pipe", microbatches=8)
+    module: Any = sbpc.parallelize(model, plan)
+    module.step(*args)
+    part, done = staged_module.Step.part, []
+
+    def counted(step: Any, *what: Any) -> None:
+        done.append(what)
+        if torch.distributed.get_rank() == 3 and len(done) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        part(step, *what)
+
+    staged_module.Step.part = counted  # type: ignore[method-assign]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        module.step(*args)
+    process_groups.stop()
+    return text_of(caught.value), time.monotonic() - start
+
+
+def test_a_rank_killed_in_the_middle_of_the_schedule_ends_all_stages_at_once(tmp_path: Path) -> None:
+    *others, killed = run_ranks(lose_a_rank, 4, str(tmp_path))
+    assert killed is None
+    for text, seconds in others:
+        assert text.startswith("lost another rank\n  See what the others say.") and seconds < 20
+
+
+def test_a_killed_rank_of_a_stage_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
+    example = runpy.run_path(str(PIPELINE))
+    torch.manual_seed(0)
+    model, losses = example["Net"](), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(*example["batch"](step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses[step + 1] = loss.item()
+    found = run_job(tmp_path / "saved", 8, 3, kill=5, ranks=4, script=PIPELINE)
+    assert found.killed == 5 and found.starts[0] == 1 and found.starts[-1] in (1, 4, 7) and not found.left
+    assert {step: float(text) for step, text in found.losses.items()} == pytest.approx(losses, abs=1e-5)
