@@ -98,7 +98,7 @@ class PipelineSimulation:
             for run in runs:
                 run.batches.setdefault(batch, {})
         given = [run.given(part, batch) for run in runs]
-        done = lockstep([run.programs.programs[part].gm for run in runs], given, self.groups)
+        done = lockstep([run.programs.programs[run.program(part)].gm for run in runs], given, self.groups)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():
             self.sent[self.plan.owners[at]][name.split("::")[-1]] += int(sent)
@@ -130,14 +130,14 @@ class PipelineSimulation:
             held: dict[int, int] = {}
             for chunk in mine:
                 run = self.runs[chunk][rank]
-                for values in (run.fixed, *run.batches.values(), {key: value for key, (value, _) in run.added.items()}):
+                for values in (run.fixed, *run.batches.values(), run.added):
                     held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
             self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))
 
 
 def outputs_of(run: StageRun, part: str, out: Sequence[Any]) -> Mapping[str, Any]:
     """Returns what a program gave, by name."""
-    return dict(zip(run.programs.programs[part].gives, out))
+    return dict(zip(run.programs.programs[run.program(part)].gives, out))
 
 
 def simulate_stages(

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
+from sbpc.graph.rewrite import copied
+from sbpc.plans.staged.pipeline_cost import summand
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of, upward
 from sbpc.runtime.partition import extract
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
     added = {port: summand(node, parts) for port, node in ends if port.kind == GRADIENT}
     kept = {node for _, node in ends} | set(added.values())
     programs = {part: program_of(gm, part, parts, kept) for part in (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)}
+    sums = {node.name for node in added.values()} - set(programs[WEIGHTS].reads)
+    programs |= {adding(part): with_sums(programs[part], sums) for part in (INPUTS, WEIGHTS)}
     ports = placeholders(gm)
     known = set(ports.values())
     return StagePrograms(
@@ -60,13 +67,6 @@ def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
     )
 
 
-def summand(node: Node, parts: dict[Node, str]) -> Node:
-    """Returns what goes into the boxings of a gradient on its way home."""
-    while parts[node] == AFTER:
-        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
-    return node
-
-
 def program_of(gm: GraphModule, part: str, parts: dict[Node, str], kept: set[Node]) -> Program:
     """Returns the program of a part: from what it reads of other parts to what they, or the results, read of it."""
     mine = [node for node, its in parts.items() if its == part and node.op != "placeholder"]
@@ -77,3 +77,31 @@ def program_of(gm: GraphModule, part: str, parts: dict[Node, str], kept: set[Nod
     gives = [node for node in mine if node in kept or any(parts.get(user) not in (part, None) for user in node.users)]
     program = extract(gm, reads, body, [*gives])
     return Program(program, tuple(node.name for node in reads), tuple(node.name for node in gives))
+
+
+def adding(part: str) -> str:
+    """Returns the key of a part's program that adds its gradients to those of earlier micro-batches."""
+    return f"{part}+"
+
+
+def with_sums(program: Program, sums: set[str]) -> Program:
+    """Returns the program that adds each gradient to a sum as soon as it is there, and gives the other values.
+
+    It reads the sums under the gradients' names, after all else.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    output = program.gm.graph.output_node()
+    ends = {node: name for node, name in zip(output.args[0], program.gives) if name in sums}  # type: ignore[arg-type]
+    totals: dict[Node, Node] = {}
+    for node in program.gm.graph.find_nodes(op="placeholder"):
+        copies[node] = copied(graph, node, copies.__getitem__)
+    for node, name in ends.items():
+        totals[node] = graph.placeholder(f"sum_{name}")
+    for node in program.gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = copied(graph, node, copies.__getitem__)
+        if node in ends:
+            graph.call_function(aten.add_.Tensor, (totals[node], copies[node]))
+    gives = tuple(name for name in program.gives if name not in sums)
+    graph.output(tuple(copies[node] for node, name in zip(output.args[0], program.gives) if name not in sums))  # type: ignore[arg-type]
+    return Program(GraphModule(program.gm, graph), (*program.reads, *ends.values()), gives)

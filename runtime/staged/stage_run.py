@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sbpc._compat import storage_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.staged_plan import Chunk
-from sbpc.runtime.staged.stage_programs import StagePrograms
+from sbpc.runtime.staged.stage_programs import StagePrograms, adding
 
 Values = dict[str, Any]
+ADDING = (INPUTS, WEIGHTS)
 PARTS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}
 Run = Callable[[str, Sequence[Any]], Sequence[Any]]  # runs a part's program on its inputs
 
@@ -29,51 +31,57 @@ class StageRun:
     def __init__(self, chunk: Chunk, programs: StagePrograms, fixed: Values) -> None:
         self.chunk, self.programs, self.fixed = chunk, programs, fixed
         self.batches: dict[int, Values] = {}
-        self.added: dict[str, tuple[Tensor, bool]] = {}  # with whether the memory is this class's own
+        self.added: Values = {}
+
+    def program(self, part: str) -> str:
+        """Returns which program runs a part: the one that adds to the gradients of earlier micro-batches, if there are any."""
+        return adding(part) if part in ADDING and self.added.keys() & set(self.programs.programs[part].gives) else part
 
     def given(self, part: str, batch: int) -> list[Any]:
         """Returns the inputs of a part's program."""
-        values = self.batches.get(batch, {})
-        added = {name: value for name, (value, _) in self.added.items()} if part == AFTER else {}
-        return [
-            added[name] if name in added else values[name] if name in values else self.fixed[name]
-            for name in self.programs.programs[part].reads
-        ]
+        values, own = self.batches.get(batch, {}), len(self.programs.programs[part].reads)
+        reads = self.programs.programs[self.program(part)].reads
+        found = [values[name] if name in values else self.known(name) for name in reads[:own]]
+        return found + [self.added[name] for name in reads[own:]]
+
+    def known(self, name: str) -> Any:
+        """Returns a value that is the same for all micro-batches, or a sum of gradients."""
+        return self.fixed[name] if name in self.fixed else self.added[name]
 
     def take(self, part: str, batch: int, results: Sequence[Any]) -> None:
         """Keeps what a part's program gave: as long as later parts read it, and gradients as sums."""
-        named = dict(zip(self.programs.programs[part].gives, results))
+        named = dict(zip(self.programs.programs[self.program(part)].gives, results))
         if part in (BEFORE, AFTER):
             self.fixed |= named
             return
-        sums = set(self.programs.accumulated.values())
-        for name in sums & named.keys():
-            self.add(name, named[name])
         later = {FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: ()}[part]
         read = {name for each in later for name in self.programs.programs[each].reads}
         values = self.batches.pop(batch) | named
-        self.batches[batch] = {name: value for name, value in values.items() if name in read}
-        if part == WEIGHTS:
-            del self.batches[batch]
+        if part != WEIGHTS:
+            self.batches[batch] = {name: value for name, value in values.items() if name in read}
+        for name in set(self.programs.accumulated.values()) & named.keys():
+            self.add(name, named[name])
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds a micro-batch's gradient to those before."""
-        if name not in self.added:
-            self.added[name] = value, False
+        """Adds a micro-batch's gradient to those before; the first one is the sum, in memory of its own."""
+        if name in self.added:
+            self.added[name].add_(value)
             return
-        total, own = self.added[name]
-        self.added[name] = (total.add_(value) if own else total + value), True
+        others = (self.fixed, self.added, *self.batches.values())
+        taken = any(storage_of(value) == storage_of(v) for each in others for v in each.values() if isinstance(v, Tensor))
+        own = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and not taken
+        self.added[name] = value if own else value.clone(memory_format=torch.contiguous_format)
 
     def gradients(self) -> dict[Port, Tensor]:
         """Returns the gradients in their homes, each in memory of its own."""
         found: dict[Port, Tensor] = {}
-        seen = {value.untyped_storage().data_ptr() for value in self.fixed.values() if isinstance(value, Tensor)}
+        seen = {storage_of(value) for value in self.fixed.values() if isinstance(value, Tensor)}
         for port, name in self.programs.home.items():
             boxed = name in self.programs.programs[AFTER].gives
-            value = self.fixed.pop(name) if boxed else self.added[name][0]
-            taken = value.untyped_storage().data_ptr() in seen - ({value.untyped_storage().data_ptr()} if boxed else set())
-            found[port] = value.clone() if taken else value
-            seen.add(found[port].untyped_storage().data_ptr())
+            value = self.fixed.pop(name) if boxed else self.added[name]
+            others = seen - {storage_of(value)} if boxed else seen
+            found[port] = value.clone() if storage_of(value) in others else value
+            seen.add(storage_of(found[port]))
         return found
 
 

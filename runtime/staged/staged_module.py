@@ -137,10 +137,12 @@ class Step:
 
     def part(self, at: int, part: str, batch: int) -> None:
         """Runs a part of a chunk, and sends off what it sends."""
-        run, program = self.runs[at], self.runner.programs[at].programs[part]
+        run = self.runs[at]
+        key = run.program(part)
+        program = run.programs.programs[key]
         if part not in (BEFORE, AFTER):
             run.batches.setdefault(batch, {})
-        out = self.runner.function(at, part)(run.given(part, batch)) if program.gives else ()
+        out = self.runner.function(at, key)(run.given(part, batch)) if program.gm.graph.output_node().all_input_nodes or key != part else ()
         named = dict(zip(program.gives, out))
         for port, name in run.programs.outputs.items():
             if name in named:

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from sbpc.graph.ports import GRADIENT, PARAMETER, results
+from sbpc.graph.recomputed import is_recomputed
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, numel
@@ -59,7 +61,8 @@ class PartCost:
     """What a chunk costs: by part the seconds, the flops and the bytes sent by axis; and bytes of memory on the busiest rank.
 
     homes: by parameter. trained: of trained ones. added: of gradients while they add up. gathered: of what is boxed before the
-    micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak.
+    micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak of one;
+    ending: of what else is alive at the end. again: seconds in a micro-batch of computing values again.
     """
 
     compute: dict[str, float]
@@ -72,6 +75,8 @@ class PartCost:
     gathered: int
     saved: int
     transient: int
+    ending: int
+    again: float = 0.0
 
     def total(self, part: str) -> float:
         """Returns the seconds of a part."""
@@ -93,34 +98,63 @@ class PartCost:
             compute[part] = sum(every[node].seconds for node in nodes if every[node].stream == COMPUTE)
             comm[part], sent[part] = comm_totals(moved, mesh)
             flops[part] = compute_totals(kernels, mesh)[1]
-        return cls(compute, comm, flops, sent, *memory_of(plan, parts))
+        again = sum(work.seconds for node, work in every.items() if is_recomputed(node))
+        return cls(compute, comm, flops, sent, *memory_of(plan, parts), again)
 
 
-def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int]:
-    """Returns the memory of a chunk as `PartCost` has it: homes, trained, added, gathered, saved, transient."""
-    boxed, mesh = plan.unscheduled, plan.mesh
+def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int]:
+    """Returns the memory of a chunk as `PartCost` has it, from `homes` on."""
+    boxed, mesh, life = plan.unscheduled, plan.mesh, plan.life
     ends = list(zip(plan.ports.outputs, results(boxed)))
     homes = {
         port.name: bytes_at(value, plan.given[port], mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER
     }
     trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
-    late = (INPUTS, WEIGHTS, AFTER)
-    gathered = saved = added = 0
-    for storage, owner in enumerate(plan.life.owner):
-        readers = {parts[m.node] for m in plan.life.moments if storage in m.reads and m.node in parts}
-        if owner.op == "placeholder" and parts[owner] in (BEFORE, FREE):
-            continue
-        if parts[owner] == BEFORE and readers - {BEFORE}:
-            gathered += plan.life.size[storage]
-        if parts[owner] == FORWARD and any(reader in late for reader in readers):
-            saved += plan.life.size[storage]
-    for port, node in ends:
-        if port.kind == GRADIENT and node is not None:
-            while parts[node] == AFTER:
-                (node,) = node.all_input_nodes
-            added += bytes_at(node.meta["val"], node.meta["sbp"], mesh)
-    transient = max(0, plan.life.peak - sum(homes.values()) - gathered - saved)
-    return homes, trained, added, gathered, saved, transient
+    sums = {summand(node, parts) for port, node in ends if port.kind == GRADIENT and node is not None}
+    added = sum(bytes_at(node.meta["val"], node.meta["sbp"], mesh) for node in sums)
+    last, readers = dict[int, int](), dict[int, set[str]]()
+    for at, moment in enumerate(life.moments):
+        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
+            last[storage] = at
+            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
+    added_up = {storage for node in sums for storage in life.values[node]}
+    kept = {
+        storage: kind
+        for storage, owner in enumerate(life.owner)
+        if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
+    }
+    saved, gathered = (sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED))
+    alive, most = 0, {AFTER: 0, FORWARD: 0}
+    dying: dict[int, int] = {}
+    for at, moment in enumerate(life.moments):
+        for storage, size in moment.makes:
+            if storage not in kept:
+                alive += size
+                end = last[storage] if storage in added_up or life.last[storage] < inf else len(life.moments)
+                dying[end] = dying.get(end, 0) + size
+        key = AFTER if parts.get(moment.node) == AFTER else FORWARD
+        most[key] = max(most[key], alive)
+        alive -= dying.pop(at, 0)
+    return homes, trained, added, gathered, saved, most[FORWARD], most[AFTER]
+
+
+FIXED, SAVED, GATHERED = "fixed", "saved", "gathered"
+
+
+def kind_of(part: str, readers: set[str], given: bool) -> str | None:
+    """Returns as what a storage is counted, None if it is alive for a moment. part: that makes it. given: a placeholder."""
+    if given and part in (BEFORE, FREE):
+        return FIXED
+    if part == BEFORE and readers - {BEFORE}:
+        return GATHERED
+    return SAVED if part == FORWARD and readers & {INPUTS, WEIGHTS, AFTER} else None
+
+
+def summand(node: Node, parts: Mapping[Node, str]) -> Node:
+    """Returns what goes into the boxings of a gradient on its way home."""
+    while parts[node] == AFTER:
+        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
+    return node
 
 
 def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:
@@ -206,7 +240,10 @@ class Pipeline(ABC):
         memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
         flops = max(self.totals(stage, "flops") for stage in stages)
         bound = min(self.bound, seconds)
-        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), self.bytes_sent, memory, flops, bound)
+        mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
+        again = self.count * sum(part.again for part in mine)
+        sent = self.bytes_sent
+        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, memory, flops, bound, again)
 
     def busy(self, stage: int, which: str) -> float:
         """Returns the seconds that a stage computes or communicates."""
@@ -241,6 +278,8 @@ class Pipeline(ABC):
             "gradients": sum(part.added for part in parts),
             "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * trained,
             "activations": most,
-            "temporaries": sum(part.gathered for part in parts) + max((part.transient for part in parts), default=0),
         }
+        gathered = sum(part.gathered for part in parts)
+        peak = max(most + max(part.transient for part in parts), max(part.ending for part in parts))
+        total["temporaries"] = gathered + peak - most
         return total | {"total": sum(total.values())}
