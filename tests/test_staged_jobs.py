@@ -112,7 +112,29 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
-    return {"wrong": wrong, "figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
+    return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
+
+
+def misused(module: Any) -> list[str]:
+    """On a rank: what a module with stages says to what it was not planned for."""
+    _, args = tower()
+    wrong: list[tuple[str, Any]] = [
+        ("Call module.step", lambda: module(*args)),
+        ("another mode", lambda: (module.eval(), module.step(*args))),
+        ("gradients are turned off", lambda: (module.train(), torch.no_grad()(module.step)(*args))),
+        ("under autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16)(module.step)(*args)),
+        ("argument 0 is", lambda: module.step(args[0][:2], args[1])),
+        ("does not ask for a gradient", lambda: (module.requires_grad_(False), module.step(*args))),
+        ("is torch.float32", lambda: (module.requires_grad_(True), module.float(), module.step(*args))),
+    ]
+    unsaid = []
+    for said, call in wrong:
+        try:
+            call()
+            unsaid.append(said)
+        except PlanError as error:
+            unsaid += [] if said in str(error) else [f"{said}: {error}"]
+    return unsaid
 
 
 def skipped_together() -> list[bool]:
@@ -170,9 +192,9 @@ def test_weights_of_all_stages_are_converted_and_a_tied_one_is_written_once(job:
         assert sum(chunk.sizes.numel() for chunk in about.chunks) == about.size.numel(), name  # type: ignore[union-attr]
 
 
-def test_stages_skip_a_step_together_and_refuse_a_checkpoint_together(job: tuple[Path, dict[str, Any]]) -> None:
+def test_stages_skip_a_step_together_and_refuse_together_what_was_not_planned(job: tuple[Path, dict[str, Any]]) -> None:
     _, found = job
-    assert found["skipped"] == [True, False] and found["wrong"] == []
+    assert found["skipped"] == [True, False] and found["wrong"] == [] and found["misused"] == []
     assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]
 
 

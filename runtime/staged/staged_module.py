@@ -23,6 +23,7 @@ from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
 from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state
@@ -251,11 +252,10 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves = bind.arguments(plan, args, kwargs)
-        for port, planned in plan.shapes.items():
-            if port.kind == "input":
-                bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
+        check_step(plan, self, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
+        check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place))
         if SEED_PORT in plan.shapes:
             random = self.__dict__[RANDOM]
             values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
