@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MemoryLimitError, MeshError
+from sbpc.errors import MemoryLimitError
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
@@ -30,11 +30,12 @@ TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is s
 
 
 def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
-    """Returns the mesh of one stage: all axes but that of the stages. Raises MeshError if there is no such axis."""
+    """Returns the mesh of one stage: all axes but that of the stages. Raises MeshError if there is no such axis.
+
+    Along an axis of one rank the step is a loop over micro-batches.
+    """
     at = mesh.axis(axis)
     sizes = {name: size for number, (name, size) in enumerate(zip(mesh.axes, mesh.sizes)) if number != at}
-    if mesh.sizes[at] < 2:
-        raise MeshError(f"axis {axis!r} of stages has {mesh.sizes[at]} rank\n  Give it 2 at least, or plan without stages=.")
     return Mesh(cluster=mesh.cluster, **(sizes or {axis: 1}))
 
 

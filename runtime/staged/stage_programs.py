@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc.graph.operands import nodes_in
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.graph.rewrite import copied
 from sbpc.plans.staged.pipeline_cost import summand
@@ -91,7 +92,8 @@ def with_sums(program: Program, sums: set[str]) -> Program:
     """
     graph, copies = Graph(), dict[Node, Node]()
     output = program.gm.graph.output_node()
-    ends = {node: name for node, name in zip(output.args[0], program.gives) if name in sums}  # type: ignore[arg-type]
+    given = nodes_in(output.args[0])
+    ends = {node: name for node, name in zip(given, program.gives) if name in sums}
     totals: dict[Node, Node] = {}
     for node in program.gm.graph.find_nodes(op="placeholder"):
         copies[node] = copied(graph, node, copies.__getitem__)
@@ -103,5 +105,5 @@ def with_sums(program: Program, sums: set[str]) -> Program:
         if node in ends:
             graph.call_function(aten.add_.Tensor, (totals[node], copies[node]))
     gives = tuple(name for name in program.gives if name not in sums)
-    graph.output(tuple(copies[node] for node, name in zip(output.args[0], program.gives) if name not in sums))  # type: ignore[arg-type]
+    graph.output(tuple(copies[node] for node, name in zip(given, program.gives) if name not in sums))
     return Program(GraphModule(program.gm, graph), (*program.reads, *ends.values()), gives)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,30 +12,33 @@ from torch.fx import GraphModule
 from sbpc.api.recompute import AUTO, forms_of, recomputed
 from sbpc.errors import MemoryLimitError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
+from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.pipeline import Stages, finish, make_plan
-from sbpc.passes.stages.plan_stages import mesh_of_stage, staged
+from sbpc.passes.stages.balance import between_blocks, places_of
+from sbpc.passes.stages.cut import cut
+from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.schedules import SCHEDULES
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 
 @uncollected()
 def plan_stages(
     gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
-    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], spread: bool = False,
+    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout],
 ) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along an axis of `mesh`.
 
-    about: what every plan's options say of the step. spread: store parameters exactly once over the ranks of a stage. The other options
-    are those of `sbpc.plan`, already checked.
+    about: what every plan's options say of the step. The other options are those of `sbpc.plan`, already checked.
     """
     if recompute == AUTO:
-        return least(lambda form: plan_stages(gm, clocks, about, mesh, axis, schedule, microbatches, form, optimizer, memory, pin, spread))
+        return least(lambda form: plan_stages(gm, clocks, about, mesh, axis, schedule, microbatches, form, optimizer, memory, pin))
     gm = recomputed(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in pin.items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
@@ -43,8 +46,8 @@ def plan_stages(
     asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
 
     def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
-        asked = wishes(body, inner, Requests(pins, spread=spread))
-        experts = None if spread else partial(expert_alternatives, body, inner, asked.nodes)
+        asked = wishes(body, inner, Requests(pins))
+        experts = partial(expert_alternatives, body, inner, asked.nodes)
         return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit}, clocks, experts)
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
@@ -54,6 +57,31 @@ def plan_stages(
         plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
     plan.times = clocks.times
     return plan
+
+
+def units_of(
+    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str]
+) -> list[Chunk]:
+    """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own.
+
+    spread: every parameter is stored once over the ranks of a stage. once: see `StagedPlan`.
+    """
+    options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
+    loop = loop_of(gm, count, inner.cluster)
+    loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
+    asked = wishes(loop.body, inner, Requests({})).nodes
+    if spread:
+        stored = wishes(loop.body, inner, Requests({}, spread=True)).nodes
+        asked |= {name: stored[name] for name in parameters_of(loop.body)}
+    plan = finish(loop.body, inner, asked, {}, options, clocks)
+    places = places_of(plan.graph)
+    pieces = cut(plan.graph, places, between_blocks(places))
+    return chunks_of(plan, pieces, lambda piece, assignment: make_plan(piece, inner, assignment, 0.0, options, clocks))
+
+
+def parameters_of(gm: GraphModule) -> set[str]:
+    """Returns the names of the nodes of parameters."""
+    return {node.name for port, node in placeholders(gm).items() if port.kind == PARAMETER}
 
 
 def least(planned: Callable[[str], StagedPlan]) -> StagedPlan:

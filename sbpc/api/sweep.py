@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc.api.planning import Task, check_options, prepare
+from sbpc.api.short_model import short_model
+from sbpc.api.strategies import Search, candidates
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
+from sbpc.passes.loop.recompute import NONE
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
@@ -46,15 +50,24 @@ def sweep(
     objective: str = "seconds",
     spread: bool = False,
     memory: float | None = None,
+    stages: bool = False,
+    microbatches: bool = False,
+    recompute: str = "none",
+    seconds: float = 45.0,
     progress: Progress | None = None,
     **step: Any,
-) -> list[SweepRow]:
+) -> list[Any]:
     """Returns a row for every mesh of `devices` ranks with up to `axes` axes, best first: `.mesh`, `.plan` and `.cost`, a number.
 
     Axes are called a, b, c, d, the last one having the fastest links. The step is captured once. Meshes that are mirror images
     with the same links are tried once. A mesh on which the step does not fit into `memory` has no row. cluster: a `Cluster`, the
     name of one, None for "ideal". step: what else `sbpc.plan` takes of a step (kwargs, loss, targets, train, dtype, capture).
     The other options are those of `sbpc.plan`. progress: called with the number of the mesh, of how many, and the mesh.
+
+    stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with several
+    micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh` with the axes pipe, data and
+    tensor, `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it is made of, `.lower_bound`, and `.plan`, which is
+    made when it is asked for. seconds: CPU seconds after which the search looks at no further strategy.
 
     >>> import sbpc, torch
     >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)
@@ -66,7 +79,16 @@ def sweep(
     """
     check_devices(devices, axes, progress)
     options: dict[str, Any] = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory}
-    check_options(**options)
+    check_options(**options, recompute=recompute)
+    check_kinds(stages=(stages, "True or False"), microbatches=(microbatches, "True or False"), seconds=(seconds, "a number of seconds"))
+    if stages or microbatches or recompute != NONE:
+        if spread or objective != "seconds":
+            raise SbpcError("spread= or objective= with a search of strategies\n  Leave it out: strategies are ranked by seconds.")
+        short, lengths = short_model(model)
+        whole = functools.cache(lambda: prepare(model, args, **step))
+        search = Search(whole, prepare(short, args, **step), lengths, optimizer, memory, recompute, seconds)
+        asked = (devices, cluster, stages, microbatches, optimizer, memory)
+        return search.rows(candidates(search.short, lengths, *asked), progress)
     task = prepare(model, args, **step)
     tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
     rows, errors = [], []

@@ -1,0 +1,314 @@
+"""Search whole strategies: stages of a pipeline, layouts inside a stage, micro-batches and recompute, ranked by predicted seconds.
+
+What a block costs is measured on a model with two blocks of each list, planned once for every mesh of a stage and size of micro-batch.
+The seconds of any number of stages and blocks are put together from that; the plan of a row is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sbpc.api.planning import Task
+from sbpc.api.recompute import AUTO, forms_of, recomputed
+from sbpc.api.staging import plan_stages, units_of
+from sbpc.errors import MemoryLimitError, PlanError
+from sbpc.graph.no_gc import uncollected
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.mesh import Mesh
+from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
+from sbpc.passes.stages.balance import block_of
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.staged.estimate import Estimate, Unit
+from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost, bytes_at
+from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+
+PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+ONCE = ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())
+Progress = Callable[[int, int, Any], None]
+
+
+@dataclass
+class StrategyRow:
+    """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
+
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step, of which compute_seconds, exposed_seconds,
+    bubble_seconds; recompute_seconds are among those of computing. memory: bytes of a rank. lower_bound: what no strategy of the
+    search takes less.
+    """
+
+    mesh: Mesh
+    stages: int
+    schedule: str
+    microbatches: int
+    recompute: str
+    figures: StagedCost
+    make: Callable[[], StagedPlan] = field(repr=False)
+    lower_bound: float = 0.0
+
+    @functools.cached_property
+    def plan(self) -> StagedPlan:
+        """The plan of this strategy."""
+        return self.make()
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of a step."""
+        return self.figures.seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds in which the busiest stage computes."""
+        return self.figures.compute_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which it waits for collectives."""
+        return self.figures.exposed_seconds
+
+    @property
+    def bubble_seconds(self) -> float:
+        """Seconds in which it waits for other stages."""
+        return self.figures.bubble_seconds
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds in which it computes values again."""
+        return self.figures.recompute_seconds
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of a rank by kind, "total" at the peak."""
+        return self.figures.memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy to be looked at.
+
+    least: seconds that it cannot beat: all flops at full speed, with the bubble of its schedule. guess: that, with what is boxed of
+    parameters and gradients. whole: bytes of parameters, gradients and optimizer of a rank that stores its stage's share whole.
+    """
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    least: float
+    guess: float
+    whole: float
+
+    @property
+    def stages(self) -> int:
+        """How many stages it has."""
+        return self.mesh.sizes[0]
+
+
+@dataclass
+class Search:
+    """The search of one model. task: the whole model, or how to capture it; short: that with two blocks a list; lengths: of the lists."""
+
+    task: Callable[[], Task]
+    short: Task
+    lengths: dict[str, int]
+    optimizer: str | None
+    memory: float | None
+    recompute: str
+    seconds: float
+    chunks: dict[Any, list[Chunk]] = field(default_factory=dict)
+
+    @uncollected()
+    def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
+        """Returns the rows of candidates, best first, looked at in the order of what they take at least, for so many CPU seconds.
+
+        Raises MemoryLimitError if none fits, PlanError if none can be cut.
+        """
+        start, found, left = time.process_time(), list[StrategyRow](), list[float]()
+        errors: list[Exception] = []
+        for number, each in enumerate(candidates):
+            best = min((row.cost for row in found), default=math.inf)
+            late = bool(found) and time.process_time() - start > self.seconds
+            if late or each.least >= best:
+                left.append(each.least)
+                continue
+            if progress is not None:
+                progress(number, len(candidates), each.mesh)
+            try:
+                found.append(self.row(each))
+            except (MemoryLimitError, PlanError) as error:
+                errors.append(error)
+        if not found:
+            raise errors[-1] if errors else PlanError("there is no strategy to look at\n  Give another number of devices.")
+        found.sort(key=lambda row: (row.cost, row.mesh.sizes, row.microbatches))
+        bound = min([*left, *(row.figures.lower_bound for row in found)])
+        return [replace(row, lower_bound=bound) for row in found]
+
+    def row(self, each: Candidate) -> StrategyRow:
+        """Returns the fastest way of a candidate that fits: with parameters whole or spread, without or with recompute."""
+        forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
+        closest: Estimate | None = None
+        for form in forms:
+            kinds = (True,) if self.memory is not None and each.whole > self.memory else (False, True)
+            ways = [way for spread in kinds for way in self.ways(each, form, spread)]
+            fitting = [way for way in ways if self.memory is None or way.cost.memory["total"] <= self.memory]
+            if fitting:
+                best = min(fitting, key=lambda way: way.cost.seconds)
+                make = functools.partial(self.planned, each, form)
+                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
+            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.cost.memory["total"])
+        assert closest is not None and self.memory is not None
+        least = closest.cost.memory["total"]
+        raise MemoryLimitError(
+            f"the strategy that needs least, {closest.mesh} with {closest.count} micro-batches, takes {least:,} bytes a rank, the limit is "
+            f"{self.memory:,.0f}\n  Give more devices, or more memory."
+        )
+
+    def ways(self, each: Candidate, form: str, spread: bool) -> Iterator[Estimate]:
+        """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
+        if spread and self.memory is None:
+            return
+        for once in ONCE if self.memory is not None else ONCE[:1]:
+            units = self.measured(each, form, spread, once)
+            options = {"optimizer": self.optimizer}
+            made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, 0.0, options)
+            if len(made.row) < len(made.owners):
+                raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
+            made.bound = each.microbatches * sum(unit.seconds * unit.times for unit in units) / each.stages
+            yield made
+            if self.memory is None or made.cost.memory["total"] <= self.memory:
+                return
+
+    def measured(self, each: Candidate, form: str, spread: bool, once: Sequence[str]) -> list[Unit]:
+        """Returns the units of the model on the mesh of a stage, planned once for each size of micro-batch."""
+        key = each.mesh.sizes[1:], each.microbatches, form, spread
+        if key not in self.chunks:
+            gm = self.short.again().gm
+            gm = recomputed(gm, forms_of(gm, form))
+            inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
+            share = () if spread else (PARAMETER, GRADIENT)
+            self.chunks[key] = units_of(gm, self.short.stages, self.short.about, inner, each.microbatches, spread, share)
+        chunks = self.chunks[key]
+        costs = [PartCost.of(chunk.plan, once) for chunk in chunks]
+        names = [name_of(chunk) for chunk in chunks]
+        borders = [crossing(chunks, at) for at in range(len(chunks))]
+        units = []
+        for at, (cost, name) in enumerate(zip(costs, names)):
+            folder, _, place = name.rpartition(".")
+            often = times(self.lengths, folder, place)
+            units.append(Unit(cost, often, *borders[at - 1 if often > 1 else at]))
+        return units
+
+    def planned(self, each: Candidate, form: str) -> StagedPlan:
+        """Returns the plan of a row."""
+        task = self.task()
+        about = (task.gm, task.stages, task.about, each.mesh, PIPE, each.schedule, each.microbatches)
+        return plan_stages(*about, form, self.optimizer, self.memory, {})
+
+
+def name_of(chunk: Chunk) -> str:
+    """Returns the block that a chunk is, "" if it is none."""
+    nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function" and node.meta.get("phase") != "backward"]
+    blocks = [block_of(node.meta.get("module") or "") for node in nodes]
+    return max(dict.fromkeys(blocks), key=blocks.count, default="")
+
+
+def crossing(chunks: Sequence[Chunk], at: int) -> tuple[float, float]:
+    """Returns the bytes that a rank sends over the border behind a chunk: forward, and back."""
+    down = up = 0
+    for target, chunk in enumerate(chunks):
+        for port, name in chunk.receives.items():
+            source = next(number for number, other in enumerate(chunks) if name in other.sends.values())
+            size = received_bytes(chunk, port)
+            down += size if source <= at < target else 0
+            up += size if target <= at < source else 0
+    return float(down), float(up)
+
+
+def received_bytes(chunk: Chunk, port: Port) -> int:
+    """Returns the bytes of a received value on the busiest rank."""
+    return bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)
+
+
+def candidates(
+    task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
+    optimizer: str | None, memory: float | None,
+) -> list[Candidate]:  # fmt: skip
+    """Returns the strategies of `devices` ranks, those that may be fastest first.
+
+    Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
+    1, 2, 4, ... samples.
+    """
+    batch = Model(task.gm).batch
+    blocks = sum(lengths.values()) or 1
+    work, stored = flops_of(task, lengths), parameter_bytes(task, lengths)
+    found = []
+    for pipe in divisors(devices) if stages else [1]:
+        if pipe > max(blocks, 1):
+            continue
+        for tensor in divisors(devices // pipe):
+            mesh = Mesh(cluster=cluster, **{PIPE: pipe, DATA: devices // pipe // tensor, TENSOR: tensor})
+            if tensor > mesh.cluster.ranks_per_node and mesh.cluster.ranks_per_node < devices:
+                continue
+            for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
+                for schedule in ("1f1b", "interleaved") if pipe > 1 else ("1f1b",):
+                    chunks = pipe * CHUNKS[schedule]
+                    if chunks > blocks + 2 or count < pipe or (schedule == "interleaved" and count % pipe):
+                        continue
+                    bubble = (pipe - 1) / (count * CHUNKS[schedule])
+                    least = work / (mesh.cluster.peak * devices) * (1 + bubble)
+                    share = stored / (pipe * tensor)
+                    whole = share * (2 + OPTIMIZER_STATE[optimizer])
+                    gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
+                    guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
+                    found.append(Candidate(mesh, schedule, count, least, guess, whole))
+    return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
+
+
+def counts(batch: int, data: int) -> list[int]:
+    """Returns the numbers of micro-batches with which each of `data` ranks has a power of two of samples, the batch at most.
+
+    >>> counts(48, 2)
+    [24, 12, 6, 3]
+    """
+    samples = [1 << power for power in range(batch.bit_length())]
+    return [batch // (data * each) for each in samples if batch % (data * each) == 0]
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def parameter_bytes(task: Task, lengths: dict[str, int]) -> float:
+    """Returns the bytes of the parameters of the whole model, from its short copy."""
+    total = 0.0
+    for port, node in placeholders(task.gm).items():
+        if port.kind == PARAMETER:
+            folder, _, place = block_of(port.name).rpartition(".")
+            value = node.meta["val"]
+            total += value.numel() * value.element_size() * times(lengths, folder, place)
+    return total
+
+
+def times(lengths: dict[str, int], folder: str, place: str) -> int:
+    """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
+    return lengths[folder] - 1 if folder in lengths and place == "1" else 1
+
+
+def flops_of(task: Task, lengths: dict[str, int]) -> float:
+    """Returns the flops of a step of the whole model on one device, from its short copy."""
+    total = 0.0
+    for node in task.gm.graph.nodes:
+        match = node.meta.get("match")
+        if node.op == "call_function" and match is not None and not match.view:
+            folder, _, place = block_of(node.meta.get("module") or "").rpartition(".")
+            total += float(match.flops(match.sizes)) * times(lengths, folder, place)
+    return total
+
+

@@ -1,0 +1,153 @@
+"""Estimate a step with stages from what one block costs: chunks are put together from equal blocks that were measured once."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the model, such as one block: what it costs, how often it stands in a row, and the bytes that a rank sends over the
+    border behind it, forward and back, for each micro-batch."""
+
+    cost: PartCost
+    times: int
+    down: float
+    up: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a micro-batch's forward and backward."""
+        return self.cost.total(FORWARD) + self.cost.total(INPUTS) + self.cost.total(WEIGHTS)
+
+
+@dataclass
+class Estimate(Pipeline):
+    """A step with stages, put together from units.
+
+    mesh, axis: as those of a `StagedPlan`. units: in the order of the model.
+    """
+
+    mesh: Mesh
+    axis: str
+    units: Sequence[Unit]
+    schedule: str
+    micro_batches: int
+    bound: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.micro_batches
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.sizes[self.mesh.axis(self.axis)]
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        return owners(self.schedule, self.stages)
+
+    @functools.cached_property
+    def actions(self) -> list[list[Action]]:
+        return actions_of(self.schedule, self.stages, self.count)
+
+    @functools.cached_property
+    def row(self) -> list[Unit]:
+        """All units in a row, each once."""
+        return [replace(unit, times=1) for unit in self.units for _ in range(unit.times)]
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """The numbers of the units at which chunks begin, and the number of all."""
+        return even_ends([unit.seconds for unit in self.row], len(self.owners))
+
+    @functools.cached_property
+    def parts(self) -> list[PartCost]:
+        return [together([unit.cost for unit in self.row[a:b]]) for a, b in zip(self.ends, self.ends[1:])]
+
+    def needs(self, action: Action) -> list[Action]:
+        """Returns the actions that one can begin only after: its neighbours' and its own."""
+        last, back = len(self.owners) - 1, INPUTS if self.split else BACKWARD
+        if action.kind == FORWARD:
+            return [replace(action, chunk=action.chunk - 1)] if action.chunk else []
+        if action.kind == WEIGHTS:
+            return [replace(action, kind=INPUTS)]
+        own = [replace(action, kind=FORWARD)]
+        return own + ([Action(back, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
+
+    def sending(self, source: Action, action: Action) -> float:
+        """Returns the seconds for what one action sends to another one on another stage."""
+        if self.owners[source.chunk] == self.owners[action.chunk]:
+            return 0.0
+        latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
+        return latency + self.border(source.chunk, action.chunk) / bandwidth
+
+    def border(self, source: int, target: int) -> float:
+        """Returns the bytes that a rank sends from one chunk to the next or the one before."""
+        unit = self.row[self.ends[max(source, target)] - 1]
+        return unit.down if target > source else unit.up
+
+    @functools.cached_property
+    def bytes_sent(self) -> dict[str, float]:
+        by_stage: list[Counter[str]] = [Counter() for _ in range(self.stages)]
+        for at, (part, owner) in enumerate(zip(self.parts, self.owners)):
+            for key, sent in part.sent.items():
+                times = 1 if key in (BEFORE, AFTER) else self.count
+                by_stage[owner] += Counter({axis: size * times for axis, size in sent.items()})  # type: ignore[misc]
+            for target in (at - 1, at + 1):
+                if 0 <= target < len(self.owners) and self.owners[target] != owner:
+                    by_stage[owner][self.axis] += self.count * self.border(at, target)  # type: ignore[assignment]
+        axes = dict.fromkeys([*self.mesh.axes, *(axis for sent in by_stage for axis in sent)])
+        return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
+
+
+def even_ends(seconds: Sequence[float], chunks: int) -> list[int]:
+    """Returns where chunks of a row begin, and its length, so that the slowest chunk is as fast as can be.
+
+    >>> even_ends([1, 1, 1, 3], 2)
+    [0, 3, 4]
+    """
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+    took = total[None, :] - total[:, None]
+    took[np.tril_indices(len(total))] = np.inf
+    best, back = took[0], []
+    for _ in range(chunks - 1):
+        through = np.maximum(best[:, None], took)
+        back.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    found = [len(seconds)]
+    for step in reversed(back):
+        found.append(int(step[found[-1]]))
+    return [0, *found[::-1]]
+
+
+def together(costs: Sequence[PartCost]) -> PartCost:
+    """Returns the cost of pieces that run one after the other."""
+
+    def added(name: str) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for cost in costs:
+            total.update(getattr(cost, name))
+        return dict(total)
+
+    sent: dict[str, Any] = {}
+    for cost in costs:
+        for part, axes in cost.sent.items():
+            sent.setdefault(part, Counter()).update(axes)
+    whole = {name: sum(getattr(cost, name) for cost in costs) for name in ("trained", "added", "gathered", "saved", "again")}
+    whole |= {name: max(getattr(cost, name) for cost in costs) for name in ("transient", "ending")}
+    homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
+    by_part = {part: dict(axes) for part, axes in sent.items()}
+    return PartCost(added("compute"), added("comm"), added("flops"), by_part, homes, **whole)
