@@ -35,17 +35,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return plan, path
 
 
-@pytest.mark.parametrize(("net", "schedule"), [("gpt2", "1f1b"), ("ignore_index_loss", "gpipe"), ("resnet", "zbv")])
-def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("net", "schedule", "recompute"), [("gpt2", "1f1b", "full"), ("ignore_index_loss", "gpipe", "none"), ("resnet", "zbv", "none")]
+)
+def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, schedule: str, recompute: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, args = getattr(models, net)(**NETS[net])
-    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), schedule=schedule, **STAGED)
+    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), schedule=schedule, recompute=recompute, **STAGED)
     plan.save(tmp_path / "plan")
     found = sbpc.load(tmp_path / "plan")
     assert str(found) == str(plan) and found.layouts == plan.layouts and found.cost == plan.cost
     assert found.verify() == plan.verify() and found.options == plan.options
     assert compare(found, model, args, *eager(model, args)) <= 1e-10
+    assert (plan.cost.recompute_seconds > 0) == (recompute == "full")
     found.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "plan").read_bytes()
 

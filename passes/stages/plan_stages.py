@@ -49,12 +49,10 @@ def staged(
     plan fits.
     """
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
-    body = loop.body
-    assert body is not None
 
     def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan]:
-        body.meta[ONCE] = dict.fromkeys(once, 1 / count)
-        whole = solve(body, inner, limit)
+        loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
+        whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
         stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
