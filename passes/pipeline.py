@@ -20,6 +20,7 @@ from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.report import plan_html, plan_text
+from sbpc.inspect.staged_report import staged_html, staged_page
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
@@ -40,6 +41,8 @@ from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan, Rewriter
+from sbpc.plans.staged import staged_file
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import declare
 from sbpc.plans.timeline import Event
 
@@ -202,11 +205,26 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
 
 
+def html(plan: Plan | StagedPlan) -> str:
+    """Returns the report of a plan for a notebook."""
+    return staged_html(plan) if isinstance(plan, StagedPlan) else plan_html(plan)
+
+
 @uncollected()
-def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
+def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
+    if isinstance(plan, StagedPlan):
+        return staged_page(plan)
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, plan_file.save, rank_programs.save, plan_text, plan_html, explain, diff, page)
+def save(plan: Plan | StagedPlan, path: Path) -> None:
+    """Writes a plan to one file."""
+    if isinstance(plan, StagedPlan):
+        staged_file.save(plan, path)
+    else:
+        plan_file.save(plan, path)
+
+
+REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, plan_text, html, explain, diff, page)

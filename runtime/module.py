@@ -57,6 +57,11 @@ def parallelize(
     likewise. `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
     the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one outside sends
     their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
+    `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
+
+    With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
+    of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
+    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
@@ -137,6 +142,8 @@ def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
         bind.check_plan(given)
     if evaluate is None:
         return
+    if isinstance(plan, StagedPlan) or isinstance(evaluate, StagedPlan):
+        raise PlanError("a module with stages is for training alone\n  Leave evaluate= out; evaluate in another job, from a checkpoint.")
     bind.stored(evaluate, model)
     if evaluate.mesh != plan.mesh:
         raise PlanError(f"one plan is for {plan.mesh}, the other for {evaluate.mesh}\n  Plan both for one mesh.")

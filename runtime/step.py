@@ -146,7 +146,7 @@ class Runner:
             random["step"] += 1
         values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
         values += self.positions
-        self.check_autocast()
+        check_autocast(self.plan.options.get("dtype"), self.where)
         with no_autocast(self.where):
             if train:
                 others: list[Tensor] = []
@@ -183,17 +183,6 @@ class Runner:
             memory = {storage_of(tensor) for tensor in saved}
             self.read_again = [at for at, each in enumerate(parameters) if storage_of(local_of(each)) in memory]
         return [(self.parameters[at].name, parameters[at], writes_of(parameters[at])) for at in self.read_again]
-
-    def check_autocast(self) -> None:
-        """Raises PlanError under an autocast other than the planned one."""
-        planned = self.plan.options.get("dtype")
-        if torch.is_autocast_enabled(self.where.type):
-            wanted = str(torch.get_autocast_dtype(self.where.type)).removeprefix("torch.")
-            if planned != wanted:
-                raise PlanError(
-                    f"the step runs under autocast to {wanted}, and was planned with dtype={planned}\n"
-                    f"  Plan with dtype=torch.{wanted}, or call the module outside of autocast."
-                )
 
     @functools.cached_property
     def inputs(self) -> list[Port]:
@@ -265,6 +254,29 @@ def merge(differentiable: Sequence[Tensor], others: list[Tensor], places: list[i
     return [placed[at] if at in placed else next(rest) for at in range(len(differentiable) + len(others))]
 
 
+def check_autocast(planned: str | None, where: torch.device) -> None:
+    """Raises PlanError under an autocast other than the planned one."""
+    if torch.is_autocast_enabled(where.type):
+        wanted = str(torch.get_autocast_dtype(where.type)).removeprefix("torch.")
+        if planned != wanted:
+            raise PlanError(
+                f"the step runs under autocast to {wanted}, and was planned with dtype={planned}\n"
+                f"  Plan with dtype=torch.{wanted}, or call the module outside of autocast."
+            )
+
+
+def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
+    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
+    name = min(modes ^ planned)
+    mode = {True: "eval", False: "train"}
+    return PlanError(
+        f"the module is in another mode (train or eval) than when it was planned:"
+        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
+        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
+        " and give it as parallelize(..., evaluate=)."
+    )
+
+
 def no_autocast(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Turns autocast off while this lasts: programs hold the casts that were planned."""
     on = torch.is_autocast_enabled(where.type)
@@ -312,15 +324,7 @@ class ModuleWeights:
         for runner in runners:
             if modes == runner.modes & self.submodules.keys():
                 return runner
-        planned = runners[0].modes & self.submodules.keys()
-        name = min(modes ^ planned)
-        mode = {True: "eval", False: "train"}
-        raise PlanError(
-            f"the module is in another mode (train or eval) than when it was planned:"
-            f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
-            "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
-            " and give it as parallelize(..., evaluate=)."
-        )
+        raise other_mode(modes, runners[0].modes & self.submodules.keys())
 
     def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
         """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-GPT = Path(__file__).parents[1] / "examples" / "02_train_gpt.py"
+GPT, PIPELINE = (Path(__file__).parents[1] / "examples" / name for name in ("02_train_gpt.py", "07_pipeline.py"))
 STEP = re.compile(r"step +(\d+)  loss (\S+)")
 
 
@@ -30,12 +30,14 @@ class Outcome:
     port_free: bool
 
 
-def run_job(checkpoint: Path, steps: int, every: int, kill: int | None, seed: int = 0, ranks: int = 2) -> Outcome:
-    """Train the example's GPT; once rank 0 has printed step `kill`, a rank drawn by `seed` is killed by SIGKILL."""
+def run_job(
+    checkpoint: Path, steps: int, every: int, kill: int | None, seed: int = 0, ranks: int = 2, script: Path = GPT
+) -> Outcome:
+    """Train an example's model; once rank 0 has printed step `kill`, a rank drawn by `seed` is killed by SIGKILL."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--monitor-interval", "0.1"]
-    command += [str(GPT), "--steps", str(steps), "--every", str(every), "--checkpoint", str(checkpoint)]
+    command += [str(script), "--steps", str(steps), "--every", str(every), "--checkpoint", str(checkpoint)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
     job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import runpy
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
-from sbpc.errors import CheckpointError
+from sbpc.errors import CheckpointError, PlanError
+from sbpc.runtime.staged import staged_module
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.launch import text_of
 from sbpc.runtime.state.checkpoint import Checkpoints
+from tests import models
+from tests.faults import PIPELINE, run_job
 from tests.processes import run_ranks
 
 STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
@@ -61,21 +72,26 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-PLANS: dict[str, Any] = {}
+def planned(axes: dict[str, int], options: dict[str, Any]) -> Any:
+    """The plan of the model on a mesh."""
+    mesh: Any = Mesh(**axes)  # type: ignore[arg-type]
+    return sbpc.plan(*tower(), mesh, **options)
 
 
-def parallel(axes: dict[str, int], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+def file_of(folder: str, axes: dict[str, int]) -> Path:
+    """Where the plan for a mesh lies, beside the checkpoints."""
+    return Path(folder).with_name("-".join(f"{name}{size}" for name, size in axes.items()) + ".sbpc")
+
+
+def parallel(folder: str, axes: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
     """The model as this rank runs it, and its batch."""
     model, args = tower()
-    mesh: Any = Mesh(**axes)  # type: ignore[arg-type]
-    if str(axes) not in PLANS:
-        PLANS[str(axes)] = sbpc.plan(model, args, mesh, **options)
-    return sbpc.parallelize(model, PLANS[str(axes)]), args
+    return sbpc.parallelize(model, sbpc.load(file_of(folder, axes))), args
 
 
-def train_on(folder: str, axes: dict[str, int], options: dict[str, Any], steps: int) -> list[float]:
+def train_on(folder: str, axes: dict[str, int], steps: int) -> list[float]:
     """Loss and norm of the gradients of `steps` steps from the last checkpoint on; one is saved at the end."""
-    module, args = parallel(axes, options)
+    module, args = parallel(folder, axes)
     optimizer, checkpoints = optimizer_of(module), Checkpoints(folder)
     start = checkpoints.load(module, optimizer)
     figures = []
@@ -93,13 +109,42 @@ def train_on(folder: str, axes: dict[str, int], options: dict[str, Any], steps: 
 
 def on_four_ranks(folder: str) -> dict[str, Any]:
     """On a rank: two steps on each mesh in turn, each from the checkpoint of the one before; then what else stages do."""
-    figures = [figure for axes, options in LEGS for figure in train_on(folder, axes, options, 2)]
-    return {"figures": figures, "skipped": skipped_together(), "refused": refused_by_all(folder)}
+    figures = [figure for axes, _ in LEGS for figure in train_on(folder, axes, 2)]
+    whole = tower()[0].state_dict()
+    module, _ = parallel(folder, LEGS[-1][0])
+    module.load_state_dict({name: value + 1 for name, value in whole.items()})  # strict, with the names of other stages
+    twin = copy.deepcopy(module)
+    wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
+    with pytest.raises(PlanError, match="cannot be pickled"):
+        pickle.dumps(module)
+    return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
 
 
-def skipped_together() -> list[bool]:
+def misused(module: Any) -> list[str]:
+    """On a rank: what a module with stages says to what it was not planned for."""
+    _, args = tower()
+    wrong: list[tuple[str, Any]] = [
+        ("Call module.step", lambda: module(*args)),
+        ("another mode", lambda: (module.eval(), module.step(*args))),
+        ("gradients are turned off", lambda: (module.train(), torch.no_grad()(module.step)(*args))),
+        ("under autocast to bfloat16", lambda: torch.autocast("cpu", torch.bfloat16)(module.step)(*args)),
+        ("argument 0 is", lambda: module.step(args[0][:2], args[1])),
+        ("does not ask for a gradient", lambda: (module.requires_grad_(False), module.step(*args))),
+        ("is torch.float32", lambda: (module.requires_grad_(True), module.float(), module.step(*args))),
+    ]
+    unsaid = []
+    for said, call in wrong:
+        try:
+            call()
+            unsaid.append(said)
+        except PlanError as error:
+            unsaid += [] if said in str(error) else [f"{said}: {error}"]
+    return unsaid
+
+
+def skipped_together(folder: str) -> list[bool]:
     """On a rank: whether a step with a gradient of infinity on the last stage is skipped, and the next one is not."""
-    module, args = parallel(*LEGS[-1])
+    module, args = parallel(folder, LEGS[-1][0])
     optimizer, scaler = torch.optim.SGD(module.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
     skipped = []
     for bad in (True, False):
@@ -116,7 +161,7 @@ def skipped_together() -> list[bool]:
 
 def refused_by_all(folder: str) -> str:
     """On a rank: what a checkpoint says to stages of which one alone has a parameter that it lacks."""
-    module, _ = parallel(*LEGS[-1])
+    module, _ = parallel(folder, LEGS[-1][0])
     if torch.distributed.get_rank() == 2:
         module.register_parameter("more", nn.Parameter(torch.ones(2)))
     with pytest.raises(CheckpointError) as caught:
@@ -128,6 +173,8 @@ def refused_by_all(folder: str) -> str:
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of checkpoints of four ranks, and what they found."""
     folder = tmp_path_factory.mktemp("job")
+    for axes, options in (*LEGS, ({"x": 1}, {})):
+        planned(axes, options).save(file_of(str(folder / "many"), axes))
     found = run_ranks(on_four_ranks, 4, str(folder / "many"))
     assert all(part == found[0] for part in found), found
     return folder, found[0]
@@ -135,8 +182,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 
 def test_a_job_goes_on_over_stages_without_them_and_in_one_process_as_if_uninterrupted(job: tuple[Path, dict[str, Any]]) -> None:
     folder, found = job
-    expected = run_ranks(train_on, 1, str(folder / "one"), {"x": 1}, {}, 8)[0]
-    last = run_ranks(train_on, 1, str(folder / "many"), {"x": 1}, {}, 2)[0]
+    expected = run_ranks(train_on, 1, str(folder / "one"), {"x": 1}, 8)[0]
+    last = run_ranks(train_on, 1, str(folder / "many"), {"x": 1}, 2)[0]
     assert found["figures"] + last == pytest.approx(expected, rel=1e-10)
     assert min(expected[1::2]) > MOST
 
@@ -152,7 +199,53 @@ def test_weights_of_all_stages_are_converted_and_a_tied_one_is_written_once(job:
         assert sum(chunk.sizes.numel() for chunk in about.chunks) == about.size.numel(), name  # type: ignore[union-attr]
 
 
-def test_stages_skip_a_step_together_and_refuse_a_checkpoint_together(job: tuple[Path, dict[str, Any]]) -> None:
+def test_stages_skip_a_step_together_and_refuse_together_what_was_not_planned(job: tuple[Path, dict[str, Any]]) -> None:
     _, found = job
-    assert found["skipped"] == [True, False]
+    assert found["skipped"] == [True, False] and found["wrong"] == [] and found["misused"] == []
     assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]
+
+
+def lose_a_rank() -> tuple[str, float]:
+    """On a rank: the last one is killed in the middle of a step's schedule; what the others say, and after how many seconds they end."""
+    model, args = models.mlp(layers=4)
+    plan = sbpc.plan(model, args, Mesh(pipe=4), stages="pipe", microbatches=8)
+    module: Any = sbpc.parallelize(model, plan)
+    module.step(*args)
+    part, done = staged_module.Step.part, []
+
+    def counted(step: Any, *what: Any) -> None:
+        done.append(what)
+        if torch.distributed.get_rank() == 3 and len(done) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        part(step, *what)
+
+    staged_module.Step.part = counted  # type: ignore[method-assign]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        module.step(*args)
+    process_groups.stop()
+    return text_of(caught.value), time.monotonic() - start
+
+
+def test_a_rank_killed_in_the_middle_of_the_schedule_ends_all_stages_at_once() -> None:
+    *others, killed = run_ranks(lose_a_rank, 4)
+    assert killed is None
+    for text, seconds in others:
+        assert text.startswith("lost another rank\n  See what the others say.") and seconds < 20
+
+
+def test_a_killed_rank_of_a_stage_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
+    example = runpy.run_path(str(PIPELINE))
+    torch.manual_seed(0)
+    model, losses = example["Net"](), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(*example["batch"](step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses[step + 1] = loss.item()
+    found = run_job(tmp_path / "saved", 8, 3, kill=5, ranks=4, script=PIPELINE)
+    assert found.killed == 5 and found.starts[0] == 1 and found.starts[-1] in (1, 4, 7) and not found.left
+    assert {step: float(text) for step, text in found.losses.items()} == pytest.approx(losses, abs=1e-5)

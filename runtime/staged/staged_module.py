@@ -23,6 +23,7 @@ from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
 from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state
@@ -225,7 +226,7 @@ def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], val
     """Replaces the weights of a module by this rank's shards; parameters of other stages are None. No stage's are whole on all."""
     made: dict[str, Any] = {}
     homes: dict[str, dict[str, Layout]] = {}
-    others = plan.parameters.keys() - own.keys()
+    others, names = plan.parameters.keys() - own.keys(), [name for name, _, _ in slots(result)]
     for name, table, key in list(slots(result)):
         first, old = plan.ports.tied.get(name, name), table[key]
         if first not in made:
@@ -239,6 +240,8 @@ def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], val
             homes.setdefault(name.rpartition(".")[0], {})[key] = own.get(first, broadcast(plan.inner.axes))
     for path, named in homes.items():
         take_state(result.get_submodule(path), named, plan.inner, where)
+    away = [name for name in names if plan.ports.tied.get(name, name) in others]
+    result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in away])
 
 
 def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
@@ -249,11 +252,10 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves = bind.arguments(plan, args, kwargs)
-        for port, planned in plan.shapes.items():
-            if port.kind == "input":
-                bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
+        check_step(plan, self, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
+        check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place))
         if SEED_PORT in plan.shapes:
             random = self.__dict__[RANDOM]
             values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)

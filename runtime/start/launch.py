@@ -208,6 +208,7 @@ LOST = {
     "Timed out waiting": "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows\n"
     "  See what the others do and say, or allow more.",
     "Connection closed by peer": "lost another rank\n  See what the others say.",
+    "Connection reset by peer": "lost another rank\n  See what the others say.",
 }
 """A text of gloo's errors when other ranks do not answer -> what it means, and what to do."""
 

@@ -14,34 +14,41 @@ from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.plan_file import decode
+from sbpc.plans.plan_file import Decoder, decode
+from sbpc.plans.staged import staged_file
 from sbpc.plans.symbolic_sizes import name_dims
 
 ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
 
 
-def load(path: str | Path) -> Plan:
+def load(path: str | Path) -> Any:
     """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
 
     It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
-    here. Raises PlanError if the file is no plan, is damaged, or does not fit this version of sbpc or torch.
+    here. A plan with stages comes back as one. Raises PlanError if the file is no plan, is damaged, or does not fit this version of
+    sbpc or torch.
     """
     decoder = decode(path)
     with decoder.reading():
-        mesh = decoder.mesh()
-        gm = annotate(decoder.graph(decoder.body))
-        choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
-        body = decoder.body
-        if "dynamic" in body["options"]:
-            name_dims(gm, mesh, body["options"]["dynamic"])
-        assignment = Assignment(choices, aliases, tuple(outputs))
-        options = dict(body["options"])
-        if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
-            options["objective"] = "serial"
-        plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
-        plan.serial_bound = float(body.get("serial_bound", 0.0))
-        check_loaded(plan)
-        plan.again = partial(again, plan)
+        return staged_file.decode(decoder, plan_in) if staged_file.STAGES in decoder.body else plan_in(decoder)
+
+
+def plan_in(decoder: Decoder) -> Plan:
+    """Returns the plan in what a file holds, checked."""
+    mesh = decoder.mesh()
+    gm = annotate(decoder.graph(decoder.body))
+    choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
+    body = decoder.body
+    if "dynamic" in body["options"]:
+        name_dims(gm, mesh, body["options"]["dynamic"])
+    assignment = Assignment(choices, aliases, tuple(outputs))
+    options = dict(body["options"])
+    if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
+        options["objective"] = "serial"
+    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
+    plan.serial_bound = float(body.get("serial_bound", 0.0))
+    check_loaded(plan)
+    plan.again = partial(again, plan)
     return plan
 
 

@@ -18,12 +18,13 @@ from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.plan import Plan
+from sbpc.plans.staged.schedules import SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
 PLANNING = (  # options that cannot change a finished plan
-    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "recompute", "dump",
+    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "recompute", "stages", "schedule", "dump",
 )  # fmt: skip
+SCHEDULE = "1f1b"
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -65,6 +66,9 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
     parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
     parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
+    parser.add_argument("--stages", metavar="AXIS", help="cut the model into stages of a pipeline along this axis of the mesh")
+    order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE})"
+    parser.add_argument("--schedule", metavar="NAME", help=order)
     add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 
 
@@ -161,9 +165,11 @@ def without_planning(options: argparse.Namespace, file: str, *unused: str) -> No
         raise SbpcError(f"{file} is a plan: {', '.join(given)} cannot change it\n  Remove what is for planning.")
 
 
-def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
+def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
     """Returns the plan that the options ask for, and the target, which is built only if the options are right."""
     split_target(target)
+    if options.schedule and not options.stages:
+        raise SbpcError(f"--schedule {options.schedule} is of use with stages alone\n  Add --stages AXIS, or remove it.")
     mesh, pins = mesh_of(options), pins_of(options)
     if options.dump:
         make_folder(options.dump)
@@ -171,6 +177,8 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Plan, Target]:
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
     asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
     asked |= {"recompute": options.recompute or "none", "dtype": built.dtype, "pin": pins, "dump": options.dump}
+    if options.stages:
+        asked |= {"stages": options.stages, "schedule": options.schedule or SCHEDULE}
     with progress():
         return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
 
@@ -196,7 +204,7 @@ def is_plan(text: str) -> bool:
     return Path(text).is_file() and not text.endswith(".py")
 
 
-def plan_at(options: argparse.Namespace, text: str) -> Plan:
+def plan_at(options: argparse.Namespace, text: str) -> Any:
     """Returns the plan in a file, or the plan of a target that the options ask for."""
     if not is_plan(text):
         return plan_of(options, text)[0]

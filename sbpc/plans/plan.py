@@ -49,13 +49,13 @@ class Rewriter:
     schedule: Callable[[GraphModule, Mesh, float | None], GraphModule]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
     verify: Callable[[Plan], int]
-    save: Callable[[Plan, Path], None]
+    save: Callable[[Any, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]
-    html: Callable[[Plan], str]
+    html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Plan, Plan], Any]
-    page: Callable[[Plan, Mapping[str, Sequence[float]] | None, Sequence[Event]], str]
+    page: Callable[[Any, Mapping[str, Sequence[float]] | None, Sequence[Event]], str]
 
 
 class Prover(Protocol):
@@ -103,7 +103,6 @@ class Plan:
     Three graphs show the stages: `graph` has a layout for every value, `boxed` also the collectives between layouts, `local` is
     the program of rank 0 at local shapes. `sbpc show` prints or draws each.
     """
-
     mesh: Mesh
     graph: GraphModule
     assignment: Assignment
@@ -363,11 +362,7 @@ class Plan:
         """
         check_kinds(PlanError, path=(path, "a path"))
         measured = [] if trace is None else measured_step(trace, self.timeline())
-        text = self.rewriter.page(self, losses, measured)
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error
+        write_page(self.rewriter.page(self, losses, measured), Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.
@@ -395,3 +390,11 @@ class Plan:
 def no_model() -> Plan:
     """Raises the error of a plan that cannot be planned again."""
     raise PlanError("this plan does not hold the step that it plans\n  Plan the model anew with sbpc.plan.")
+
+
+def write_page(text: str, path: Path) -> None:
+    """Writes a page. Raises PlanError if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"the page cannot be written: {error}\n  Name a file in a folder that exists.") from error

@@ -189,6 +189,12 @@ class Decoder:
 
     def graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
         """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`."""
+        gm = self.bare_graph(body, collectives)
+        gm.meta["ports"] = self.ports()
+        return gm
+
+    def bare_graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
+        """Returns the graph that `encode_graph` gave, without ports."""
         graph, root = Graph(), torch.nn.Module()
         for name, (dtype, shape, items) in body["constants"].items():
             data = torch.tensor([self.argument(item, {}) for item in items], dtype=getattr(torch, dtype))
@@ -196,9 +202,7 @@ class Decoder:
         nodes: dict[str, Node] = {}
         for item in body["graph"]:
             nodes[item["name"]] = self.node(graph, item, nodes, collectives)
-        gm = GraphModule(root, graph)
-        gm.meta["ports"] = self.ports()
-        return gm
+        return GraphModule(root, graph)
 
     def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:
         """Adds one node to the graph. nodes: the earlier ones by name."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from sbpc.api.loading import load
@@ -33,13 +32,12 @@ from sbpc.cli.options import (
     target_of,
     without_planning,
 )
-from sbpc.cli.output import check_file, print_json, quiet
+from sbpc.cli.output import check_file, print_json, print_plan, quiet
 from sbpc.cli.traced_run import TracedSteps, check_steps
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
-from sbpc.inspect.report import print_plan
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime.exported import inputs_beside, load_programs, module_of, weights_beside
@@ -107,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
         if not options.json:
-            print_plan(plan, Console())
+            print_plan(plan)
             sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="sbpc-run-") as folder:
         file = Path(folder, "plan.sbpc")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from torch.fx import GraphModule
 
 from sbpc.cli.options import add_file, add_planning, plan_at
 from sbpc.cli.output import check_file, print_json, quiet, write
-from sbpc.errors import SbpcError
+from sbpc.errors import PlanError, SbpcError
 from sbpc.inspect.graph_rows import graph_rows
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.picture import graph_svg
 from sbpc.inspect.python_text import python_text
+from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 STAGES = ("annotated", "boxed", "local")
 
@@ -47,37 +50,69 @@ def run(options: argparse.Namespace) -> int:
         raise SbpcError("--trace is of no use without --html\n  Add --html FILE, or remove it.")
     with quiet(options):
         plan = plan_at(options, options.target)
-        gm = graph_at(plan, options)
+        graphs = graphs_at(plan, options)
         if options.svg:
-            draw(plan, gm, options)
+            draw(graphs, options)
         if options.html:
             plan.save_page(options.html, trace=options.trace)
     if options.json:
-        rows = [row.as_json() for row in graph_rows(gm, plan.mesh)]
-        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), "values": rows, "svg": options.svg, "html": options.html})
+        shown = [{"values": [row.as_json() for row in graph_rows(gm, mesh)]} for _, gm, mesh in graphs]
+        values = {"chunks": shown} if isinstance(plan, StagedPlan) else shown[0]
+        print_json({"stage": options.stage, "axes": list(plan.mesh.axes), **values, "svg": options.svg, "html": options.html})
     elif options.svg or options.html:
         print(f"written   {', '.join(file for file in (options.svg, options.html) if file)}")
-    elif options.python:
-        print(python_text(gm, plan.mesh, title_of(plan, options)), end="")
     else:
-        print(graph_text(gm, plan.mesh), end="")
+        text = python_text if options.python else titled_text if len(graphs) > 1 else untitled_text
+        for title, gm, mesh in graphs:
+            print(text(gm, mesh, title), end="")
     return 0
 
 
-def graph_at(plan: Plan, options: argparse.Namespace) -> GraphModule:
-    """Returns the graph of the stage that the options name."""
-    if options.stage == "local":
-        return plan.local_at(options.rank)
-    return plan.graph if options.stage == "annotated" else plan.boxed
+Titled = tuple[str, GraphModule, Mesh]
 
 
-def draw(plan: Plan, gm: GraphModule, options: argparse.Namespace) -> None:
+def graphs_at(plan: Any, options: argparse.Namespace) -> list[Titled]:
+    """Returns the graph of the stage that the options name, with its title and mesh; for a plan with stages one of every chunk."""
+    title = title_of(plan, options)
+    if not isinstance(plan, StagedPlan):
+        return [(title, graph_at(plan, options.stage, options.rank), plan.mesh)]
+    if not 0 <= options.rank < plan.mesh.ranks:
+        raise PlanError(f"rank {options.rank} of a mesh of {plan.mesh.ranks} ranks\n  Name one that there is.")
+    stage = plan.stage_of(options.rank)
+    place = plan.ranks_of(stage).index(options.rank)
+    return [
+        (f"{title}, chunk {at} on stage {owner}", graph_at(chunk.plan, options.stage, place), plan.inner)
+        for at, (chunk, owner) in enumerate(zip(plan.chunks, plan.owners))
+        if options.stage != "local" or owner == stage
+    ]
+
+
+def graph_at(plan: Plan, stage: str, rank: int) -> GraphModule:
+    """Returns the graph of a plan at a stage, for "local" that of a rank."""
+    if stage == "local":
+        return plan.local_at(rank)
+    return plan.graph if stage == "annotated" else plan.boxed
+
+
+def untitled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
+    """Returns the text of a graph."""
+    return graph_text(gm, mesh)
+
+
+def titled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
+    """Returns the text of a graph below its title."""
+    return f"{title}\n{graph_text(gm, mesh)}\n"
+
+
+def draw(graphs: list[Titled], options: argparse.Namespace) -> None:
     """Draws a graph into the file that the options name."""
-    svg = graph_svg(gm, plan.mesh, title_of(plan, options))
+    if len(graphs) > 1:
+        raise SbpcError(f"--svg draws one graph, and there are {len(graphs)} chunks\n  Write the page of the plan: --html FILE.")
+    svg = graph_svg(graphs[0][1], graphs[0][2], graphs[0][0])
     write(options.svg, lambda file: Path(file).write_text(svg))
 
 
-def title_of(plan: Plan, options: argparse.Namespace) -> str:
+def title_of(plan: Any, options: argparse.Namespace) -> str:
     """Returns what the graph is that the options name."""
     place = f", rank {options.rank}" if options.stage == "local" else ""
     return f"{plan.options.get('model', 'model')} on {plan.mesh}: {options.stage} graph{place}"

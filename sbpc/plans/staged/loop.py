@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from sbpc.errors import PlanError
 from sbpc.graph.ports import Port, Ports
 
 
@@ -29,18 +30,25 @@ class Source:
 class Loop:
     """A step as a loop over `count` micro-batches.
 
-    body: the annotated graph that a micro-batch runs; its gradients add up over the micro-batches. before: from the inputs and
-    buffers of the step, whole, to what every micro-batch reads. after: from the joined outputs of the body to the results of the step.
+    graph: `body`, None in a plan that was read from a file. before: from the inputs and buffers of the step, whole, to what every
+    micro-batch reads. after: from the joined outputs of the body to the results of the step.
     inputs: by name of an input of the body where it comes from. joins: by number of an output of the body how the micro-batches'
     values come together: "sum", "max", "min", "same", or the dim along which they are put. ports, shapes: those of the
     whole step, see `Plan`.
     """
 
     count: int
-    body: GraphModule
+    graph: GraphModule | None
     before: GraphModule
     after: GraphModule
     inputs: Mapping[str, Source]
     joins: tuple[Any, ...]
     ports: Ports
     shapes: Mapping[Port, Tensor]
+
+    @property
+    def body(self) -> GraphModule:
+        """The annotated graph that a micro-batch runs; its gradients add up over the micro-batches. Raises PlanError if it was not kept."""
+        if self.graph is None:
+            raise PlanError("a plan that was read from a file holds its chunks alone\n  Plan the model anew with sbpc.plan.")
+        return self.graph

@@ -243,7 +243,7 @@ class Pipeline(ABC):
         mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
         again = self.count * sum(part.again for part in mine)
         sent = self.bytes_sent
-        return StagedCost(seconds, compute[most], communicate[most], seconds - busy, sent, memory, flops, bound, again)
+        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, memory, flops, bound, again)
 
     def last_ends(self) -> list[float]:
         """Returns by stage when its last action ends."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,24 @@ from sbpc.errors import PlanError, check_kinds, closest
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.plan import Plan
+from sbpc.plans.plan import Plan, Rewriter, write_page
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, bytes_at
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
 from sbpc.plans.staged.stage_parts import BEFORE, parts_of
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
+
+CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
+ANEW = "Plan with and without stages, and compare the printed plans."
+PROOF = "What bounds it is plan.cost.lower_bound: no layouts of these stages take less."
+LACKING = {  # what a plan without stages has -> what to do instead
+    **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
+    "explain": "Plan without stages on the mesh of one stage, and let that plan explain: layouts are chosen there.",
+    "diff": ANEW,
+    "export": "Write it with plan.save, and run it with `sbpc run TARGET --plan FILE`.",
+    "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
+}  # fmt: skip
 
 
 @dataclass
@@ -241,8 +252,38 @@ class StagedPlan(Pipeline):
                 edges += 1
         return edges
 
+    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
+
+        losses: not drawn for stages yet, and refused. Raises PlanError if it cannot be written.
+        """
+        check_kinds(PlanError, path=(path, "a path"))
+        if losses is not None:
+            raise PlanError("the page of a plan with stages draws no losses\n  Leave losses= out.")
+        write_page(self.rewriter.page(self, None, ()), Path(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
+        check_kinds(PlanError, path=(path, "a path"))
+        self.rewriter.save(self, Path(path))
+
+    @property
+    def rewriter(self) -> Rewriter:
+        """The functions of the pipeline that the plan calls."""
+        return self.chunks[0].plan.rewriter
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in LACKING:
+                raise PlanError(f"a plan with stages has no {name}\n  {LACKING[name]}")
+            raise AttributeError(f"a plan with stages has no {name!r}")
+
     def __str__(self) -> str:
         return "\n".join(report_lines(self))
+
+    def _repr_html_(self) -> str:
+        return self.rewriter.html(self)
 
     def __repr__(self) -> str:
         return f"StagedPlan({self.mesh}, {self.schedule}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
@@ -262,15 +303,17 @@ def report_lines(plan: StagedPlan) -> Sequence[str]:
         + ", ".join(f"{kind} {size:,}" for kind, size in cost.memory.items() if kind != "total"),
     ]
     for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts)):
-        modules = dict.fromkeys(node.meta.get("module") or "" for node in chunk.plan.graph.graph.nodes if node.op == "call_function")
-        named = [module for module in modules if module]
-        span = f"{named[0]} to {named[-1]}" if named else "no module"
         backward = part.total(INPUTS) + part.total(WEIGHTS)
         lines.append(
-            f"chunk {at} on stage {plan.owners[at]}: {span}; forward {part.total(FORWARD):.3g} s, backward {backward:.3g} s, "
+            f"chunk {at} on stage {plan.owners[at]}: {span_of(chunk)}; forward {part.total(FORWARD):.3g} s, backward {backward:.3g} s, "
             f"{sum(part.homes.values()):,} bytes of parameters, sends {', '.join(chunk.sends.values()) or 'nothing'}"
         )
         lines += [f"  {name}  {layout}" for name, layout in chunk.plan.parameters.items()]
     return lines
 
 
+def span_of(chunk: Chunk) -> str:
+    """Returns the first and the last module of a chunk."""
+    nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function"]
+    named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
+    return f"{named[0]} to {named[-1]}" if named else "no module"

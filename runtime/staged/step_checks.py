@@ -1,0 +1,54 @@
+"""Check before a step of stages that module and arguments are as they were planned: programs would compute something else in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sbpc._compat import local_of
+from sbpc.errors import PlanError
+from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
+from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.runtime import bind
+from sbpc.runtime.step import check_autocast, other_mode
+
+
+def check_step(plan: StagedPlan, module: nn.Module, leaves: Sequence[Tensor], where: torch.device) -> None:
+    """Raises PlanError for arguments of other shapes, another mode or autocast, and where gradients are turned off."""
+    for port, planned in plan.shapes.items():
+        if port.kind == INPUT:
+            bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
+    if not torch.is_grad_enabled():
+        raise PlanError("gradients are turned off, and a step of stages computes them\n  Call it outside of torch.no_grad().")
+    check_autocast(plan.options.get("dtype"), where)
+    submodules = dict(module.named_modules())
+    modes = frozenset(name for name, each in submodules.items() if not each.training)
+    planned_modes = frozenset(plan.options.get("eval", ())) & submodules.keys()
+    if modes != planned_modes:
+        raise other_mode(modes, planned_modes)
+
+
+def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...]) -> None:
+    """Raises PlanError for a parameter of this rank's chunks that is no longer as it was planned. place: on the mesh of the stage."""
+    for at in mine:
+        chunk = plan.chunks[at].plan
+        for port, planned in chunk.shapes.items():
+            if port.kind != PARAMETER:
+                continue
+            value, shape = values.get(port), chunk.given[port].local_shape(planned.shape, chunk.mesh.sizes, place)
+            if not isinstance(value, DTensor) or value.dtype != planned.dtype or tuple(local_of(value).shape) != shape:
+                is_now = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise PlanError(
+                    f"parameter {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {chunk.given[port]}\n"
+                    "  Plan and parallelize the model as it is to be trained."
+                )
+            if value.requires_grad != (Port(GRADIENT, port.name) in plan.ports.outputs):
+                now = "asks" if value.requires_grad else "does not ask"
+                raise PlanError(
+                    f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
+                    "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
+                )

@@ -1,0 +1,159 @@
+"""Reports a plan with pipeline stages: as JSON values, for a notebook, and as one HTML page that loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sbpc.graph.ports import PARAMETER
+from sbpc.inspect.page import chip_of, chips_of, parts
+from sbpc.inspect.picture import clean, template
+from sbpc.inspect.report import numberless, some
+from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.staged_plan import StagedPlan, span_of
+
+WIDE, LANE, BAR = 1200.0, 34.0, 26.0  # units of the schedule's picture: its width, from stage to stage, and of a bar
+ROOM = 16.0  # units of a bar in which a number can be read
+FIGURES = (
+    "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound", "gap",
+    "flops", "bytes_sent", "memory",
+)  # fmt: skip
+
+
+def staged_json(plan: StagedPlan) -> dict[str, Any]:
+    """Returns the report as JSON values."""
+    return {
+        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)), "cluster": plan.mesh.cluster.name,
+        "stages": plan.axis, "schedule": plan.schedule, "microbatches": plan.count,
+        "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
+        **{name: getattr(plan.cost, name) for name in FIGURES},
+        "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
+        "chunks": [
+            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.total(FORWARD),
+             "backward_seconds": part.total(INPUTS) + part.total(WEIGHTS), "parameters": list(chunk.plan.parameters),
+             "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
+            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+        ],
+        "times": plan.times,
+    }  # fmt: skip
+
+
+def title_of(plan: StagedPlan) -> str:
+    """Returns what is planned, and where."""
+    return f"{plan.options.get('model', 'model')} on {plan.mesh}"
+
+
+def summary(plan: StagedPlan) -> list[str]:
+    """Returns the figures of a step as lines."""
+    cost = plan.cost
+    times = {"computing": cost.compute_seconds, "communication that nothing hides": cost.exposed_seconds, "bubble": cost.bubble_seconds}
+    sent = [f"{quantity(size, 'B')} over {axis}" for axis, size in cost.bytes_sent.items() if size]
+    return [
+        f"{plan.stages} stages along {plan.axis!r}, {plan.schedule}, {plan.count} micro-batches",
+        f"a step takes {quantity(cost.seconds, 's')}: " + ", ".join(f"{kind} {quantity(size, 's')}" for kind, size in times.items()),
+        f"sent by a rank: {', '.join(sent) or 'nothing'}",
+        "memory: " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
+    ]
+
+
+def staged_html(plan: StagedPlan) -> str:
+    """Returns the report of a plan for a notebook."""
+    heads = ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends")
+    rows = [
+        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.total(FORWARD), "s"),
+         quantity(part.total(INPUTS) + part.total(WEIGHTS), "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
+        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+    ]  # fmt: skip
+    homes = [(str(at), name, str(layout)) for at, chunk in enumerate(plan.chunks) for name, layout in chunk.plan.parameters.items()]
+    left = ("modules", "sends", "name", "home layout")
+    tables = [Table("chunks", heads, rows, left), Table("parameters", ("chunk", "name", "home layout"), homes, left)]
+    return Report(title_of(plan), summary(plan), tables).html()
+
+
+def staged_page(plan: StagedPlan) -> str:
+    """Returns one HTML page about a plan: figures, the schedule with its bubbles, memory by stage, chunks with their parameters."""
+    page = {
+        "title": clean(title_of(plan)), "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
+        "cards": cards(plan), "schedule": picture(plan), "memory": memory(plan),
+        "chunks": [chunk(plan, at) for at in range(len(plan.chunks))],
+        "axes": list(zip(plan.inner.axes, plan.inner.sizes)), "chip": chip_of, "seconds": quantity(plan.cost.seconds, "s"),
+        "bubble": f"{100 * plan.cost.bubble_seconds / plan.cost.seconds:.1f} %" if plan.cost.seconds else "0 %",
+    }  # fmt: skip
+    return template("staged.html.j2").render(page)
+
+
+def asked(plan: StagedPlan) -> list[str]:
+    """Returns what was asked of the plan, as short texts."""
+    options = plan.options
+    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", f"{plan.stages} stages along {plan.axis}", plan.schedule]
+    texts += [f"{plan.count} micro-batches", *(f"{name} {options[name]}" for name in ("dtype", "optimizer") if options.get(name))]
+    if options.get("recompute", "none") != "none":
+        texts.append(f"recompute {options['recompute']}")
+    if options.get("memory") is not None:
+        texts.append(f"at most {quantity(options['memory'], 'B')} a rank")
+    return texts + [f"pin {name} = {layout}" for name, layout in (options.get("pin") or {}).items()]
+
+
+def cards(plan: StagedPlan) -> list[dict[str, Any]]:
+    """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
+    cost = plan.cost
+    times = {"computing": cost.compute_seconds, "communicating": max(0.0, cost.exposed_seconds), "bubble": cost.bubble_seconds}
+    kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
+    figures: Sequence[tuple[str, str, str, list[Any]]] = [
+        ("a step", quantity(cost.seconds, "s"), "of the busiest rank", parts(times, "s")),
+        ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
+        ("peak memory of a rank", quantity(cost.memory["total"], "B"), "", parts(kinds, "B")),
+        ("gap to the bound", f"{100 * cost.gap:.1f} %", "bubble and uneven stages are in it", []),
+    ]
+    return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
+
+
+def picture(plan: StagedPlan) -> dict[str, Any]:
+    """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a bubble."""
+    events = plan.timeline()
+    whole = plan.cost.seconds or 1.0
+    bars = []
+    for event in events:
+        x, width = WIDE * event.start / whole, WIDE * (event.end - event.start) / whole
+        stage, chunk = int(event.stream.split()[1]), int(event.module.split()[1])
+        batch = event.name.partition(event.kind)[2]
+        about = f"{event.phase} of micro-batch {batch} in chunk {chunk}, {quantity(event.end - event.start, 's')}"
+        bars.append({
+            "x": x, "y": LANE * stage + (LANE - BAR) / 2, "width": width, "phase": event.phase, "title": about,
+            "label": batch if width >= ROOM else "", "second": chunk >= plan.stages, "weights": event.kind == WEIGHTS,
+        })  # fmt: skip
+    lanes = [{"y": LANE * stage + (LANE - BAR) / 2, "name": f"stage {stage}"} for stage in range(plan.stages)]
+    ticks = [quantity(whole * part / 10, "s") for part in range(11)]
+    return {"width": WIDE, "height": LANE * plan.stages, "bar": BAR, "bars": bars, "lanes": lanes, "ticks": ticks}
+
+
+def memory(plan: StagedPlan) -> list[dict[str, Any]]:
+    """Returns by stage its bytes by kind, as percents of those of the busiest stage."""
+    by_stage = [plan.memory_of(stage) for stage in range(plan.stages)]
+    most = max(each["total"] for each in by_stage) or 1
+    return [
+        {"total": quantity(each["total"], "B"),
+         "parts": [(kind, quantity(size, "B"), 100 * size / most) for kind, size in each.items() if kind != "total"]}
+        for each in by_stage
+    ]  # fmt: skip
+
+
+def chunk(plan: StagedPlan, at: int) -> dict[str, Any]:
+    """Returns a chunk with its parameters, as the template draws it."""
+    chunk, part = plan.chunks[at], plan.parts[at]
+    shapes = {port.name: value for port, value in chunk.plan.shapes.items() if port.kind == PARAMETER}
+    alike: dict[tuple[str, str, str], list[str]] = {}  # names that differ in numbers of layers alone
+    for name, layout in chunk.plan.parameters.items():
+        kind = f"{str(shapes[name].dtype).removeprefix('torch.')}{list(shapes[name].shape)}"
+        alike.setdefault((numberless(name), kind, str(layout)), []).append(name)
+    rows = []
+    for (_, kind, _), names in alike.items():
+        *states, order = chips_of(chunk.plan.parameters[names[0]])
+        size = quantity(sum(part.homes[name] for name in names), "B")
+        rows.append({"name": clean(some(names)), "type": kind, "states": states, "order": order, "times": len(names), "bytes": size})
+    return {
+        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)), "forward": quantity(part.total(FORWARD), "s"),
+        "backward": quantity(part.total(INPUTS) + part.total(WEIGHTS), "s"), "rows": rows,
+        "receives": clean(", ".join(chunk.receives.values())), "sends": clean(", ".join(chunk.sends.values())),
+    }  # fmt: skip

@@ -1,0 +1,198 @@
+"""Plans with pipeline stages in files, on the command line and in pictures."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sbpc
+from sbpc import Mesh
+from sbpc.cli.main import main
+from sbpc.cli.target import load_target
+from sbpc.errors import PlanError
+from sbpc.plans.plan_file import read, write
+from tests import models
+from tests.compare import compare, eager
+from tests.test_plan import refused
+
+STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
+NETS: dict[str, dict[str, Any]] = {
+    "gpt2": {"batch": 4, "seq": 4, "vocab": 12, "width": 8, "heads": 2}, "ignore_index_loss": {}, "resnet": {"layers": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A plan with stages, and its file."""
+    path = tmp_path_factory.mktemp("plan") / "plan.sbpc"
+    plan = sbpc.plan(*models.mlp(layers=2), Mesh(pipe=2, data=2), **STAGED)
+    plan.save(path)
+    return plan, path
+
+
+@pytest.mark.parametrize(
+    ("net", "schedule", "recompute"), [("gpt2", "1f1b", "full"), ("ignore_index_loss", "gpipe", "none"), ("resnet", "zbv", "none")]
+)
+def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, schedule: str, recompute: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = getattr(models, net)(**NETS[net])
+    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), schedule=schedule, recompute=recompute, **STAGED)
+    plan.save(tmp_path / "plan")
+    found = sbpc.load(tmp_path / "plan")
+    assert str(found) == str(plan) and found.layouts == plan.layouts and found.cost == plan.cost
+    assert found.verify() == plan.verify() and found.options == plan.options
+    assert compare(found, model, args, *eager(model, args)) <= 1e-10
+    assert (plan.cost.recompute_seconds > 0) == (recompute == "full")
+    found.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "plan").read_bytes()
+
+
+def first(body: dict[str, Any], key: str) -> list[Any]:
+    """What the first chunk that has any says of its ports under a key, and changes there are changes of the file."""
+    return next(chunk[key] for chunk in body["stages"]["chunks"] if chunk[key])
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("no such axis", lambda body: body["stages"].update(axis="data2")),
+    ("an axis of the stages", lambda body: body["stages"].update(axis="data")),
+    ("no such schedule", lambda body: body["stages"].update(schedule="2f2b")),
+    ("another schedule", lambda body: body["stages"].update(schedule="zbv")),
+    ("micro-batches that do not divide", lambda body: body["stages"].update(count=7)),
+    ("no micro-batches", lambda body: body["stages"].update(count=0)),
+    ("micro-batches that are no number", lambda body: body["stages"].update(count="4")),
+    ("something else boxed once", lambda body: body["stages"].update(once=["input"])),
+    ("a bound that is none", lambda body: body["stages"].update(bound=None)),
+    ("no chunks", lambda body: body["stages"].update(chunks=[])),
+    ("chunks in another order", lambda body: body["stages"]["chunks"].reverse()),
+    ("a chunk twice", lambda body: body["stages"]["chunks"].__setitem__(1, body["stages"]["chunks"][0])),
+    ("a chunk on another mesh", lambda body: body["stages"]["chunks"][0]["plan"].update(mesh=[["data", 3]])),
+    ("code in a chunk", lambda body: body["stages"]["chunks"][0]["plan"]["graph"][-2].update(target="os.system")),
+    ("code before the loop", lambda body: body["stages"]["before"]["graph"][0].update(target="x=print()")),
+    ("another graph after the loop", lambda body: body["stages"].update(after=body["stages"]["before"])),
+    ("an op after the loop that writes a file", lambda body: body["stages"]["after"]["graph"][-2].update(op="call_function", target="aten.add_.Tensor")),
+    ("no inputs of the body", lambda body: body["stages"].update(inputs={})),
+    ("an input from nowhere", lambda body: body["stages"]["inputs"].update({"0": ["argument", 5, 0]})),
+    ("an input of a kind", lambda body: body["stages"]["inputs"].update({"0": ["file", 0, 0]})),
+    ("an input cut along no dim", lambda body: body["stages"]["inputs"].update({"0": ["argument", 0, 2]})),
+    ("values joined otherwise", lambda body: body["stages"].update(joins=["mean"])),
+    ("values not joined", lambda body: body["stages"].update(joins=[])),
+    ("no shapes", lambda body: body["stages"].update(shapes=[])),
+    ("another shape", lambda body: body["stages"]["shapes"][0].__setitem__(2, ["float32", [1], [1]])),
+    ("a value that nobody sends", lambda body: first(body, "receives")[0].__setitem__(2, "nothing")),
+    ("a value sent as another", lambda body: first(body, "sends")[0].__setitem__(2, "nothing")),
+    ("a port that is not there", lambda body: first(body, "sends")[0].__setitem__(1, "77")),
+    ("another result", lambda body: first(body, "results")[0].__setitem__(2, 1)),
+    ("values joined along no dim", lambda body: body["stages"].update(joins=[0])),
+    ("nothing received", lambda body: first(body, "receives").clear()),
+    ("an argument of the body that is not there", lambda body: first(body, "arguments")[0].__setitem__(2, "9")),
+    ("a parameter elsewhere", lambda body: body["ports"]["inputs"].pop(0)),
+]  # fmt: skip
+
+
+def test_file_of_stages_with_bad_content_is_refused(written: tuple[Any, Path], tmp_path: Path) -> None:
+    whole = read(written[1])
+    for what, change in HOSTILE:
+        content = copy.deepcopy(whole)
+        change(content)
+        write(content, tmp_path / "bad")
+        message = refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
+        assert "bad: " in message and message.count("\n") == 1, (what, message)
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks)
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean()
+    return Model(), (torch.randn(8, 8),)
+"""
+ASKED = ("--mesh", "pipe=2,data=2", "--stages", "pipe", "--microbatches", "4")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / f"target_of_{tmp_path.name}.py"
+    path.write_text(TARGET)
+    return f"{path}:model"
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.sbpc"
+    assert run("plan", target, *ASKED, "--schedule", "interleaved", "-o", file) == 0
+    out = capsys.readouterr().out
+    assert "2 stages along 'pipe', interleaved, 4 micro-batches" in out and "chunk 3 on stage 1: " in out and "verified" in out
+    assert run("plan", target, *ASKED, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schedule"] == "1f1b" and [chunk["stage"] for chunk in report["chunks"]] == [0, 1] and report["bubble_seconds"] > 0
+    assert run("show", file) == 0
+    out = capsys.readouterr().out
+    assert (out.count("boxed graph, chunk ") == 4 and "aten.addmm" in out) or "aten.mm" in out
+    assert run("show", file, "--stage", "local", "--rank", "3", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["chunks"]) == 2  # of the two of stage 1
+    assert run("show", file, "--html", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('class="t-forward') == 16 and page.count('class="t-backward') == 16 and "http" not in page
+    capsys.readouterr()
+    for arguments, message in (
+        (("plan", target, "--mesh", "pipe=2", "--schedule", "1f1b"), "--schedule 1f1b is of use with stages alone"),
+        (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
+        (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
+        (("show", file, "--stages", "pipe"), "--stages cannot change it"),
+        (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
+        (("diff", file, file), "a plan with stages has no diff"),
+        (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
+    ):
+        assert run(*arguments) == 2 and message in capsys.readouterr().err, message
+
+
+def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.sbpc"
+    assert run("plan", target, *ASKED, "-o", file) == 0
+    always = ("--lr", "0.01", "--checkpoint", tmp_path / "saved", "--json")
+    capfd.readouterr()
+    assert run("run", target, "--plan", file, "--steps", "2", *always) == 0
+    first = json.loads(capfd.readouterr().out)
+    assert run("run", target, "--mesh", "pipe=4", "--stages", "pipe", "--steps", "4", *always) == 0
+    second = json.loads(capfd.readouterr().out)
+    model, args = load_target(target).model, load_target(target).args
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(4):
+        loss = model(*args)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert second["start"] == 2 and first["losses"] + second["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
+    plan, _ = written
+    for call in (
+        lambda: plan.explain("ups.0.weight"), lambda: plan.diff(plan), lambda: plan.export("x"), lambda: plan.certify(seconds=1.0),
+        lambda: plan.proof, lambda: plan.check_bound(), lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
+    ):  # fmt: skip
+        assert "a plan with stages has no " in refused(PlanError, call)
+    with pytest.raises(AttributeError):
+        plan.nothing  # noqa: B018
+    assert not hasattr(plan, "nothing") and copy.copy(plan).axis == "pipe"
+    assert plan._repr_html_().count("<table>") == 2
