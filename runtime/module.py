@@ -186,10 +186,11 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
 
 def training_runner(module: nn.Module) -> Runner:
-    """Returns what runs the programs of the plan of a parallel module. Raises PlanError for a module that is not parallel."""
+    """Returns what runs the programs of the plan of a parallel module. Raises PlanError for a module without one program a step."""
     runners: list[Runner] | None = getattr(type(module), RUNNERS, None)
     if runners is None:
-        raise PlanError(f"a {type(module).__name__} is not parallel\n  Give what sbpc.parallelize returns.")
+        what = f"a {type(module).__name__} has no program of its step: it is not parallel, or its plan has stages"
+        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan without stages.")
     return runners[0]
 
 

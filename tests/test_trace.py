@@ -195,5 +195,5 @@ def test_what_cannot_be_measured_or_drawn_is_refused(tmp_path: Path, capsys: pyt
 
     with pytest.raises(SbpcError, match="--trace with 2 steps to go"):
         TracedSteps(model, 2)
-    with pytest.raises(PlanError, match="a GPT2 is not parallel"), recorded(model):
+    with pytest.raises(PlanError, match="a GPT2 has no program of its step: it is not parallel, or its plan has stages"), recorded(model):
         pass

@@ -16,6 +16,7 @@ from sbpc.inspect.tables import Report, quantity
 from sbpc.inspect.trace import Comparison
 from sbpc.plans.plan import Plan
 from sbpc.plans.trace_file import MEASURED, PREDICTED, save_trace
+from sbpc.runtime.module import training_runner
 from sbpc.runtime.trace import Recorder, recorded
 
 TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of which warms up
@@ -26,6 +27,7 @@ class TracedSteps:
 
     def __init__(self, module: nn.Module, steps: int) -> None:
         check_steps(steps)
+        training_runner(module)  # raises an error before the first step
         self.step: Any = module.step
         self.module, self.plain = module, steps - min(TRACED, steps - 2)
         self.seconds: list[float] = []
