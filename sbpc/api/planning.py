@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 from torch.fx import GraphModule
@@ -36,6 +36,7 @@ from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
@@ -44,7 +45,11 @@ FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
 OBJECTIVES = ("seconds", "serial", "bytes")
 
 
-def plan(
+@overload
+def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
+@overload
+def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
+def plan(  # type: ignore[misc]  # it names its options
     model: nn.Module,
     args: Sequence[Any],
     mesh: Mesh,
@@ -68,7 +73,7 @@ def plan(
     recompute: str = "none",
     capture: str = "light",
     dump: str | Path | None = None,
-) -> Any:
+) -> Plan | StagedPlan:
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
 
     model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar is its own

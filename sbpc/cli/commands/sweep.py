@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     if isinstance(rows[0], StrategyRow):
         console.print(strategies_table(rows[: options.top]))
-        console.print(f"{len(rows)} strategies looked at; none takes less than {rows[0].lower_bound:.3g} s. Meshes are stages x data x tensor", highlight=False)
+        bound = f"none takes less than {rows[0].lower_bound:.3g} s"
+        console.print(f"{len(rows)} strategies looked at; {bound}. A mesh is stages x data x tensor.", highlight=False)
         return 0
     console.print(table(rows[: options.top]))
     console.print(f"{len(rows)} meshes of {options.devices} ranks", highlight=False)
