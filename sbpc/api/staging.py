@@ -61,16 +61,17 @@ def plan_stages(
 
 
 def units_of(
-    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str]
-) -> list[Chunk]:
+    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str],
+    baseline: str | None = None,
+) -> list[Chunk]:  # fmt: skip
     """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own.
 
-    spread: every parameter is stored once over the ranks of a stage. once: see `StagedPlan`.
+    spread: every parameter is stored once over the ranks of a stage. once: see `StagedPlan`. baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
     loop = loop_of(gm, count, inner.cluster)
     loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
-    asked = wishes(loop.body, inner, Requests({})).nodes
+    asked = wishes(loop.body, inner, Requests({}, baseline=baseline)).nodes
     if spread:
         stored = wishes(loop.body, inner, Requests({}, spread=True)).nodes
         asked |= {name: stored[name] for name in parameters_of(loop.body)}
