@@ -341,14 +341,17 @@ def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     assert tight.cost.recompute_seconds < full.cost.recompute_seconds
 
 
-def test_a_plan_that_computes_again_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_plan_that_computes_again_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     model, args = made("transformer")
     plan = sbpc.plan(model, args, Mesh(x=2, cluster=LAN), recompute="full", microbatches=1)
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
     assert again(loaded) == again(plan) and loaded.cost.recompute_seconds == plan.cost.recompute_seconds
     assert [node.name for node in loaded.boxed.graph.nodes] == [node.name for node in plan.boxed.graph.nodes]
-    assert differences(sbpc.simulate(loaded, model, args), sbpc.simulate(plan, model, args)) == 0.0
+    plan.export(tmp_path / "programs.sbpc")
+    expected = sbpc.simulate(plan, model, args)
+    for each in (loaded, sbpc.load_programs(tmp_path / "programs.sbpc")):
+        assert differences(sbpc.simulate(each, model, args), expected) == 0.0
 
 
 def test_what_cannot_be_asked_for_is_refused() -> None:
