@@ -325,18 +325,18 @@ def stored_as_made(plan: sbpc.Plan, ends: list[str]) -> sbpc.Plan:
 
 def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     torch.manual_seed(0)
-    model, args = models.gpt2(batch=24, heads=4)
+    model, args = models.gpt2(batch=48, vocab=24, heads=4, layers=3)
     mesh, options = Mesh(x=2), {"microbatches": 1, "objective": "serial"}
     free = sbpc.plan(model, args, mesh, **options)
     total = free.cost.memory["total"]
-    full = sbpc.plan(model, args, mesh, recompute="full", memory=0.6 * total, **options)
-    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.6))
+    full = sbpc.plan(model, args, mesh, recompute="full", memory=0.7 * total, **options)
+    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.7))
     assert wide.cost.recompute_seconds == 0.0 and wide.cost.seconds == free.cost.seconds
-    assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.6 * total
+    assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.7 * total
     assert tight.options["recompute"] == "auto"
     tight.verify()
     assert largest_error(tight, model, args) <= 1e-4
-    assert tight.cost.seconds <= full.cost.seconds
+    assert tight.cost.seconds < full.cost.seconds and tight.cost.recompute_seconds < full.cost.recompute_seconds
 
 
 def test_a_plan_that_computes_again_is_saved_loaded_and_exported(tmp_path: Path) -> None:
