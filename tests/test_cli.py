@@ -90,6 +90,20 @@ def test_plan_as_json_is_json_though_the_target_prints(target, capsys):
     assert sum(row["bytes_sent"] for row in found["collectives"]) == sum(found["bytes_sent"].values()) > 0
 
 
+def test_what_is_computed_again_is_told(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def block(): return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))\n"
+        "def net(): return nn.Sequential(block(), block()), (torch.randn(8, 8),)\n"
+    )
+    command = "plan", f"{tmp_path / 'net.py'}:net", "--mesh", "data=2", "--json"
+    found = []
+    for more in ((), ("--recompute", "full")):
+        assert run(*command, *more) == 0
+        found.append(json.loads(capsys.readouterr().out)["recompute_seconds"])
+    assert found[0] == 0.0 < found[1]
+
+
 def test_pins_are_kept(target, capsys):
     pins = "--pin", "up.weight=S(0)", "--pin", "down.weight=S(1)"
     assert run("plan", f"{target}:model", "--mesh", "tensor=2", *pins, "--json") == 0

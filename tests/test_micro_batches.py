@@ -73,7 +73,7 @@ def test_the_backward_of_a_part_goes_before_the_forward_of_the_next_so_that_fewe
 ) -> None:
     """A mean over targets is divided by their count, which needs no forward."""
     model, args = getattr(models, net)(**options)
-    whole, parts = (sbpc.plan(model, args, Mesh(x=1, cluster="h100"), microbatches=m) for m in (1, 4))
+    whole, parts = (sbpc.plan(model, args, Mesh(x=1), microbatches=m) for m in (1, 4))
     losses = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_forward.default]
     backwards = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_backward.default]
     assert all(backward < loss for backward, loss in zip(backwards, losses[1:])) and len(backwards) == 4

@@ -236,9 +236,7 @@ def test_what_is_dropped_is_not_held_and_the_peak_is_as_predicted(net: str) -> N
         found = sbpc.simulate(plan, model, args).peak_memory
         assert abs(plan.life.peak - found) <= 0.05 * found
         held.append(found)
-        assert (plan.cost.recompute_seconds > 0) == (form != "none")
-        assert plan.cost.recompute_seconds < plan.cost.compute_seconds
-        assert ("recompute " in str(plan)) == (form != "none")
+        assert (0 < plan.cost.recompute_seconds < plan.cost.compute_seconds) == ("recompute " in str(plan)) == (form != "none")
     assert held[2] < 0.85 * held[0] and held[1] <= held[0]
 
 
@@ -259,9 +257,9 @@ def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered
     mesh = Mesh(t=2, cluster=LAN)
     model, args = models.gpt2(batch=8, seq=16, width=64, heads=4, layers=4)
     boxed = sbpc.baseline("megatron", model, args, mesh, recompute="full", microbatches=1).unscheduled
-    calls, work, after = [node for node in boxed.graph.nodes if node.op == "call_function"], works(boxed, mesh), awaited_gradients(boxed)
+    calls, after = [node for node in boxed.graph.nodes if node.op == "call_function"], awaited_gradients(boxed)
     assert after and all(after.values())
-    orders = [ordered(boxed, list_schedule(calls, work, rule="order", after=waits)) for waits in (after, {})]
+    orders = [ordered(boxed, list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})]
     waiting, early = (Life.of(gm, mesh).peak for gm in orders)
     assert waiting <= 1.05 * Life.of(boxed, mesh).peak < 1.3 * waiting < early
 
@@ -327,28 +325,31 @@ def stored_as_made(plan: sbpc.Plan, ends: list[str]) -> sbpc.Plan:
 
 def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     torch.manual_seed(0)
-    model, args = models.gpt2(batch=24, layers=4, heads=4)
+    model, args = models.gpt2(batch=48, vocab=24, heads=4, layers=3)
     mesh, options = Mesh(x=2), {"microbatches": 1, "objective": "serial"}
     free = sbpc.plan(model, args, mesh, **options)
     total = free.cost.memory["total"]
-    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.6))
+    full = sbpc.plan(model, args, mesh, recompute="full", memory=0.7 * total, **options)
+    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.7))
     assert wide.cost.recompute_seconds == 0.0 and wide.cost.seconds == free.cost.seconds
-    assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.6 * total
+    assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.7 * total
     assert tight.options["recompute"] == "auto"
     tight.verify()
     assert largest_error(tight, model, args) <= 1e-4
-    full = sbpc.plan(model, args, mesh, recompute="full", **options)
-    assert tight.cost.recompute_seconds < full.cost.recompute_seconds
+    assert tight.cost.seconds < full.cost.seconds and tight.cost.recompute_seconds < full.cost.recompute_seconds
 
 
-def test_a_plan_that_computes_again_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_plan_that_computes_again_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     model, args = made("transformer")
     plan = sbpc.plan(model, args, Mesh(x=2, cluster=LAN), recompute="full", microbatches=1)
     plan.save(tmp_path / "plan.sbpc")
     loaded = sbpc.load(tmp_path / "plan.sbpc")
     assert again(loaded) == again(plan) and loaded.cost.recompute_seconds == plan.cost.recompute_seconds
     assert [node.name for node in loaded.boxed.graph.nodes] == [node.name for node in plan.boxed.graph.nodes]
-    assert differences(sbpc.simulate(loaded, model, args), sbpc.simulate(plan, model, args)) == 0.0
+    plan.export(tmp_path / "programs.sbpc")
+    expected = sbpc.simulate(plan, model, args)
+    for each in (loaded, sbpc.load_programs(tmp_path / "programs.sbpc")):
+        assert differences(sbpc.simulate(each, model, args), expected) == 0.0
 
 
 def test_what_cannot_be_asked_for_is_refused() -> None:

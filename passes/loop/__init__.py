@@ -1,1 +1,1 @@
-"""Runs a step as several micro-batches."""
+"""Rewrites a step as a loop: several micro-batches, and values of the forward that the backward computes again."""

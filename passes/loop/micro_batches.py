@@ -14,6 +14,7 @@ import heapq
 import itertools
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
 from sbpc.graph.rewrite import Writer, copied, mode_of, put
-from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Partial, Split, chunk_sizes
 from sbpc.passes.annotate import annotate
@@ -43,6 +44,7 @@ aten = torch.ops.aten
 AXIS = "copy"
 KEPT = ("val", "phase", "stack_trace", "module", "decomposed", RECOMPUTES)  # of a node's meta
 PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
+JOINS = "all_gather", "all_to_all"  # which need the parts of all copies at once
 ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
 
 
@@ -53,7 +55,7 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     goes all the way before the next one, so that the activations of one are alive; else they go side by side. Raises PlanError if
     the batch cannot be cut so.
     """
-    mesh = Mesh(cluster=cluster, **{AXIS: count})
+    mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
     batch = Model(gm).batch
     if batch % count:
         raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
@@ -65,6 +67,12 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     unroller = Unroller(gm, box(gm, assignment, mesh), count)
     copies = unroller.run()
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
+
+
+def without_joins(cluster: Cluster) -> Cluster:
+    """Returns the cluster with what joins copies so dear that it is done only where nothing else will do."""
+    others = (rate for rate in cluster.collectives if rate.collective not in JOINS)
+    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in JOINS)))
 
 
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:

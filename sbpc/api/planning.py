@@ -112,7 +112,7 @@ def plan(  # type: ignore[misc]  # it names its options
                (two, there and back, and the backward in two parts).
     recompute  what a backward computes again instead of having it kept since the forward: "none"; "selective", in each repeated block
                what is cheap, or where attention is written out its values between the products; "full", all but the inputs of
-               each block; "auto", nothing where `memory` allows it, else for as many blocks as it asks for. A block is a module
+               each block; "auto", nothing where `memory` allows it, else what makes the fastest plan that fits. A block is a module
                such as "layers.3", or a child of a model without such. `plan.cost.recompute_seconds` tells what that takes.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -42,12 +41,13 @@ def forms_of(gm: GraphModule, form: str) -> Forms:
 def least_recompute(
     gm: GraphModule, memory: float | None, planned: Callable[..., Plan], quick: Mapping[str, Any]
 ) -> Plan:  # fmt: skip
-    """Returns the plan in which as few blocks as `memory` asks for compute anything again: none if it fits without.
+    """Returns the plan in which blocks compute again where `memory` asks for it: none if it fits without, else the fastest that was found.
 
     gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which a plan takes
-    about as many bytes and less time to make. What a form saves is seen from a plan without a limit in which all blocks have it;
-    with fewer blocks bytes are taken to be linear in their number. If no plan is found with the number of blocks that follows,
-    there is a search half the way to all blocks, then one with all. Raises MemoryLimitError.
+    about as many bytes and less time to make. What a form saves is seen from a plan without a limit in which all blocks have it; with
+    fewer blocks bytes are taken to be linear in their number. That gives the fewest blocks that may fit, but what little room they
+    leave may cost more than computing again: overlap, gathered copies. So the search under the limit is done with all blocks, then
+    half the way to the fewest, then with the fewest, as long as plans get faster. Raises MemoryLimitError.
     """
     free = planned(forms={}, memory=None)
     if memory is None:
@@ -64,11 +64,17 @@ def least_recompute(
             rungs.append((form, size))
     last = len(names) * (len(rungs) - 1)
     first = first_step(rungs, len(names), memory)
-    for step in sorted({first, (first + last) // 2} - {last}):
-        log.info("recompute: step %d of %d", step, last)
-        with suppress(MemoryLimitError):
-            return planned(forms=forms_at(rungs, names, step))
-    return planned(forms=forms_at(rungs, names, last))
+    best = planned(forms=forms_at(rungs, names, last))
+    for step in sorted({first, (first + last) // 2} - {last}, reverse=True):
+        log.info("recompute: %d of %d steps", step, last)
+        try:
+            other = planned(forms=forms_at(rungs, names, step))
+        except MemoryLimitError:
+            break
+        if other.cost.paid >= best.cost.paid:
+            break
+        best = other
+    return best
 
 
 def reachable(plan: Plan) -> float:
