@@ -15,6 +15,8 @@ from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 
+STEADY = 3
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -59,9 +61,22 @@ class Estimate(Pipeline):
     def owners(self) -> list[int]:
         return owners(self.schedule, self.stages)
 
+    @property
+    def simulated(self) -> int:
+        """How many micro-batches are simulated: from STEADY for each stage on, each further one takes the same."""
+        return self.count if self.schedule == "gpipe" else min(self.count, STEADY * self.stages)
+
     @functools.cached_property
     def actions(self) -> list[list[Action]]:
-        return actions_of(self.schedule, self.stages, self.count)
+        return actions_of(self.schedule, self.stages, self.simulated)
+
+    def last_ends(self) -> list[float]:
+        ends = super().last_ends()
+        if self.count == self.simulated:
+            return ends
+        fewer = replace(self, micro_batches=self.simulated - self.stages).last_ends()
+        more = (self.count - self.simulated) / self.stages
+        return [end + more * (end - before) for end, before in zip(ends, fewer)]
 
     @functools.cached_property
     def row(self) -> list[Unit]:

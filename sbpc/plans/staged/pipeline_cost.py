@@ -231,7 +231,7 @@ class Pipeline(ABC):
         """Seconds, bytes and memory of a step."""
         stages = range(self.stages)
         before, after = ([self.single(stage, part) for stage in stages] for part in (BEFORE, AFTER))
-        ends = [max(self.spans[action][1] for action in actions) for actions in self.actions]
+        ends = self.last_ends()
         seconds = max(before) + max(end + once for end, once in zip(ends, after))
         compute = [self.busy(stage, "compute") for stage in stages]
         communicate = [self.busy(stage, "comm") for stage in stages]
@@ -244,6 +244,10 @@ class Pipeline(ABC):
         again = self.count * sum(part.again for part in mine)
         sent = self.bytes_sent
         return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, memory, flops, bound, again)
+
+    def last_ends(self) -> list[float]:
+        """Returns by stage when its last action ends."""
+        return [max(self.spans[action][1] for action in actions) for actions in self.actions]
 
     def busy(self, stage: int, which: str) -> float:
         """Returns the seconds that a stage computes or communicates."""

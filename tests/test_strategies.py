@@ -1,0 +1,73 @@
+"""The search over stages, micro-batches and recompute: rows are ranked, fit, and their plans cost what was predicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sbpc
+from sbpc.api.short_model import short_model
+from sbpc.errors import MemoryLimitError, SbpcError
+from sbpc.mesh.cluster import Cluster
+from sbpc.plans.staged.estimate import even_ends
+from tests import models
+from tests.compare import compare, eager
+
+LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
+
+
+def test_a_short_model_has_two_blocks_of_each_list_and_the_same_forward() -> None:
+    model, args = models.gpt2(batch=4, layers=5)
+    short, lengths = short_model(model)
+    assert lengths == {"blocks": 5}
+    assert isinstance(short.blocks, nn.ModuleList) and len(short.blocks) == 2 and len(model.blocks) == 5  # type: ignore[arg-type]
+    assert short.blocks[1].up.weight is model.blocks[1].up.weight  # type: ignore[union-attr, index]
+    assert short(*args).shape == ()
+
+
+def test_rows_are_ranked_by_seconds_and_a_plan_takes_what_its_row_says() -> None:
+    model, args = models.gpt2(batch=16, layers=6, width=96, seq=24, tied=False)
+    rows = sbpc.sweep(model, args, devices=4, cluster=LAN, stages=True, microbatches=True, seconds=12)
+    assert [row.cost for row in rows] == sorted(row.cost for row in rows)
+    assert len({row.stages for row in rows}) > 1
+    best = rows[0]
+    assert best.lower_bound <= best.cost
+    parts = best.compute_seconds + best.exposed_seconds + best.bubble_seconds
+    assert parts == pytest.approx(best.cost)
+    assert best.plan.stages == best.stages and best.plan.cost.seconds == pytest.approx(best.cost, rel=0.1)
+
+
+def test_the_best_row_under_a_limit_fits_and_is_right() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=4)
+    options = {"devices": 4, "cluster": LAN, "stages": True, "microbatches": True, "recompute": "auto", "seconds": 4}
+    free = sbpc.sweep(model, args, **options)[0].memory["total"]
+    limit = 0.9 * free
+    row = sbpc.sweep(model, args, memory=limit, **options)[0]
+    assert row.memory["total"] <= limit
+    assert row.plan.cost.memory["total"] <= limit
+    assert compare(row.plan, model, args, *eager(model, args)) <= 1e-10
+    with pytest.raises(MemoryLimitError, match="the strategy that needs least"):
+        sbpc.sweep(model, args, memory=1e4, **options)
+    with pytest.raises(SbpcError, match="strategies are ranked by seconds"):
+        sbpc.sweep(model, args, spread=True, **options)
+
+
+def test_chunks_are_as_even_as_can_be() -> None:
+    assert even_ends([1.0] * 105, 35) == list(range(0, 106, 3))
+    assert even_ends([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+
+
+def test_one_stage_is_a_loop_whose_gradients_are_boxed_once() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8)
+    e = eager(model, args)
+    sent = []
+    for count in (1, 2, 4):
+        plan = sbpc.plan(model, args, sbpc.Mesh(pipe=1, data=2), stages="pipe", microbatches=count, pin={"*": "B"})
+        assert compare(plan, model, args, *e) <= 1e-10
+        sent.append(plan.cost.bytes_sent["data"])
+    assert max(sent) <= 1.05 * min(sent)
