@@ -55,7 +55,8 @@ def parallelize(
 
     With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
     of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
-    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
+    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if
+    all have gradients of the same dtypes.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.

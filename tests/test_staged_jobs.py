@@ -117,6 +117,7 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
+    wrong += largest(module)
     return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
 
 
@@ -140,6 +141,23 @@ def misused(module: Any) -> list[str]:
         except PlanError as error:
             unsaid += [] if said in str(error) else [f"{said}: {error}"]
     return unsaid
+
+
+def largest(module: Any) -> list[str]:
+    """On a rank: whether the norm of the largest element is not that over all stages, or what is infinite is not refused."""
+    module.step(*tower()[1])
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    most = max(process_groups.from_all_ranks(max(float(g.full_tensor().abs().max()) for g in gradients)))
+    norm = float(module.clip_grad_norm_(most / 2, float("inf")))
+    now = max(process_groups.from_all_ranks(max(float(g.full_tensor().abs().max()) for g in gradients)))
+    wrong = [f"{norm} and then {now}, not {most}"] if norm != most or abs(now - most / 2) > 1e-5 * most else []
+    if torch.distributed.get_rank() == 1:
+        gradients[0].to_local().fill_(torch.nan)
+    try:
+        module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        return [*wrong, "a norm of NaN is taken"]
+    except PlanError as error:
+        return wrong if "the norm of the gradients is nan" in str(error) else [*wrong, str(error)]
 
 
 def skipped_together(folder: str) -> list[bool]:
