@@ -158,6 +158,7 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
         (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
+        (("run", file), "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"),
         (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
         (("diff", file, file), "a plan with stages has no diff"),
         (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
@@ -186,12 +187,13 @@ def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, 
 
 
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
-    plan, _ = written
+    plan, file = written
     for call in (
         lambda: plan.explain("ups.0.weight"), lambda: plan.diff(plan), lambda: plan.export("x"), lambda: plan.certify(seconds=1.0),
         lambda: plan.proof, lambda: plan.check_bound(), lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
     ):  # fmt: skip
         assert "a plan with stages has no " in refused(PlanError, call)
+    assert "holds no step 'train'" in refused(PlanError, lambda: sbpc.load_module(file))
     with pytest.raises(AttributeError):
         plan.nothing  # noqa: B018
     assert not hasattr(plan, "nothing") and copy.copy(plan).axis == "pipe"

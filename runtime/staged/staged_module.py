@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
@@ -251,7 +252,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
     elsewhere = frozenset(name for name, stage in counted.items() if stage != runner.stage)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves = bind.arguments(plan, args, kwargs)
+        leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in bind.arguments(plan, args, kwargs)]
         check_step(plan, self, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
