@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sbpc
 from sbpc import Mesh
@@ -117,7 +119,7 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
-    wrong += largest(module)
+    wrong += [*largest(module), *cut_arguments(module)]
     return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
 
 
@@ -141,6 +143,16 @@ def misused(module: Any) -> list[str]:
         except PlanError as error:
             unsaid += [] if said in str(error) else [f"{said}: {error}"]
     return unsaid
+
+
+def cut_arguments(module: Any) -> list[str]:
+    """On a rank: whether a DTensor as an argument, and random numbers drawn once more, give another loss."""
+    args, state = tower()[1], module.random_state()
+    whole = module.step(*args)
+    module.set_random_state(state)
+    cut = [distribute_tensor(arg, init_device_mesh("cpu", (4,)), [Shard(0)]) for arg in args]
+    again = module.step(*cut)
+    return [] if torch.equal(whole, again) else [f"{whole} of whole arguments, {again} of DTensors"]
 
 
 def largest(module: Any) -> list[str]:
