@@ -34,7 +34,8 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
     Before: a boxed graph at global shapes. After: plain ATen ops at local shapes and functional collectives over named
     groups (`Mesh.group_name`). Placeholders: those of the graph, then for every mesh axis the rank's position, int64 [1].
     For every value that stands for one of the boxed graph, `meta["local_shape"]` is its shape on this rank,
-    `meta["whole_shape"]` that of the whole.
+    `meta["whole_shape"]` that of the whole. On every call `meta["boxed"]` is the name of the node of the boxed graph for which it is
+    written; for the calls from a wait on, that of the boxing.
     """
     return Localizer(gm, mesh, coordinates).run()
 
@@ -61,6 +62,7 @@ class Localizer:
             self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
         for node in nodes:
             self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
+            self.about["boxed"] = operands(node)[0].name if "awaits" in node.meta else node.name
             if "step" in node.meta or "awaits" in node.meta:
                 self.about[BOXING] = node.name
             if "step" in node.meta:
@@ -86,8 +88,8 @@ class Localizer:
         """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        kept = {BOXING: local.meta[BOXING]} if BOXING in local.meta else {}
-        put(local, "meta", kept | {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta})
+        kept = {key: about[key] for about in (self.about, local.meta) for key in ("boxed", BOXING) if key in about}
+        put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta} | kept)
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):

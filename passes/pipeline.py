@@ -44,6 +44,7 @@ from sbpc.plans.plan import Assignment, Plan, Rewriter
 from sbpc.plans.staged import staged_file
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import declare
+from sbpc.plans.timeline import Event
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
@@ -210,12 +211,12 @@ def html(plan: Plan | StagedPlan) -> str:
 
 
 @uncollected()
-def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None) -> str:
+def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
     if isinstance(plan, StagedPlan):
         return staged_page(plan)
     names = [row.name for row in model_map(plan) if row.home is not None]
-    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses)
+    return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 
 
 def save(plan: Plan | StagedPlan, path: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from sbpc._compat import with_local
 from sbpc.errors import PlanError
 from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import TANGENT
 from sbpc.graph.pytree import flatten, unflatten
+from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.step import ModuleWeights, Runner
 
 JOINT = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
@@ -51,13 +51,13 @@ class JointFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
+        ctx: Any, runner: Runner, sums: Sums, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
     ) -> Any:
         """Runs the program of the whole step for a gradient of one."""
-        outputs = runner.joint([*values, *gradients_of_results(runner)])
-        results, gradients = outputs[: len(runner.results)], outputs[len(runner.results) :]
-        triples = zip(runner.gradients.values(), leaves, gradients)
-        ctx.gradients = [with_local(leaf, value) if is_parameter else value for is_parameter, leaf, value in triples]
+        program, first = runner.joint_apart if sums.on else runner.joint, len(runner.results)
+        outputs = program([*values, *gradients_of_results(runner)])
+        results, computed = outputs[:first], outputs[first:]
+        ctx.gradients = runner.for_leaves(leaves, runner.kept_apart(sums, computed) if sums.on else computed)
         others += [value for at, value in enumerate(results) if at not in runner.differentiable]
         return tuple(results[at] for at in runner.differentiable)
 
@@ -65,4 +65,4 @@ class JointFunction(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Hands out the gradients, once."""
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, None, *gradients
+        return None, None, None, None, None, *gradients

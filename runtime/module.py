@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
+from sbpc.runtime.accumulate import NO_SYNC
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
 from sbpc.runtime.staged.staged_module import bind_stages, parallelize_stages
@@ -29,6 +31,9 @@ from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_st
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
 from sbpc.runtime.step import ModuleWeights, Runner
+from sbpc.runtime.step_function import StepFunction
+
+RUNNERS = "_sbpc_runners"
 
 
 def parallelize(
@@ -50,8 +55,9 @@ def parallelize(
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
     likewise. `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
-    the seconds that the plan predicts. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give
-    `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
+    the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one outside sends
+    their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
+    `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
 
     With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
     of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
@@ -161,14 +167,41 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self)
-        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs)
+        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs, StepFunction)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights: ModuleWeights = weights_of(self)
         return joint_step(weights.runner_of(runners), weights, self.__dict__[RANDOM], args, kwargs)
 
-    step.__doc__ = JOINT
-    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step))
+    def no_sync(self: nn.Module) -> AbstractContextManager[None]:
+        return weights_of(self).sums.no_sync()
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        weights_of(self).sums.drop()
+        cls.zero_grad(self, set_to_none)
+
+    step.__doc__, no_sync.__doc__ = JOINT, NO_SYNC
+    zero_grad.__doc__ = "Drops the gradients of parameters, and what `no_sync` keeps of them."
+    own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
+    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step) | own)
+
+
+def training_runner(module: nn.Module) -> Runner:
+    """Returns what runs the programs of the plan of a parallel module. Raises PlanError for a module that is not parallel."""
+    runners: list[Runner] | None = getattr(type(module), RUNNERS, None)
+    if runners is None:
+        raise PlanError(f"a {type(module).__name__} is not parallel\n  Give what sbpc.parallelize returns.")
+    return runners[0]
+
+
+def refuse_unfinished(module: nn.Module) -> None:
+    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
+    weights: ModuleWeights | None = vars(module).get(WEIGHTS)
+    if weights is not None and weights.sums.held:
+        raise PlanError(
+            "the module keeps gradients of backwards within no_sync, which would be lost\n"
+            "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
+        )
 
 
 def agreed_seed(where: torch.device) -> int:

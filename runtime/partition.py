@@ -40,9 +40,7 @@ def partition(gm: GraphModule) -> Partition:
     """Cuts a local program into its forward and its backward."""
     nodes, late = list(gm.graph.nodes), backward_nodes(gm)
     tangents, early_results, late_results = ends(gm)
-    used = [n for node in nodes if node in late for n in nodes_in((node.args, node.kwargs))]
-    used += [node for node in late_results if node is not None]
-    saved = list(dict.fromkeys(node for node in used if node not in late))
+    saved = saved_for(gm, late, late_results)
     inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
     forward = extract(gm, inputs, body, [*early_results, *saved])
@@ -52,6 +50,13 @@ def partition(gm: GraphModule) -> Partition:
         separate(program, range(len(early_results)), aten.alias.default, lambda node: node)
     separate(backward, range(len(late_results)), aten.clone.default, memory_of)
     return Partition(forward, backward, inference)
+
+
+def saved_for(gm: GraphModule, late: set[Node], late_results: list[Node | None]) -> list[Node]:
+    """Returns what the forward saves for the backward, whose nodes are `late`."""
+    used = [n for node in gm.graph.nodes if node in late for n in nodes_in((node.args, node.kwargs))]
+    used += [node for node in late_results if node is not None]
+    return list(dict.fromkeys(node for node in used if node not in late))
 
 
 def joint(gm: GraphModule) -> GraphModule:

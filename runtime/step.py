@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
-from sbpc._compat import HOOKS, keeps_graph, local_of, slots, storage_of, with_local, writes_of
+from sbpc._compat import HOOKS, local_of, slots, storage_of, with_local, writes_of
 from sbpc.errors import PlanError
 from sbpc.graph.ports import (
     BUFFER,
@@ -36,6 +36,7 @@ from sbpc.graph.random_bits import seed_of_step
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
+from sbpc.runtime.accumulate import Apart, Sums, apart
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.partition import Partition, joint, partition
@@ -98,25 +99,47 @@ class Runner:
         return self.executor(joint(self.program))
 
     @functools.cached_property
+    def apart(self) -> Apart:
+        """Cuts the program before the ends of the gradients' ways home, for `no_sync`."""
+        return apart(self.program)
+
+    @functools.cached_property
+    def backward_apart(self) -> BoxedFunction:
+        """Compiles the backward without these ends."""
+        return self.executor(self.apart.backward)
+
+    @functools.cached_property
+    def joint_apart(self) -> BoxedFunction:
+        """Compiles forward and backward as one program without these ends."""
+        return self.executor(self.apart.joint)
+
+    @functools.cached_property
+    def ending(self) -> BoxedFunction:
+        """Compiles these ends."""
+        return self.executor(self.apart.ending)
+
+    @functools.cached_property
     def modes(self) -> frozenset[str]:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
 
     def step(
         self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any],
-        function: type[Function] | None = None,
+        function: type[Function],
     ) -> Any:  # fmt: skip
         """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw.
 
-        function: what runs the programs, `StepFunction` by default.
+        function: what runs the programs: `StepFunction`, or `JointFunction` for forward and backward at once.
         """
         train = self.trains and torch.is_grad_enabled()
         given = weights.by_port(self, train)
         for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
             given[port] = self.shard_of(port, leaf, train)
-        return self.run(given, random, train, function)
+        return self.run(given, random, train, function, weights.sums)
 
-    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function] | None = None) -> Any:
+    def run(
+        self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function], sums: Sums | None = None
+    ) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers."""
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
@@ -129,7 +152,7 @@ class Runner:
                 others: list[Tensor] = []
                 parameters = [given[port] for port in self.parameters]
                 leaves = (given[port] for port in self.gradients)
-                differentiable = (function or StepFunction).apply(self, values, others, parameters, *leaves)
+                differentiable = function.apply(self, sums or Sums(), values, others, parameters, *leaves)
                 results = merge(differentiable, others, self.differentiable)
             else:
                 with torch.no_grad():
@@ -140,6 +163,15 @@ class Runner:
                 if port.kind == MUTATION:
                     given[Port(BUFFER, port.name)].copy_(value)
         return bind.outputs(self.plan, named)
+
+    def kept_apart(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients by port of what `backward_apart` or the end of `joint_apart` gives, None for those that `sums` keeps."""
+        return sums.gradients(self.apart, self.ending, list(self.gradients.values()), computed)
+
+    def for_leaves(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns gradients as those of the leaves: a parameter's as a DTensor. None stays None."""
+        triples = zip(self.gradients.values(), leaves, gradients)
+        return [with_local(leaf, value) if is_parameter and value is not None else value for is_parameter, leaf, value in triples]
 
     def writes(self, parameters: list[Any], saved: Sequence[Tensor]) -> list[tuple[str, Any, int]]:
         """Returns the parameters whose memory the backward reads, each with how often autograd has seen it written.
@@ -251,76 +283,12 @@ def no_autocast(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(where.type, enabled=False) if on else contextlib.nullcontext()
 
 
-class StepFunction(Function):
-    """One step of a plan as an autograd function of what gets gradients: DTensor parameters, and arguments."""
-
-    clear_saved_tensors_on_access = True
-
-    @staticmethod
-    def forward(
-        ctx: Any, runner: Runner, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
-    ) -> Any:
-        """Runs the forward program on `values` and saves what the backward program reads.
-
-        others: a list to which the results without gradient are added.
-        """
-        outputs = runner.forward(values)
-        results, saved = outputs[: len(runner.results)], outputs[len(runner.results) :]
-        ctx.save_for_backward(*saved)
-        ctx.runner, ctx.leaves, ctx.retained, ctx.writes = runner, leaves, None, runner.writes(parameters, saved)
-        others += [value for at, value in enumerate(results) if at not in runner.differentiable]
-        return tuple(results[at] for at in runner.differentiable)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Runs the backward program. Values saved for it die at their last use, unless the graph is retained."""
-        with torch.no_grad():
-            gradients = StepFunction.gradients(ctx, [grad.detach() for grad in grads])
-        if torch.is_grad_enabled():  # create_graph=True
-            gradients = NoSecondGradient.apply(*(each.requires_grad_() for each in gradients))
-        return None, None, None, None, *gradients
-
-    @staticmethod
-    def gradients(ctx: Any, grads: list[Tensor]) -> list[Tensor]:
-        """Returns what the backward program computes, in the order of the leaves."""
-        runner: Runner = ctx.runner
-        for name, parameter, writes in ctx.writes:
-            if writes_of(parameter) != writes:
-                raise PlanError(
-                    f"parameter {name} was written between a forward and its backward, which reads it\n"
-                    "  Call backward before optimizer.step(), or run the forward again."
-                )
-        values = list(ctx.saved_tensors) if ctx.retained is None else ctx.retained
-        ctx.retained = values.copy() if keeps_graph() else None
-        values += [grad.contiguous() for grad in grads]
-        with no_autocast(runner.where):
-            gradients = runner.backward(values)
-        triples = zip(runner.gradients.values(), ctx.leaves, gradients)
-        return [with_local(leaf, value) if is_parameter else value for is_parameter, leaf, value in triples]
-
-
-class NoSecondGradient(Function):
-    """Gradients that were asked for with create_graph=True. No program computes theirs, so they refuse a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, *gradients: Tensor) -> Any:
-        """Returns the same gradients, as results that ask for a gradient."""
-        return tuple(gradient.detach() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raises PlanError."""
-        raise PlanError(
-            "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
-            "  Leave out create_graph=True, or compute such a term, as a gradient penalty, by a model on one device."
-        )
-
-
 @dataclass
 class ModuleWeights:
     """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
 
-    accepted: what `weights` last found as planned. modes, runner: the last modes of the submodules, and their runner.
+    accepted: what `weights` last found as planned. modes, runner: the last modes of the submodules, and their runner. sums: the
+    gradients that `no_sync` keeps.
     """
 
     places: dict[Port, tuple[dict[str, Any], str]]
@@ -329,6 +297,7 @@ class ModuleWeights:
     accepted: Sequence[Any] = ()
     modes: Sequence[bool] = ()
     runner: Runner | None = None
+    sums: Sums = field(default_factory=Sums)
 
     @classmethod
     def of(cls, module: nn.Module, plan: Plan | Programs) -> ModuleWeights:

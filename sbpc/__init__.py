@@ -1,22 +1,53 @@
-"""sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out."""
+"""sbpc: a compiler for distributed PyTorch. A model for one device in, the program of every rank of a mesh out.
 
-from sbpc.api.loading import load
-from sbpc.api.planning import baseline, plan
-from sbpc.api.sweep import sweep
-from sbpc.errors import SbpcError
-from sbpc.mesh.cluster import Cluster
-from sbpc.mesh.layout import Layout
-from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B, P, Partial, S
-from sbpc.plans.plan import Plan
-from sbpc.rules.proof.probe import probe
-from sbpc.rules.proof.rule_files import load_rules
-from sbpc.rules.proof.user_rules import rule
-from sbpc.runtime.exported import load_module, load_programs
-from sbpc.runtime.module import parallelize
-from sbpc.runtime.one_process.simulate import simulate
-from sbpc.runtime.start.process_groups import start, stop
-from sbpc.runtime.state.checkpoint import Checkpoints
+`import sbpc` loads nothing else. A name is looked up in its file when it is first used: some need torch's distributed tensors,
+sympy and the table of rules, which take two seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sbpc.api.loading import load
+    from sbpc.api.planning import baseline, plan
+    from sbpc.api.sweep import sweep
+    from sbpc.errors import SbpcError
+    from sbpc.mesh.cluster import Cluster
+    from sbpc.mesh.layout import Layout
+    from sbpc.mesh.mesh import Mesh
+    from sbpc.mesh.states import B, P, Partial, S
+    from sbpc.plans.plan import Plan
+    from sbpc.rules.proof.probe import probe
+    from sbpc.rules.proof.rule_files import load_rules
+    from sbpc.rules.proof.user_rules import rule
+    from sbpc.runtime.exported import load_module, load_programs
+    from sbpc.runtime.module import parallelize
+    from sbpc.runtime.one_process.simulate import simulate
+    from sbpc.runtime.start.process_groups import start, stop
+    from sbpc.runtime.state.checkpoint import Checkpoints
+
+FILES = {
+    "api.loading": ("load",),
+    "api.planning": ("baseline", "plan"),
+    "api.sweep": ("sweep",),
+    "errors": ("SbpcError",),
+    "mesh.cluster": ("Cluster",),
+    "mesh.layout": ("Layout",),
+    "mesh.mesh": ("Mesh",),
+    "mesh.states": ("B", "P", "Partial", "S"),
+    "plans.plan": ("Plan",),
+    "rules.proof.probe": ("probe",),
+    "rules.proof.rule_files": ("load_rules",),
+    "rules.proof.user_rules": ("rule",),
+    "runtime.exported": ("load_module", "load_programs"),
+    "runtime.module": ("parallelize",),
+    "runtime.one_process.simulate": ("simulate",),
+    "runtime.start.process_groups": ("start", "stop"),
+    "runtime.state.checkpoint": ("Checkpoints",),
+}
+ROOMS = ("api", "boxing", "cli", "errors", "graph", "inspect", "mesh", "passes", "plans", "rules", "runtime", "solver")
 
 __all__ = [
     "B",
@@ -43,3 +74,19 @@ __all__ = [
     "stop",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name, or a room, and keeps it."""
+    if name in ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    for file, names in FILES.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, with what a module has besides."""
+    return sorted({*globals(), *__all__, *ROOMS})

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx import Graph, GraphModule
 
 import sbpc
 from sbpc import Mesh
+from sbpc.plans.timeline import INSIDE, Event
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.trace import Recorder
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -77,6 +80,36 @@ def test_a_plan_made_without_a_gpu_runs_on_one(one_rank: Any, dtype: torch.dtype
     assert found[0][0] == pytest.approx(found[1][0], rel=rtol)
     for one, other in zip(found[0][1], found[1][1]):
         assert (one - other).norm() <= rtol * one.norm()
+
+
+def test_a_step_on_a_gpu_is_timed_by_its_streams(one_rank: Any) -> None:
+    check_recorder(torch.device("cuda", 0))
+
+
+def check_recorder(where: torch.device) -> None:
+    """A program with a collective beside a kernel gives what it gave, and every part of it a span."""
+    process_groups.bind_groups("sbpc::timed", [[0]])
+    graph = Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "sbpc::timed"))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    end = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (end, product)),))
+    recorder = Recorder(GraphModule({}, graph), where)
+    given = torch.randn(256, 256, device=where)
+    for _ in range(3):
+        (found,) = recorder([given])
+        torch.testing.assert_close(found, given + given @ given)
+    predicted = [Event(INSIDE, 0.0, 1.0, start.name, "all_reduce", "", "forward", "data")]
+    start.meta["boxed"] = end.meta["boxed"] = start.name
+    events = recorder.events(predicted)
+    recorder.clock.close()
+    assert sorted(event.kind for event in events) == sorted(["start", "all_reduce", "aten.mm", "wait", "aten.add.Tensor"])
+    spans = {event.kind: event for event in events}
+    assert 0 == spans["start"].start <= spans["all_reduce"].start <= spans["all_reduce"].end <= spans["wait"].end + 1e-6
+    median = sorted(map(recorder.length, recorder.runs))[1]
+    assert spans["wait"].end <= spans["aten.add.Tensor"].end == pytest.approx(median, rel=1e-3)
+    assert all(event.end >= event.start for event in events)
 
 
 def whole(tensor: Any) -> torch.Tensor:

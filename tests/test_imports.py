@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
 import pytest
+
+import sbpc
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (  # from the ground up: a room imports from floors below its own, never from a room beside it
@@ -105,6 +109,18 @@ def test_every_room_and_template_is_in_the_wheel() -> None:
     assert set(settings["packages"]) == rooms
     data = {path for room, names in settings["package-data"].items() for name in names for path in (ROOT / room.replace(".", "/")).glob(name)}
     assert data == {*(ROOT / "sbpc").rglob("*.j2"), ROOT / "sbpc" / "py.typed"}
+
+
+def test_importing_the_package_loads_nothing_and_every_public_name_is_there() -> None:
+    """So `import sbpc` takes no time beside `import torch`; the first name that is used takes some."""
+    code = "import sys, sbpc; print([name for name in sys.modules if name.startswith(('sbpc.', 'torch', 'sympy'))], set(sbpc.__all__) <= set(dir(sbpc)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[] True\n"
+    assert sorted(name for names in sbpc.FILES.values() for name in names) == sorted(sbpc.__all__)
+    assert {room.split(".")[0] for room, _ in files()} - {"", "__main__", "_compat"} == set(sbpc.ROOMS)
+    for name in (*sbpc.__all__, *sbpc.ROOMS):
+        assert getattr(sbpc, name) is not None
+    with pytest.raises(AttributeError, match="module 'sbpc' has no attribute 'Plans'"):
+        sbpc.Plans  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_passes_share_only_the_pipeline_and_verify() -> None:

@@ -166,7 +166,7 @@ def test_a_timeline_marks_what_is_exposed() -> None:
     drawn = timeline(EVENTS, {"mm": 7})
     assert drawn["lanes"] == ["compute", "links inside a node", "links across nodes"]
     assert drawn["whole"] == "10 s" and drawn["exposed_seconds"] == "2 s"
-    assert drawn["exposed"] == [(400.0, 200.0)] and drawn["rows"] == [("blocks.*", "forward", "2.5 s", 100.0)]
+    assert drawn["exposed"] == [(400.0, 200.0, 108.0)] and drawn["rows"] == [("blocks.*", "forward", "2.5 s", 100.0)]
     assert [(bar["x"], bar["end"], bar["y"]) for bar in drawn["bars"]] == [
         (0.0, 400.0, 6.0), (600.0, 1000.0, 6.0), (300.0, 700.0, 40.0), (500.0, 550.0, 74.0)
     ]  # fmt: skip

@@ -18,8 +18,8 @@ from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.mesh.cluster import Cluster
 from sbpc.passes.schedule.choice import choose
-from sbpc.passes.schedule.list_schedule import list_schedule
-from sbpc.passes.schedule.schedule import SLACK, ordered, schedule
+from sbpc.passes.schedule.list_schedule import RULES, list_schedule
+from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
 from sbpc.plans import plan_file
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, makespan, sends, timeline, works
@@ -118,6 +118,14 @@ def test_a_plan_is_no_slower_than_the_serial_one_scheduled_and_serial_plans_do_n
     scheduled = replace(serial, options=plan.options)
     assert plan.cost.seconds <= scheduled.cost.seconds * (1 + 1e-2)
     assert plan.cost.lower_bound <= scheduled.cost.seconds
+
+
+def test_the_seconds_of_an_order_are_those_of_its_timeline() -> None:
+    plan, *_ = gpt_on_slow_links(microbatches=1)
+    boxed, mesh, work = plan.unscheduled, plan.mesh, works(plan.unscheduled, plan.mesh)
+    calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
+    for order in (*(list_schedule(calls, work, 64, rule) for rule in RULES), random_order(boxed, mesh, 3), [(node, False) for node in calls]):
+        assert seconds_of(order, work) == makespan(timeline(ordered(boxed, order), mesh))
 
 
 def test_peak_bytes_of_a_schedule_are_those_counted() -> None:

@@ -10,7 +10,6 @@ from networkx.utils import UnionFind
 
 from sbpc.errors import LayoutError
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.passes.assign.layout_problem import LayoutProblem
 from sbpc.passes.assign.repeated_blocks import runs
 from sbpc.plans.plan import Assignment, Plan
@@ -91,12 +90,11 @@ class Space(LayoutProblem):
         return self.with_copies_tied([classes.get(at, len(numbers) + at) for at in range(len(self.variables))])
 
     def with_copies_tied(self, classes: list[int]) -> list[int]:
-        """Returns the classes, those that hold copies of one call made one: in each micro-batch, and where it is computed again."""
-        union, again = UnionFind(classes), {node.meta.get(RECOMPUTES) for node in self.nodes}
+        """Returns the classes, those that hold copies of one call, one in each micro-batch, made one."""
+        union = UnionFind(classes)
         for at, (node, number) in enumerate(zip(self.nodes, classes)):
-            origin = node.meta.get(RECOMPUTES) or node.meta.get("origin") or (node.name if node.name in again else None)
-            if origin is not None:
-                union.union(number, (origin, id(self.tables[at])))
+            if "origin" in node.meta:
+                union.union(number, (node.meta["origin"], id(self.tables[at])))
         numbers: dict[Any, int] = {}
         return [numbers.setdefault(union[number], len(numbers)) for number in classes]
 

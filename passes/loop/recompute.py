@@ -1,7 +1,7 @@
 """Recompute: what the backward of a block reads of its forward is computed again in front of it, so that less is kept in between.
 
-A block is a module that is one of a list, such as `blocks.3`: its path up to the first number. In a model whose numbered modules
-make nothing that their backward could compute again, it is a child of the model. What is computed again follows from its form:
+A block is a module that is one of a list, such as `blocks.3`: its path up to the first number. In a model whose numbered modules are
+single layers, it is a child of the model. What is computed again follows from its form:
 
 - "full": everything. Values from outside the block are kept, such as its input.
 - "selective" (Korthikanti et al. 2022): where products of activations are written out, as in softmax(q k^T) v, the values between
@@ -79,16 +79,22 @@ def called_again(graph: Graph, node: Node, read: Mapping[Node, Node]) -> Node:
 
 
 def blocks_of(gm: GraphModule) -> dict[Node, str]:
-    """Returns, by call of forward and backward, the block in which it is. Calls outside of all blocks are absent."""
+    """Returns, by call of forward and backward, the block in which it is. Calls outside of all blocks are absent.
+
+    Empty if no block's backward reads what it could compute again.
+    """
+    found = []
     for block_of in (numbered, child):
         blocks = {}
         for node in gm.graph.nodes:
             block = block_of(node.meta.get("module") or "") if node.op == "call_function" else ""
             if block:
                 blocks[node] = block
-        if any(values_again(gm, blocks, dict.fromkeys(blocks.values(), FULL)).values()):
+        again = set[Node]().union(*values_again(gm, blocks, dict.fromkeys(blocks.values(), FULL)).values())
+        if any(is_costly(node) for node in again):  # else these are single layers
             return blocks
-    return {}
+        found += [blocks] if again else []
+    return found[0] if found else {}
 
 
 def numbered(path: str) -> str:
@@ -197,10 +203,15 @@ def cheap_ones(nodes: Sequence[Node], able: Collection[Node], fixed: Collection[
 
 def is_cheap(node: Node, fixed: Collection[Node]) -> bool:
     """Returns whether a call is no product, convolution or attention kernel, and makes as many elements as it reads."""
-    if name_of(node) in COSTLY or name_of(node).startswith(ATTENTION):
+    if is_costly(node):
         return False
     read = [elements(*value_of(used)) for used in operands(node) if used not in fixed]
     return is_view(node) or max(elements(node, at) for at in range(outputs_of(node))) >= max(read, default=0)
+
+
+def is_costly(node: Node) -> bool:
+    """Returns whether a call is a product, a convolution or an attention kernel."""
+    return name_of(node) in COSTLY or name_of(node).startswith(ATTENTION)
 
 
 def between_products(nodes: Sequence[Node], cheap: Collection[Node], fixed: Collection[Node]) -> set[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -14,7 +14,7 @@ from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.plans.memory import Life
-from sbpc.plans.timeline import COMPUTE, makespan, timeline, works
+from sbpc.plans.timeline import COMPUTE, STREAMS, Work, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SLACK = 1.05  # of the bytes of the graph as it is: what a schedule may take where no limit is given
@@ -41,13 +41,28 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     after = awaited_gradients(boxed)
     most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
     for window in WINDOWS:
-        scheduled = [ordered(boxed, list_schedule(calls, work, window, rule, after)) for rule in RULES]
-        for gm in sorted(scheduled, key=lambda gm: makespan(timeline(gm, mesh))):
+        orders = [list_schedule(calls, work, window, rule, after) for rule in RULES]
+        for order in sorted(orders, key=lambda order: seconds_of(order, work)):
+            gm = ordered(boxed, order)
             if Life.of(gm, mesh).peak <= most:
                 return gm
     result = ordered(boxed, ((node, False) for node in calls))
     result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
     return result
+
+
+def seconds_of(order: Sequence[tuple[Node, bool]], work: Mapping[Node, Work]) -> float:
+    """Returns what a step takes in an order: the makespan of the timeline of `ordered`."""
+    awaited = {node for node, waits in order if waits}
+    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[Node, float]()
+    for node, waits in order:
+        if waits:
+            now = max(now, ends[node])
+        elif work[node].seconds:
+            stream = work[node].stream
+            free[stream] = ends[node] = max(now, free[stream]) + work[node].seconds
+            now = now if stream != COMPUTE and node in awaited else ends[node]
+    return max(free.values())
 
 
 def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]]) -> GraphModule:

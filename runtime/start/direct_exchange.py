@@ -8,7 +8,9 @@ two ranks of a pair send one after the other. Here a rank asks for all blocks fi
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +32,10 @@ class DirectGroup(dist.ProcessGroup):
 
     messages: a group of the same ranks that does nothing else. across: whether they are on several nodes. Which
     way a collective goes depends on that and on the sizes of the blocks, which are the same on all ranks of the group.
+    started: a list to which the work of every collective is added, where one is given.
     """
+
+    started: list[dist.Work] | None = None
 
     def __init__(self, group: dist.ProcessGroup, messages: dist.ProcessGroup, across: bool) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
@@ -43,8 +48,8 @@ class DirectGroup(dist.ProcessGroup):
         """Starts a reduce-scatter of every input. What `torch.ops._c10d_functional` calls for one as for several."""
         combine = next((function for op, function in COMBINE if options.reduceOp == op), None)
         if combine is None or any(x.device.type != "cpu" for x in inputs):
-            return self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-        return DirectWork([reduce_scatter(self.messages, next(self.tags), out, x, combine) for out, x in zip(outputs, inputs)])
+            return self.noted(self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options))
+        return self.noted(DirectWork([reduce_scatter(self.messages, next(self.tags), out, x, combine) for out, x in zip(outputs, inputs)]))
 
     def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
@@ -52,22 +57,27 @@ class DirectGroup(dist.ProcessGroup):
         """Starts an all-to-all of pieces of these sizes. Where one differs from the others, ranks may know other sizes."""
         large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
         if not (self.across and large and x.device.type == "cpu"):
-            return self.gloo.alltoall_base(output, x, received, sent, options)
-        return DirectWork([all_to_all(self.messages, next(self.tags), output, x)])
+            return self.noted(self.gloo.alltoall_base(output, x, received, sent, options))
+        return self.noted(DirectWork([all_to_all(self.messages, next(self.tags), output, x)]))
 
+    def noted(self, work: dist.Work) -> dist.Work:
+        """Adds a work to `started`, where that is asked for."""
+        if self.started is not None:
+            self.started.append(work)
+        return work
 
     # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo that frees
     # a tensor needs that lock while it holds the one that torch then waits for.
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
         """Starts an all-reduce."""
-        return self.gloo.allreduce(tensors, options)
+        return self.noted(self.gloo.allreduce(tensors, options))
 
     def allgather_into_tensor_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any
     ) -> dist.Work:
         """Starts an all-gather of every input."""
-        return self.gloo.allgather_into_tensor_coalesced(outputs, inputs, options)
+        return self.noted(self.gloo.allgather_into_tensor_coalesced(outputs, inputs, options))
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
         """Starts a broadcast."""
@@ -77,8 +87,11 @@ class DirectGroup(dist.ProcessGroup):
 class DirectWork(dist.Work):
     """What `wait_tensor` waits for: messages on their way, and what is done with them once all are there.
 
-    gloo's threads move the data meanwhile. Sums are made at the end, on the thread that waits.
+    gloo's threads move the data meanwhile. Sums are made at the end, on the thread that waits. received: of a thread that runs
+    `receive`, where one does.
     """
+
+    received: Future[float] | None = None
 
     def __init__(self, exchanges: list[Exchange]) -> None:
         super().__init__()
@@ -86,12 +99,21 @@ class DirectWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for every message as long as the group allows. Raises RuntimeError after that, and if a rank is gone."""
-        for messages, finish in self.exchanges:
-            for message in messages:
-                message.wait()
+        if self.received is None:
+            self.receive()
+        else:
+            self.received.result()
+        for _, finish in self.exchanges:
             finish()
         self.exchanges = []
         return True
+
+    def receive(self) -> float:
+        """Waits for every message. Returns the moment at which all are there, of `time.perf_counter`."""
+        for messages, _ in self.exchanges:
+            for message in messages:
+                message.wait()
+        return time.perf_counter()
 
 
 def reduce_scatter(

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from sbpc.errors import CheckpointError
 from sbpc.graph.pytree import unflatten
+from sbpc.runtime.module import refuse_unfinished
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.blocks import TensorBlock, blocks_of, groups_of, merged_groups, names_of
 from sbpc.runtime.state.checkpoint_record import (
@@ -123,8 +124,9 @@ class Checkpoints:
     ) -> None:
         """Saves what training goes on from after `step` steps. extra: numbers and texts of your own, nested as you like.
 
-        Raises CheckpointError, also for an earlier save that failed.
+        Raises CheckpointError, also for an earlier save that failed, and PlanError amid an accumulation by `no_sync`.
         """
+        refuse_unfinished(model)
         self.wait()
         blocks = blocks_of(model, optimizer)
         record = describe(step, blocks, model, optimizer, extra)

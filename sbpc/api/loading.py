@@ -58,6 +58,7 @@ def again(plan: Plan, **other: Any) -> Plan:
     about = {name: options.get(name) for name in ABOUT}
     asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
     given, left = plan.given, plan.left
+    asked |= {"recompute": options.get("recompute", "none"), "forms": {}}  # what is computed again is in the graph
     asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
     asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
     return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
-from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute, recomputed
+from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute
 from sbpc.api.staging import check_staged, plan_stages
 from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
@@ -32,6 +32,7 @@ from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternat
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
+from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Plan
@@ -195,8 +196,10 @@ class Task:
 
             quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
             return least_recompute(self.gm, memory, planned, quick)
-        with self.stages.timed("recompute"):
-            gm = recomputed(self.gm, forms_of(self.gm, recompute) if forms is None else forms)
+        gm, forms = self.gm, forms_of(self.gm, recompute) if forms is None else forms
+        if forms:
+            with self.stages.timed("recompute"):
+                gm = compute_again(gm, forms)
         if microbatches is not None and microbatches > 1:
             check_parts(gm, pin or {}, dynamic)
             with self.stages.timed("microbatches"):

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError, PlanError
 from sbpc.graph.ports import GRADIENT, PARAMETER
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, is_late, recompute
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, is_late
 from sbpc.passes.schedule.choice import overlapped
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.memory import Life
@@ -24,11 +24,6 @@ log = logging.getLogger("sbpc")
 AUTO = "auto"
 RECOMPUTE = NONE, SELECTIVE, FULL, AUTO
 Forms = Mapping[str, str]  # by block, what its backward computes again
-
-
-def recomputed(gm: GraphModule, forms: Forms) -> GraphModule:
-    """Returns the graph in which blocks compute values again; the same if none does."""
-    return recompute(gm, forms) if any(form != NONE for form in forms.values()) else gm
 
 
 def forms_of(gm: GraphModule, form: str) -> Forms:
@@ -49,10 +44,10 @@ def least_recompute(
 ) -> Plan:  # fmt: skip
     """Returns the plan in which as few blocks as `memory` asks for compute anything again: none if it fits without.
 
-    gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which a plan takes about
-    as many bytes and less time to make. What a form saves is seen from a plan without
-    a limit in which all blocks have it; bytes are taken to be linear in the number of blocks between. If no plan with the number of
-    blocks found so fits, the search under the limit is tried half the way to all blocks, then with all. Raises MemoryLimitError.
+    gm: the annotated graph. planned: plans with `forms` and other options of `Task.plan`. quick: options with which a plan takes
+    about as many bytes and less time to make. What a form saves is seen from a plan without a limit in which all blocks have it;
+    with fewer blocks bytes are taken to be linear in their number. If no plan is found with the number of blocks that follows,
+    there is a search half the way to all blocks, then one with all. Raises MemoryLimitError.
     """
     free = planned(forms={}, memory=None)
     if memory is None:
@@ -83,10 +78,11 @@ def reachable(plan: Plan) -> float:
     """
     boxed, mesh, optimizer = plan.unscheduled, plan.mesh, plan.options.get("optimizer")
     curve = memory_curve(Life.of(boxed, mesh), boxed, mesh, optimizer)
-    held = (curve.bytes[at] - sum(curve.groups[name][at] for name in (PARAMETERS, GRADIENTS, OPTIMIZER)) for at in range(len(curve.bytes)))
+    others = [sizes for name, sizes in curve.groups.items() if name not in (PARAMETERS, GRADIENTS, OPTIMIZER)]
+    held = max(map(sum, zip(*others)))
     sizes = {port.name: value.nbytes for port, value in plan.shapes.items() if port.kind == PARAMETER}
     trained = sum(sizes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
-    return max(held) + (sum(sizes.values()) + (1 + OPTIMIZER_STATE[optimizer]) * trained) / mesh.ranks
+    return held + (sum(sizes.values()) + (1 + OPTIMIZER_STATE[optimizer]) * trained) / mesh.ranks
 
 
 def first_step(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc.api.recompute import AUTO, forms_of, recomputed
+from sbpc.api.recompute import AUTO, forms_of
 from sbpc.errors import MemoryLimitError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import ONCE, PARAMETER, placeholders
@@ -19,6 +19,7 @@ from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
+from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan
 from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
@@ -39,7 +40,7 @@ def plan_stages(
     """
     if recompute == AUTO:
         return least(lambda form: plan_stages(gm, clocks, about, mesh, axis, schedule, microbatches, form, optimizer, memory, pin))
-    gm = recomputed(gm, forms_of(gm, recompute))
+    gm = compute_again(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in pin.items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
     count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])

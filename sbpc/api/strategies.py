@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbpc.api.planning import Task
-from sbpc.api.recompute import AUTO, forms_of, recomputed
+from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import plan_stages, units_of
 from sbpc.errors import MemoryLimitError, PlanError
 from sbpc.graph.no_gc import uncollected
@@ -23,6 +23,7 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
+from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.balance import block_of
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.estimate import Estimate, Unit
@@ -189,7 +190,7 @@ class Search:
         key = each.mesh.sizes[1:], each.microbatches, form, spread
         if key not in self.chunks:
             gm = self.short.again().gm
-            gm = recomputed(gm, forms_of(gm, form))
+            gm = compute_again(gm, forms_of(gm, form))
             inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
             share = () if spread else (PARAMETER, GRADIENT)
             self.chunks[key] = units_of(gm, self.short.stages, self.short.about, inner, each.microbatches, spread, share)

@@ -29,6 +29,7 @@ from sbpc.runtime.module import agreed_seed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state.weight_files import place_tensor
 from sbpc.runtime.step import Runner
+from sbpc.runtime.step_function import StepFunction
 
 log = logging.getLogger("sbpc")
 OPTIONS = {
@@ -73,7 +74,7 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
 
     def run(*values: Any) -> Any:
         given = {port: value for port, value in zip(lifted.ports, values) if port is not None}
-        return runner.run(given, random, runner.trains and torch.is_grad_enabled())
+        return runner.run(given, random, runner.trains and torch.is_grad_enabled(), StepFunction)
 
     return run
 

@@ -21,8 +21,9 @@ from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.schedules import SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
-# Options that cannot change a finished plan.
-PLANNING = ("mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "stages", "schedule", "dump")
+PLANNING = (  # options that cannot change a finished plan
+    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "recompute", "stages", "schedule", "dump",
+)  # fmt: skip
 SCHEDULE = "1f1b"
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -42,7 +43,6 @@ def add_planning(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     whose = "whose state is counted, and used (default: adamw)"
     parser.add_argument("--optimizer", choices=names, default="adamw", help=whose)
     parser.add_argument("--memory", type=quantity, metavar="BYTES", help="what a rank may take at its peak, as in 80G")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what the backward computes again (default: none)")
     add_step(parser)
 
 
@@ -65,6 +65,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, help=least)
     parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
     parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
+    parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
     parser.add_argument("--stages", metavar="AXIS", help="cut the model into stages of a pipeline along this axis of the mesh")
     order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE})"
     parser.add_argument("--schedule", metavar="NAME", help=order)
@@ -174,9 +175,8 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
         make_folder(options.dump)
     built = target_of(options, target)
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    asked |= {"dtype": built.dtype, "pin": pins, "dump": options.dump}
     asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
-    asked |= {"recompute": options.recompute, "dtype": built.dtype, "pin": pins, "dump": options.dump}
+    asked |= {"recompute": options.recompute or "none", "dtype": built.dtype, "pin": pins, "dump": options.dump}
     if options.stages:
         asked |= {"stages": options.stages, "schedule": options.schedule or SCHEDULE}
     with progress():

@@ -1,7 +1,7 @@
 """Values that are computed again for the backward: how they are marked, and what keeps them from being computed early.
 
-What such a call reads is there since the forward, so its operands alone would let it run at once, and what it makes would live
-as long as if it had never been dropped. It is to run only when the gradient that meets its value has come.
+What such a call reads is there since the forward. Its operands alone would let it run at once, and what it makes would live as long
+as if it had never been dropped. So it waits for the gradient that meets its value.
 """
 
 from __future__ import annotations

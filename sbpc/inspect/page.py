@@ -24,6 +24,7 @@ from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.plans.plan import Plan
+from sbpc.plans.timeline import Event
 
 FORMULAS = 6  # collectives whose bytes are typeset, those that send most
 WRITTEN = 160  # characters of a call that a row shows
@@ -36,9 +37,13 @@ ABOUT = {
 
 
 def page_html(
-    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None
-) -> str:
-    """Returns the page of a plan. alternatives: by name of a parameter. losses: by name of a run, the loss of every step."""
+    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
+    measured: Sequence[Event] = (),
+) -> str:  # fmt: skip
+    """Returns the page of a plan. alternatives: by name of a parameter. losses: by name of a run, the loss of every step.
+
+    measured: the events of a step that ran.
+    """
     mesh, cost = plan.mesh, plan.cost
     rows = graph_rows(plan.boxed, mesh)
     folded = fold(rows)
@@ -51,7 +56,8 @@ def page_html(
         "model": clean(str(plan.options.get("model", "model"))), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
         "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline(plan.timeline(), places), "formulas": formulas(plan),
+        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline(plan.timeline(), places, measured),
+        "formulas": formulas(plan),
         "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
         "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
         "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,

@@ -10,8 +10,9 @@ from typing import Any
 from sbpc.inspect.picture import clean
 from sbpc.inspect.report import numberless
 from sbpc.inspect.tables import quantity
+from sbpc.inspect.trace import WAITING
 from sbpc.plans.memory_curve import MemoryCurve
-from sbpc.plans.timeline import STREAMS, Event
+from sbpc.plans.timeline import COMPUTE, STREAMS, Event, makespan
 
 WIDE, TALL = 1000.0, 220.0  # units of a chart that can be zoomed; it is stretched to the width of the page
 LANE, BAR = 34.0, 22.0  # units from stream to stream, and of a bar
@@ -22,25 +23,39 @@ PEN = ("solid", "dashed", "dotted")
 Span = tuple[float, float]
 
 
-def timeline(events: Sequence[Event], rows: Mapping[str, int]) -> dict[str, Any]:
+def timeline(events: Sequence[Event], rows: Mapping[str, int], measured: Sequence[Event] = ()) -> dict[str, Any]:
     """Returns the lanes of a timeline with their bars, the spans in which only links are busy, and these by module and phase.
 
-    rows: by name of an event, the number of its row in the graph.
+    rows: by name of an event, the number of its row in the graph. measured: the events of a step that ran, drawn below.
     """
-    whole = max((event.end for event in events), default=0.0) or 1.0
-    lanes = [stream for stream in STREAMS if any(event.stream == stream for event in events)]
-    computing = union([(event.start, event.end) for event in events if event.stream == STREAMS[0]])
-    moving = [event for event in events if event.stream != STREAMS[0]]
-    exposed = without(union([(event.start, event.end) for event in moving]), computing)
-    scale = WIDE / whole
+    sides = {"": events} | ({"measured: ": [each for each in measured if each.kind != WAITING]} if measured else {})
+    whole = max((event.end for side in sides.values() for event in side), default=0.0) or 1.0
+    scale, row = WIDE / whole, 0
+    lanes: list[str] = []
+    drawn: list[dict[str, Any]] = []
+    red: list[tuple[float, float, float]] = []
+    told: list[tuple[str, str]] = []
+    for title, side in sides.items():
+        for stream in (stream for stream in STREAMS if any(event.stream == stream for event in side)):
+            lanes.append(title + stream)
+            drawn += bars(side, stream, LANE * row + 6, scale, rows)
+            row += 1
+        exposed = exposed_spans(side)
+        red += [(start * scale, (end - start) * scale, LANE * row + 6) for start, end in exposed]
+        told.append((quantity(makespan(list(side)), "s"), quantity(length(exposed), "s")))
+        row += 1
     return {
-        "width": WIDE, "height": LANE * (len(lanes) + 1), "bar": BAR, "lane": LANE, "whole": quantity(whole, "s"), "lanes": lanes,
-        "bars": [bar for number, lane in enumerate(lanes) for bar in bars(events, lane, LANE * number + 6, scale, rows)], "seconds": whole,
-        "exposed": [(start * scale, (end - start) * scale) for start, end in exposed],
-        "exposed_seconds": quantity(length(exposed), "s"),
+        "width": WIDE, "height": LANE * row, "bar": BAR, "lane": LANE, "whole": told[0][0], "lanes": lanes, "bars": drawn, "seconds": whole,
+        "exposed": red, "exposed_seconds": told[0][1], "measured": told[1:],
         "ticks": [(WIDE * part / 10, quantity(whole * part / 10, "s")) for part in range(11)],
-        "rows": exposed_rows(moving, computing),
+        "rows": exposed_rows(events),
     }  # fmt: skip
+
+
+def exposed_spans(events: Sequence[Event]) -> list[Span]:
+    """Returns the spans in which links are busy and nothing is computed."""
+    moving = union([(event.start, event.end) for event in events if event.stream != COMPUTE])
+    return without(moving, union([(event.start, event.end) for event in events if event.stream == COMPUTE]))
 
 
 def bars(events: Sequence[Event], lane: str, y: float, scale: float, rows: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -57,10 +72,11 @@ def bars(events: Sequence[Event], lane: str, y: float, scale: float, rows: Mappi
     return drawn
 
 
-def exposed_rows(moving: Sequence[Event], computing: Sequence[Span]) -> list[tuple[str, str, str, float]]:
+def exposed_rows(events: Sequence[Event]) -> list[tuple[str, str, str, float]]:
     """Returns module, phase, seconds in which nothing is computed while its collectives run, and their part of the most."""
+    computing = union([(event.start, event.end) for event in events if event.stream == COMPUTE])
     found: dict[tuple[str, str], list[Span]] = {}
-    for event in moving:
+    for event in (event for event in events if event.stream != COMPUTE):
         found.setdefault((numberless(event.module) or "the model", event.phase), []).append((event.start, event.end))
     exposed = [(key, length(without(spans, computing))) for key, spans in found.items()]
     rows = sorted(exposed, key=lambda item: -item[1])[:12]

@@ -22,7 +22,8 @@ from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals, optimizer_bytes
 from sbpc.plans.memory_curve import MemoryCurve, memory_curve
-from sbpc.plans.timeline import Event, makespan, save_trace, timeline
+from sbpc.plans.timeline import Event, makespan, timeline
+from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 from sbpc.rules.choices import Choice
 from sbpc.solver import Proof
 
@@ -54,7 +55,7 @@ class Rewriter:
     html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Plan, Plan], Any]
-    page: Callable[[Any, Mapping[str, Sequence[float]] | None], str]
+    page: Callable[[Any, Mapping[str, Sequence[float]] | None, Sequence[Event]], str]
 
 
 class Prover(Protocol):
@@ -96,15 +97,12 @@ class Plan:
     mesh: the mesh that it is for. graph: the annotated fx GraphModule at global shapes, forward and backward; `tangent_0`, ...
     in it are the gradients of the outputs, which come in from outside. options: what `sbpc.plan` was asked (pins, optimizer,
     ...). times: CPU seconds by pass; "capture" is the torch call alone. lower_bound: what no plan of this step on this mesh,
-    with these pins, can cost less, in seconds or in bytes as `objective` says. again: plans the captured step again on this mesh,
-    with other options where they are given.
     with these pins, can cost less, in seconds or in bytes as `objective` says. serial_bound: what it cannot take less if nothing
-    overlaps, in seconds; 0 where that is `lower_bound`.
+    overlaps, in seconds; 0 where that is `lower_bound`. again: plans the step again on this mesh, with other options as given.
 
     Three graphs show the stages: `graph` has a layout for every value, `boxed` also the collectives between layouts, `local` is
     the program of rank 0 at local shapes. `sbpc show` prints or draws each.
     """
-
     mesh: Mesh
     graph: GraphModule
     assignment: Assignment
@@ -227,7 +225,7 @@ class Plan:
     def save_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev. Raises PlanError if it cannot be written."""
         check_kinds(PlanError, path=(path, "a path"))
-        save_trace({"predicted": self.timeline()}, Path(path))
+        save_trace({PREDICTED: self.timeline()}, Path(path))
 
     @property
     def local(self) -> GraphModule:
@@ -354,13 +352,17 @@ class Plan:
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
 
-    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+    def save_page(
+        self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None, trace: str | Path | None = None
+    ) -> None:
         """Writes one HTML page about the plan, which loads nothing: figures, map of the model, collectives, memory, graph, alternatives.
 
-        losses: by name of a run, the loss of every step, drawn side by side. Raises PlanError if it cannot be written.
+        losses: by name of a run, the loss of every step. trace: a file of `sbpc run --trace`, whose measured step is drawn below the
+        predicted one. Raises PlanError if the page cannot be written, and for a trace of another plan.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        write_page(self.rewriter.page(self, losses), Path(path))
+        measured = [] if trace is None else measured_step(trace, self.timeline())
+        write_page(self.rewriter.page(self, losses, measured), Path(path))
 
     def export(self, path: str | Path, inference: Plan | None = None) -> None:
         """Writes the plan with the programs of all its ranks, one for each class of ranks with equal local shapes.

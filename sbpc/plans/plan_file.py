@@ -318,7 +318,7 @@ class Decoder:
             if "candidates" in node.meta:
                 choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
         aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
-        return choices, aliases, self.layouts("outputs")
+        return choices, aliases, self.layouts("left" if "left" in self.body else "outputs")  # "outputs" of a file with programs are values
 
 
 def may_call(op: OpOverload) -> bool:

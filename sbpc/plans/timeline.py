@@ -8,10 +8,8 @@ for where it stands. Durations are those of the busiest rank, as in `Cost`.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -31,6 +29,7 @@ class Event:
     """A kernel or a collective on its stream, from `start` to `end` in seconds since the step began.
 
     stream: one of `STREAMS`. name: of the node of the boxed graph. kind: the op or the collective. phase: "forward" or "backward".
+    axis: over which a collective goes, merged axes as "a+b".
     """
 
     stream: str
@@ -40,6 +39,7 @@ class Event:
     kind: str
     module: str
     phase: str
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,17 @@ def timeline(boxed: GraphModule, mesh: Mesh) -> list[Event]:
             continue
         begin = max(now, free[work.stream])
         free[work.stream] = ends[node] = begin + work.seconds
-        events.append(event_of(node, work.stream, begin, ends[node]))
+        events.append(event_of(node, work.stream, begin, ends[node], mesh))
         if work.stream == COMPUTE or not is_awaited(node):
             now = ends[node]
     return events
 
 
-def event_of(node: Node, stream: str, start: float, end: float) -> Event:
+def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> Event:
     """Returns the event of a node."""
-    kind = node.meta["step"].collective if "step" in node.meta else str(node.target).removesuffix(".default")
-    return Event(stream, start, end, node.name, kind, node.meta.get("module") or "", node.meta.get("phase", "forward"))
+    step = node.meta.get("step")
+    kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
+    return Event(stream, start, end, node.name, kind, node.meta.get("module") or "", node.meta.get("phase", "forward"), axis)
 
 
 def makespan(events: list[Event]) -> float:
@@ -139,21 +140,3 @@ def busy_seconds(events: list[Event]) -> Mapping[str, float]:
     for event in events:
         busy[event.stream] += event.end - event.start
     return busy
-
-
-def save_trace(lanes: Mapping[str, list[Event]], path: Path, streams: Sequence[str] = STREAMS) -> None:
-    """Writes events as a Chrome trace, which Perfetto opens: a process for every lane, a thread for every stream.
-
-    lanes: by title, such as "predicted", the events.
-    """
-    records: list[dict[str, Any]] = []
-    for process, (title, events) in enumerate(lanes.items()):
-        records.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}})
-        for thread, stream in enumerate(streams):
-            records.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": stream}})
-        for event in events:
-            about = {"node": event.name, "module": event.module, "phase": event.phase}
-            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
-            place = {"pid": process, "tid": streams.index(event.stream)}
-            records.append({"ph": "X", "name": event.kind, "cat": event.phase, **times, **place, "args": about})
-    path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}))

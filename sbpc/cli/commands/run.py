@@ -33,11 +33,12 @@ from sbpc.cli.options import (
     without_planning,
 )
 from sbpc.cli.output import check_file, print_json, print_plan, quiet
+from sbpc.cli.traced_run import TracedSteps, check_steps
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
-from sbpc.mesh.mesh import Mesh
+from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime.exported import inputs_beside, load_programs, module_of, weights_beside
 from sbpc.runtime.module import parallelize
@@ -51,7 +52,7 @@ HELP = "train a model, or run an exported file: under torchrun as its rank, else
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # args, kwargs
 OF_FILES = ("infer", "weights", "inputs", "output")
 FLAGS = ("check_nans", "json", "verbose")
-PASSED = ("steps", "lr", "optimizer", "dtype", "executor", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
+PASSED = ("steps", "lr", "optimizer", "dtype", "executor", "trace", *OF_FILES, "checkpoint", "every", "timeout", *FLAGS)  # on to the ranks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +71,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=seconds, metavar="S", help=timeout)
     executor = "what runs the programs: generated code, Inductor's kernels, or fx's interpreter (default: code)"
     parser.add_argument("--executor", choices=("code", "inductor", "interpreter"), help=executor)
+    trace = "measure the last steps: write what ran when, predicted and measured, for Perfetto, and print a comparison"
+    add_file(parser, "--trace", help=trace)
     check_nans = "end at the first op that makes NaN, and say where it is; slow"
     parser.add_argument("--check-nans", action="store_true", help=check_nans)
     add_of_files(parser.add_argument_group("of exported files"))
@@ -120,6 +123,13 @@ def check(options: argparse.Namespace) -> None:
         raise SbpcError(f"cannot train with {options.optimizer!r}\n  Known are {', '.join(OPTIMIZERS)}.")
     if options.check_nans and options.executor:
         raise SbpcError(f"--executor {options.executor} with --check-nans, which has an executor of its own\n  Remove one of them.")
+    if options.trace:
+        check_file(options.trace)
+        check_steps(options.steps)
+    other = [name for name in ("infer", "check_nans", "executor") if getattr(options, name)] if options.trace else []
+    if other:
+        what = f"--trace with --{other[0].replace('_', '-')}: it measures steps of training, run by generated code"
+        raise SbpcError(f"{what}\n  Remove one of them.")
     if is_plan(options.target):
         without_planning(options, options.target, "plan", "dtype", "rules")
         check_file(options.output)
@@ -154,12 +164,12 @@ def run_rank(options: argparse.Namespace) -> int:
         figures["seconds"] = time.perf_counter() - start
         process_groups.stop()
     steps = len(figures["losses"]) if "losses" in figures else job.batches
-    figures["mesh"] = dict(zip(job.mesh.axes, job.mesh.sizes))
+    figures["mesh"] = dict(zip(job.plan.mesh.axes, job.plan.mesh.sizes))
     figures["seconds_per_step"] = figures["seconds"] / max(steps, 1)
     if first and options.json:
         print_json(figures)
     elif first:
-        print(f"{steps} steps in {figures['seconds']:.1f} s on {job.mesh.ranks} ranks")
+        print(f"{steps} steps in {figures['seconds']:.1f} s on {job.plan.mesh.ranks} ranks")
     return 0
 
 
@@ -176,11 +186,18 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
         if checkpoints and (step % options.every == 0 or step == options.steps):
             checkpoints.save(step, job.module, optimizer)
 
-    run: Any = job.module.step
-    losses = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
+    traced = TracedSteps(job.module, options.steps - start) if options.trace else None
+    run: Any = traced or job.module.step
+    figures: dict[str, Any] = {"start": start}
+    figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
     if checkpoints:
         checkpoints.wait()
-    return {"losses": losses, "start": start}
+    if traced and first:
+        assert isinstance(job.plan, Plan)
+        figures["trace"], report = traced.finish(job.plan, options.trace)
+        if not options.json:
+            print(report.text())
+    return figures
 
 
 def infer(job: Job, options: argparse.Namespace, first: bool) -> dict[str, Any]:
@@ -206,7 +223,7 @@ class Job:
     """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how many differ."""
 
     module: nn.Module
-    mesh: Mesh
+    plan: Plan | Programs
     batch: Callable[[int], Batch]
     batches: int = 1
 
@@ -224,20 +241,20 @@ def job_of(options: argparse.Namespace) -> Job:
     if not plan.options["train"]:
         raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
     module = parallelize(target.model, plan, executor=executor)
-    return Job(module, plan.mesh, lambda step: (target.args, target.kwargs))
+    return Job(module, plan, lambda step: (target.args, target.kwargs))
 
 
 def job_of_file(options: argparse.Namespace, executor: str) -> Job:
-    """Returns the job of an exported file."""
-    programs = load_programs(options.target, "inference" if options.infer else "train")
+    """Returns the job of an exported file. To be compared with its prediction, it runs the programs of the plan that the file holds."""
+    programs = load(options.target) if options.trace else load_programs(options.target, "inference" if options.infer else "train")
     resumed = options.checkpoint and whole_steps(Path(options.checkpoint))
     weights = options.weights or weights_beside(options.target)
     module = module_of(programs, "zeros" if resumed and not Path(weights).exists() else weights, executor)
     tensors = read_tensors(options.inputs or inputs_beside(options.target))
-    return Job(module, programs.mesh, *batches_of(programs, tensors))
+    return Job(module, programs, *batches_of(programs, tensors))
 
 
-def batches_of(programs: Programs, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
+def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
     """Returns the arguments of every step, and how many steps differ, from tensors named "0", "1", ...
 
     A tensor with a further first dim holds one batch after another. Raises PlanError if they do not fit the programs.

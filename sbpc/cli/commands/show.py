@@ -35,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", action="store_true", help="print it as Python that runs, with what each line makes beside it")
     add_file(parser, "--svg", help="draw it into this file instead of printing it")
     add_file(parser, "--html", help="write one page about the whole plan into this file instead, which loads nothing")
+    add_file(parser, "--trace", help="with --html: draw the step that `sbpc run --trace` measured below the predicted one")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,13 +46,15 @@ def run(options: argparse.Namespace) -> int:
         raise SbpcError(
             f"--rank {options.rank} is of no use with --stage {options.stage}\n  Add --stage local, or remove it."
         )
+    if options.trace and not options.html:
+        raise SbpcError("--trace is of no use without --html\n  Add --html FILE, or remove it.")
     with quiet(options):
         plan = plan_at(options, options.target)
         graphs = graphs_at(plan, options)
         if options.svg:
             draw(graphs, options)
         if options.html:
-            plan.save_page(options.html)
+            plan.save_page(options.html, trace=options.trace)
     if options.json:
         shown = [{"values": [row.as_json() for row in graph_rows(gm, mesh)]} for _, gm, mesh in graphs]
         values = {"chunks": shown} if isinstance(plan, StagedPlan) else shown[0]

@@ -22,7 +22,8 @@ from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, bytes_at
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
 from sbpc.plans.staged.stage_parts import BEFORE, parts_of
-from sbpc.plans.timeline import Event, save_trace
+from sbpc.plans.timeline import Event
+from sbpc.plans.trace_file import PREDICTED, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
 ANEW = "Plan with and without stages, and compare the printed plans."
@@ -221,7 +222,7 @@ class StagedPlan(Pipeline):
     def save_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev."""
         check_kinds(PlanError, path=(path, "a path"))
-        save_trace({"predicted": self.timeline()}, Path(path), [f"stage {stage}" for stage in range(self.stages)])
+        save_trace({PREDICTED: self.timeline()}, Path(path))
 
     @functools.cached_property
     def bytes_sent(self) -> dict[str, float]:
@@ -257,7 +258,7 @@ class StagedPlan(Pipeline):
         Raises PlanError if it cannot be written.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        write_page(self.rewriter.page(self, None), Path(path))
+        write_page(self.rewriter.page(self, None, ()), Path(path))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""

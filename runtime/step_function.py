@@ -1,0 +1,79 @@
+"""Run the forward of a step and, when autograd asks for it, its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from sbpc._compat import keeps_graph, writes_of
+from sbpc.errors import PlanError
+from sbpc.runtime.accumulate import Sums
+from sbpc.runtime.step import Runner, no_autocast
+
+
+class StepFunction(Function):
+    """One step of a plan as an autograd function of what gets gradients: DTensor parameters, and arguments."""
+
+    clear_saved_tensors_on_access = True
+
+    @staticmethod
+    def forward(
+        ctx: Any, runner: Runner, sums: Sums, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
+    ) -> Any:
+        """Runs the forward program on `values` and saves what the backward program reads.
+
+        others: a list to which the results without gradient are added.
+        """
+        outputs = runner.forward(values)
+        results, saved = outputs[: len(runner.results)], outputs[len(runner.results) :]
+        ctx.save_for_backward(*saved)
+        ctx.runner, ctx.sums, ctx.leaves, ctx.retained = runner, sums, leaves, None
+        ctx.writes = runner.writes(parameters, saved)
+        others += [value for at, value in enumerate(results) if at not in runner.differentiable]
+        return tuple(results[at] for at in runner.differentiable)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Runs the backward program. Values saved for it die at their last use, unless the graph is retained."""
+        with torch.no_grad():
+            gradients = StepFunction.gradients(ctx, [grad.detach() for grad in grads])
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = NoSecondGradient.apply(*(each if each is None else each.requires_grad_() for each in gradients))
+        return None, None, None, None, None, *gradients
+
+    @staticmethod
+    def gradients(ctx: Any, grads: list[Tensor]) -> list[Tensor | None]:
+        """Returns what the backward program computes, in the order of the leaves. None is for what `no_sync` keeps."""
+        runner: Runner = ctx.runner
+        for name, parameter, writes in ctx.writes:
+            if writes_of(parameter) != writes:
+                raise PlanError(
+                    f"parameter {name} was written between a forward and its backward, which reads it\n"
+                    "  Call backward before optimizer.step(), or run the forward again."
+                )
+        values = list(ctx.saved_tensors) if ctx.retained is None else ctx.retained
+        ctx.retained = values.copy() if keeps_graph() else None
+        values += [grad.contiguous() for grad in grads]
+        with no_autocast(runner.where):
+            gradients = runner.kept_apart(ctx.sums, runner.backward_apart(values)) if ctx.sums.on else runner.backward(values)
+        return runner.for_leaves(ctx.leaves, gradients)
+
+
+class NoSecondGradient(Function):
+    """Gradients that were asked for with create_graph=True. No program computes theirs, so they refuse a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor) -> Any:
+        """Returns the same gradients, as results that ask for a gradient."""
+        return tuple(None if gradient is None else gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Raises PlanError."""
+        raise PlanError(
+            "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
+            "  Leave out create_graph=True, or compute such a term, as a gradient penalty, by a model on one device."
+        )

@@ -1,0 +1,273 @@
+"""Measures a step: runs its program with a time stamp between its nodes, and tells when each of them ran.
+
+What runs is the scheduled program of `module.step` as the executor "code" runs it. A stamp takes less than a microsecond.
+On a GPU, stamps are events on the computing stream. A collective lasts from its start to when its work is done:
+
+- on a GPU, to when the link's stream is through with it;
+- on gloo, to the first stamp that finds it done: late by one kernel or one wait at most;
+- where it is a direct exchange, to when its messages are there; the sums that the waiting thread then makes are part of the wait.
+
+A group does collectives of one sort one after the other, so one that starts while another is on its way begins when that is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc.plans.timeline import COMPUTE, Event
+from sbpc.runtime.executors import code
+from sbpc.runtime.module import training_runner
+from sbpc.runtime.partition import joint, wait
+from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.direct_exchange import DirectGroup, DirectWork
+
+KERNEL, START, WAIT = "kernel", "start", "wait"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring calls of a program that are measured together: the first of them, and what they are."""
+
+    node: Node
+    role: str
+
+    @property
+    def name(self) -> str:
+        """The name of the node of the boxed graph for which they are written, else their own."""
+        return str(self.node.meta.get("boxed", self.node.name))
+
+
+@dataclass
+class Run:
+    """The moments of one run, as its clock has them.
+
+    stamps: before the first part, then after each. done: by the name of a collective, when its work was done. queue: by its name,
+    in what it stands behind others.
+    """
+
+    stamps: list[Any] = field(default_factory=list)
+    done: dict[str, Any] = field(default_factory=dict)
+    queue: dict[str, Any] = field(default_factory=dict)
+
+
+class HostClock:
+    """Takes the time of the CPU. flying, direct: by the name of a collective, its work while it is on its way."""
+
+    def __init__(self) -> None:
+        self.run, self.flying, self.direct = Run(), dict[str, dist.Work](), dict[str, DirectWork]()
+        self.threads: dict[str, ThreadPoolExecutor] = {}  # by group: what waits for its direct exchanges
+
+    def stamp(self) -> None:
+        """Takes the time."""
+        self.run.stamps.append(self.look())
+
+    def look(self) -> float:
+        """Looks which collectives are done, and returns when that was."""
+        now = time.perf_counter()
+        for name in [name for name, work in self.flying.items() if work.is_completed()]:
+            self.run.done[name] = now
+            del self.flying[name]
+        return now
+
+    def start(self, name: str, op: Callable[..., Any], *args: Any) -> Any:
+        """Starts a collective, and keeps hold of its work where it can be had."""
+        group, works = process_groups.named[args[-1]], list[dist.Work]()
+        self.run.queue[name] = name
+        if not isinstance(group, DirectGroup):
+            return op(*args)
+        group.started = works
+        value = op(*args)
+        group.started = None
+        (work,) = works
+        if isinstance(work, DirectWork):
+            thread = self.threads.setdefault(args[-1], ThreadPoolExecutor(1))
+            work.received = thread.submit(work.receive)
+            self.direct[name] = work
+        else:
+            self.flying[name] = work
+        self.run.queue[name] = args[-1], type(work)
+        return value
+
+    def wait(self, name: str, x: Tensor) -> Tensor:
+        """Waits for a collective."""
+        value, direct = wait(x), self.direct.pop(name, None)
+        now = self.look()
+        if name not in self.run.done:
+            self.run.done[name] = direct.received.result() if direct and direct.received else now
+        return value
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for thread in self.threads.values():
+            thread.shutdown()
+
+    @staticmethod
+    def seconds(first: float, then: float) -> float:
+        """Returns the seconds between two moments."""
+        return then - first
+
+
+class DeviceClock:
+    """Takes the time of a GPU. Another stream waits for each collective at once, and tells the computing stream when it is done."""
+
+    def __init__(self) -> None:
+        self.run, self.streams = Run(), dict[str, torch.cuda.Stream]()
+        self.held: dict[str, Any] = {}  # what a collective reads, which its early wait would free
+
+    def stamp(self) -> None:
+        """Marks a moment of the computing stream."""
+        self.run.stamps.append(self.moment())
+
+    @staticmethod
+    def moment() -> torch.cuda.Event:
+        """Marks a moment of the stream that is in use."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, name: str, op: Callable[..., Any], *args: Any) -> Any:
+        """Starts a collective, and lets another stream wait for it."""
+        value, self.held[name] = op(*args), args
+        with torch.cuda.stream(self.streams.setdefault(args[-1], torch.cuda.Stream())):
+            wait(value)
+            self.run.done[name] = self.moment()
+        self.run.queue[name] = args[-1]
+        return value
+
+    def wait(self, name: str, x: Tensor) -> Tensor:
+        """Lets the computing stream wait for a collective."""
+        torch.cuda.current_stream().wait_event(self.run.done[name])
+        del self.held[name]
+        return x
+
+    def close(self) -> None:
+        """Has nothing to end."""
+
+    @staticmethod
+    def seconds(first: torch.cuda.Event, then: torch.cuda.Event) -> float:
+        """Returns the seconds between two moments."""
+        then.synchronize()
+        return first.elapsed_time(then) * 1e-3
+
+
+class Recorder:
+    """Runs a program and keeps the moments of every run."""
+
+    def __init__(self, program: GraphModule, where: torch.device) -> None:
+        self.clock = DeviceClock() if where.type == "cuda" else HostClock()
+        self.parts = parts_of(program)
+        self.function = code(stamped(program, self.parts, self.clock))
+        self.runs: list[Run] = []
+
+    def __call__(self, given: list[Tensor]) -> tuple[Any, ...]:
+        """Runs the program on values, as an executor's function does."""
+        self.clock.run = Run()
+        self.runs.append(self.clock.run)
+        return self.function(given)
+
+    def length(self, run: Run) -> float:
+        """Returns the seconds of a run."""
+        return self.clock.seconds(run.stamps[0], run.stamps[-1])
+
+    def events(self, predicted: Sequence[Event]) -> list[Event]:
+        """Returns what happened in the run of median length, in seconds since it began, in the order of the starts.
+
+        predicted: the plan's timeline. Every event of it that the program has is there once, by the same name. Besides, the computing
+        stream has what is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective, "pack" before it
+        and "unpack" after it, and ops such as views.
+        """
+        run = sorted(self.runs, key=self.length)[(len(self.runs) - 1) // 2]
+        known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
+        moments = [self.clock.seconds(run.stamps[0], stamp) for stamp in run.stamps]
+        found: list[Event] = []
+        for part, (start, end) in zip(self.parts, itertools.pairwise(moments)):
+            name, event = part.name, known.get(part.name)
+            found.append(Event(COMPUTE, start, end, name, kind_of(part, event, seen), *place_of(part.node)))
+            seen.add((name, part.role))
+            if part.role == START and event is not None:
+                queue, done = run.queue[name], self.clock.seconds(run.stamps[0], run.done[name])
+                start, free[queue] = max(start, free.get(queue, 0.0)), done
+                found.append(Event(event.stream, start, done, name, event.kind, event.module, event.phase, event.axis))
+        return sorted(found, key=lambda event: event.start)
+
+
+def kind_of(part: Part, predicted: Event | None, seen: set[tuple[str, str]]) -> str:
+    """Returns what a part is on the computing stream. seen: the names and roles of the parts before it."""
+    if part.role != KERNEL:
+        return part.role
+    if predicted is None:
+        return str(part.node.target).removesuffix(".default")
+    if predicted.stream != COMPUTE:
+        return "unpack" if (part.name, START) in seen else "pack"
+    return "rest" if (part.name, KERNEL) in seen else predicted.kind
+
+
+def place_of(node: Node) -> tuple[str, str]:
+    """Returns the module and the phase of a node."""
+    return node.meta.get("module") or "", node.meta.get("phase", "forward")
+
+
+def parts_of(program: GraphModule) -> list[Part]:
+    """Returns the parts of a program in order: collectives, waits, and what else is written for one node of the boxed graph."""
+    found: list[Part] = []
+    for node in program.graph.nodes:
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        role = WAIT if node.target is wait else START if "_c10d_functional" in str(node.target) else KERNEL
+        part = Part(node, role)
+        if not found or role != KERNEL or (found[-1].role, found[-1].name) != (role, part.name):
+            found.append(part)
+    return found
+
+
+def stamped(program: GraphModule, parts: Sequence[Part], clock: HostClock | DeviceClock) -> GraphModule:
+    """Returns a program that takes the time before its first part and after every part."""
+
+    def stamp() -> None:
+        clock.stamp()
+
+    def start(name: str, *args: Any) -> Any:
+        return clock.start(name, ops[name], *args)
+
+    def wait_for(name: str, x: Tensor) -> Tensor:
+        return clock.wait(name, x)
+
+    graph, ops = Graph(), dict[str, Any]()
+    copies: dict[Node, Node] = {}
+    results: Any = graph.graph_copy(program.graph, copies)
+    for part in parts:
+        node = copies[part.node]
+        with graph.inserting_before(node):
+            graph.call_function(stamp)
+        if part.role == START:
+            ops[part.name] = node.target
+            node.target, node.args = start, (part.name, *node.args)
+        elif part.role == WAIT:
+            node.target, node.args = wait_for, (part.name, *node.args)
+    graph.call_function(stamp)
+    graph.output(results)
+    return GraphModule(program, graph)
+
+
+@contextmanager
+def recorded(module: nn.Module) -> Iterator[Recorder]:
+    """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps."""
+    runner = training_runner(module)
+    recorder = Recorder(joint(runner.program), runner.where)
+    plain, runner.joint = runner.joint, recorder
+    try:
+        yield recorder
+    finally:
+        runner.joint = plain
+        recorder.clock.close()

@@ -1,0 +1,69 @@
+"""Measures the last steps of `sbpc run ... --trace FILE` beside their prediction."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sbpc.errors import SbpcError
+from sbpc.inspect.tables import Report, quantity
+from sbpc.inspect.trace import Comparison
+from sbpc.plans.plan import Plan
+from sbpc.plans.trace_file import MEASURED, PREDICTED, save_trace
+from sbpc.runtime.trace import Recorder, recorded
+
+TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of which warms up
+
+
+class TracedSteps:
+    """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between without."""
+
+    def __init__(self, module: nn.Module, steps: int) -> None:
+        check_steps(steps)
+        self.step: Any = module.step
+        self.module, self.plain = module, steps - min(TRACED, steps - 2)
+        self.seconds: list[float] = []
+        self.recording = contextlib.ExitStack()
+        self.recorder: Recorder | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step. All ranks take the time at the same steps."""
+        if len(self.seconds) == self.plain:
+            self.recorder = self.recording.enter_context(recorded(self.module))
+        start = now()
+        result = self.step(*args, **kwargs)
+        self.seconds.append(now() - start)
+        return result
+
+    def finish(self, plan: Plan, file: str) -> tuple[dict[str, Any], Report]:
+        """Writes the trace of the measured step of median length, and returns its figures and what is told of it."""
+        self.recording.close()
+        assert self.recorder is not None, "no step was measured"
+        predicted = plan.timeline()
+        measured = self.recorder.events(predicted)
+        save_trace({PREDICTED: predicted, MEASURED: measured}, Path(file))
+        comparison = Comparison.of(predicted, measured)
+        plain, traced = (statistics.median(each) for each in (self.seconds[1 : self.plain], self.seconds[self.plain :]))
+        took = f"module.step took {quantity(traced, 's')} with time stamps, {quantity(plain, 's')} without"
+        report = comparison.report(plan.mesh, [f"{took}, on rank 0", f"written   {file}"])
+        figures = {"file": file, "seconds_with_stamps": traced, "seconds_without": plain, **comparison.as_json()}
+        return figures, report
+
+
+def check_steps(steps: int) -> None:
+    """Raises SbpcError for too few steps."""
+    if steps < LEAST:
+        raise SbpcError(f"--trace with {steps} steps to go\n  Give {LEAST} at least: one warms up, one runs as ever, one with time stamps.")
+
+
+def now() -> float:
+    """Returns the time at which all that was asked of the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

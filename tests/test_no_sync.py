@@ -1,0 +1,261 @@
+"""Real processes: backwards within `no_sync` send nothing for gradients, and the next one outside brings the sum of all home."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Node
+
+import sbpc
+from sbpc import Mesh
+from sbpc._compat import TorchDispatchMode
+from sbpc.errors import PlanError
+from sbpc.graph.ports import GRADIENT, results
+from sbpc.plans.timeline import sends
+from sbpc.runtime.accumulate import SENDING
+from sbpc.runtime.module import training_runner
+from tests.processes import run_ranks
+
+MESHES: dict[str, dict[str, int]] = {"2": {"d": 2}, "4": {"d": 4}, "2x2": {"d": 2, "t": 2}}
+EXPERTS = {"solved": None, "data": "data", "fsdp": "fsdp", "megatron": "megatron"}
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters, and sizes that the ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6)
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.table.weight
+        self.fixed = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, tokens: Tensor, targets: Tensor, shift: Tensor) -> Tensor:
+        x = self.table(tokens) + self.fixed + shift
+        x = x + self.down(F.gelu(self.norm(self.up(x))))
+        return F.cross_entropy(self.head(x), targets)
+
+
+def model_of() -> Net:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(seed: int, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(0, 10, (rows,), generator=draw) for _ in range(2))
+    return tokens, targets, torch.randn(rows, 6, generator=draw).requires_grad_()
+
+
+class Sent(TorchDispatchMode):
+    """Counts the collectives that start, by op and bytes of what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SENDING:
+            self.calls[func._schema.name.split("::")[1], args[0].nbytes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sent(run: Callable[[], Any]) -> Counter[tuple[str, int]]:
+    """The collectives that a call starts."""
+    with Sent() as seen:
+        run()
+    return seen.calls
+
+
+def gradients(module: nn.Module) -> dict[str, Any]:
+    """Whole gradients by name, copied."""
+    return {name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda g=p.grad: g)().clone() for name, p in module.named_parameters()}
+
+
+def by_halves(module: Any, args: Any) -> Any:
+    loss = module(*args)
+    loss.backward()
+    return loss
+
+
+def by_step(module: Any, args: Any) -> Any:
+    return module.step(*args)
+
+
+def accumulate(sizes: dict[str, int], expert: str | None) -> dict[str, Any]:
+    """What a rank has after backwards within and outside of no_sync, of all kinds, and what it sends."""
+    found: dict[str, Any] = {}
+    model, mesh = model_of(), Mesh(**sizes)
+    plan = sbpc.baseline(expert, model, batch(0), mesh) if expert else sbpc.plan(model, batch(0), mesh)
+    module: Any = sbpc.parallelize(model, plan)
+    for name, kinds in {"halves": [by_halves] * 3, "steps": [by_step] * 3, "mixed": [by_step, by_halves, by_step]}.items():
+        module.zero_grad()
+        for seed, run in enumerate(kinds):
+            args = batch(seed)
+            with module.no_sync() if seed < 2 else contextlib.nullcontext():
+                run(module, args)
+            assert seed == 2 or all(p.grad is None for p in module.parameters()), name
+            found[name, "input", seed] = args[2].grad
+        found[name] = gradients(module)
+        by_halves(module, batch(3))  # which is added to `.grad`, as ever
+        found[name, "and one"] = gradients(module)
+    module.zero_grad()
+    with module.no_sync():
+        loss = module(*batch(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        by_step(module, batch(1))
+    module.zero_grad()  # drops them
+    by_step(module, batch(2))
+    found["dropped"] = gradients(module)
+    return found | traffic(module)
+
+
+def traffic(module: Any) -> dict[str, Any]:
+    """The collectives of a step outside of no_sync, within, and of one that ends an accumulation."""
+    module.zero_grad()
+    found: dict[str, Any] = {"plain": sent(lambda: by_step(module, batch(0)))}
+    with module.no_sync():
+        found["first"] = sent(lambda: by_step(module, batch(1)))
+        found["second"] = sent(lambda: by_step(module, batch(2)))
+    found["last"] = sent(lambda: by_step(module, batch(3)))
+    halves = {"plain halves": sent(lambda: by_halves(module, batch(0)))}
+    with module.no_sync():
+        halves["first halves"] = sent(lambda: by_halves(module, batch(1)))
+    module.zero_grad()
+    boxing = gradients_boxing(training_runner(module).plan)  # type: ignore[arg-type]
+    return found | halves | {"boxing": boxing}
+
+
+def on_rank(sizes: dict[str, int], expert: str | None) -> Any:
+    try:
+        return accumulate(sizes, expert)
+    except Exception:  # the test shows it
+        return traceback.format_exc()
+
+
+CASES = [("2", "solved"), ("2", "fsdp"), ("4", "data"), ("4", "fsdp"), ("2x2", "solved"), ("2x2", "megatron"), ("2x2", "fsdp")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    mesh, expert = request.param
+    sizes = MESHES[mesh]
+    found = run_ranks(on_rank, Mesh(**sizes).ranks, sizes, EXPERTS[expert])
+    assert all(isinstance(each, dict) for each in found), found[0]
+    return found
+
+
+def test_gradients_are_the_sum_of_those_of_all_backwards(ranks: list[Any]) -> None:
+    model = model_of()
+    inputs = {}
+    for seed in range(3):
+        args = batch(seed)
+        model(*args).backward()
+        inputs[seed] = args[2].grad
+    three = gradients(model)
+    model(*batch(3)).backward()
+    four = gradients(model)
+    model.zero_grad()
+    model(*batch(2)).backward()
+    for found in ranks:
+        for name in ("halves", "steps", "mixed"):
+            same(found[name], three)
+            same(found[name, "and one"], four)
+            for seed, grad in inputs.items():
+                torch.testing.assert_close(found[name, "input", seed], grad, rtol=1e-12, atol=1e-12)
+        same(found["dropped"], gradients(model))
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] is None) == (value is None), name
+        if value is not None:
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+
+
+OPS = {"all_gather": "all_gather_into_tensor", "all_reduce": "all_reduce", "all_to_all": "all_to_all_single", "reduce_scatter": "reduce_scatter_tensor"}
+LINEAR = torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.view.default  # sums of a tied parameter's gradients
+
+
+def gradients_boxing(plan: sbpc.Plan) -> Counter[str]:
+    """How many collectives of each kind are between what the backward computes of parameters' gradients and these."""
+    ends = [node for port, node in zip(plan.ports.outputs, results(plan.boxed)) if port.kind == GRADIENT and node is not None]
+    found, seen = Counter[str](), set[Node]()
+    while ends:
+        node = ends.pop()
+        if node not in seen and ({"step", "awaits"} & node.meta.keys() or node.target in LINEAR):
+            seen.add(node)
+            ends += node.all_input_nodes
+            found.update([OPS[node.meta["step"].collective]] if sends(node, plan.mesh) else [])
+    return found
+
+
+def test_nothing_is_sent_for_gradients_but_once(ranks: list[Any]) -> None:
+    for found in ranks:
+        plain, first, second, last = (found[name] for name in ("plain", "first", "second", "last"))
+        assert first == second and first <= plain and last == plain
+        assert found["plain halves"] == plain and found["first halves"] == first
+        left_out: Counter[str] = Counter()
+        for (op, _), count in (plain - first).items():
+            left_out[op] += count
+        assert left_out == found["boxing"] and left_out
+
+
+def test_what_is_kept_is_not_lost_in_silence(tmp_path: Path) -> None:
+    for found in run_ranks(misuse, 2, str(tmp_path)):
+        assert found == ["would be lost", "another mode", "saved", "float32 torch.float32"], found
+
+
+class Dropping(nn.Module):
+    """Two plans, of train and of eval mode, both with a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(6, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)).square().sum()
+
+
+def misuse(folder: str) -> list[str]:
+    """What is said of a checkpoint amid an accumulation, and of one that goes on in another mode; in what sums of 16 bits are held."""
+    torch.manual_seed(0)
+    model, x, mesh = Dropping(), torch.randn(8, 6), Mesh(d=2)
+    plan = sbpc.plan(model, (x,), mesh, pin={"*": "B"})
+    evaluate = sbpc.plan(model.eval(), (x,), mesh, pin=plan.parameters)
+    module: Any = sbpc.parallelize(model.train(), plan, evaluate=evaluate)
+    checkpoints = sbpc.Checkpoints(folder)
+    with module.no_sync():
+        module.step(x)
+    said = []
+    with pytest.raises(PlanError, match="gradients of backwards within no_sync, which would be lost"):
+        checkpoints.save(1, module)
+    said.append("would be lost")
+    with pytest.raises(PlanError, match="the module is in another mode"):
+        module.eval().step(x)
+    said.append("another mode")
+    module.train().step(x)
+    checkpoints.save(1, module)
+    checkpoints.wait()
+    said.append("saved")
+    low: Any = sbpc.parallelize(model, sbpc.plan(model, (x,), mesh, pin={"*": "B"}, inputs=["S(0)"], dtype=torch.bfloat16))
+    with low.no_sync():
+        low.step(x.chunk(2)[torch.distributed.get_rank()])
+    held = vars(low)["_sbpc_weights"].sums.held
+    return [*said, f"float32 {', '.join({str(each.dtype) for each in held})}"]

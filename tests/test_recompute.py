@@ -1,0 +1,399 @@
+"""Recompute: what is computed again has the numbers that it had, is laid out as any other value, and its memory is saved."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders, results
+from sbpc.graph.random_bits import BITS
+from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.pins import exactly
+from sbpc.passes.annotate import annotate
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
+from sbpc.passes.memory.live_bytes import STORED
+from sbpc.passes.memory.saved_values import store
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.schedule.list_schedule import list_schedule
+from sbpc.passes.schedule.schedule import ordered
+from sbpc.plans.memory import Life
+from sbpc.plans.timeline import works
+from tests import models
+from tests.compare import largest_error, relative_error
+from tests.processes import run_ranks
+
+aten = torch.ops.aten
+FORMS = "selective", "full"
+LAN = Cluster("lan", 1e10, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
+
+
+class Layer(nn.Module):
+    """A transformer layer with its attention written out, and dropout where Megatron-LM has it."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.value, self.proj = (nn.Linear(width, width) for _ in range(3))
+        self.key = nn.Linear(width, width, bias=False)  # softmax ignores it: its gradient would be zero but for rounding
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        y, each = self.norm1(x), (batch, seq, self.heads, width // self.heads)
+        q, k, v = (layer(y).view(each).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        weights = (q @ k.transpose(2, 3) / math.sqrt(each[-1])).softmax(3)
+        out = F.dropout(weights, self.dropout) @ v
+        x = x + F.dropout(self.proj(out.transpose(1, 2).reshape(x.shape)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 2, layers: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, whose running statistics are written once a step."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+def mlp() -> models.Model:
+    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+    return nn.Sequential(*blocks), (torch.randn(8, 8, requires_grad=True),)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(*(Residual(4) for _ in range(2))), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(dim=(2, 3))).square().mean()
+
+
+def resnet() -> models.Model:
+    return ResNet(), (torch.randn(8, 4, 4, 4),)
+
+
+def transformer() -> models.Model:
+    return Layers(), (torch.randn(4, 8, 16),)
+
+
+NETS: dict[str, Callable[[], models.Model]] = {"mlp": mlp, "resnet": resnet, "transformer": transformer}
+
+
+def made(net: str) -> models.Model:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return NETS[net]()
+
+
+def again(plan: sbpc.Plan) -> list[str]:
+    """The names of the calls whose values are computed again."""
+    return [node.meta[RECOMPUTES] for node in plan.graph.graph.nodes if RECOMPUTES in node.meta]
+
+
+def differences(one: Any, other: Any) -> float:
+    """The largest relative difference of two simulated steps: results, gradients, buffers."""
+    pairs = [(one.gradients[name], other.gradients[name]) for name in one.gradients]
+    pairs += [(one.buffers[name], other.buffers[name]) for name in one.buffers] + [(one.outputs, other.outputs)]
+    return max(relative_error(found, expected, 1e-6) for found, expected in pairs)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("net", NETS)
+def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str) -> None:
+    model, args = made(net)
+    kept = sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args, seed=5)
+    for mesh, count in ((Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)):
+        plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count)
+        plan.verify()
+        assert again(plan)
+        error = differences(sbpc.simulate(plan, model, args, seed=5), kept)
+        assert error <= 1e-10, (str(mesh), count)
+    if net != "transformer":  # which draws other numbers than eager torch
+        assert largest_error(plan, model, args) <= 1e-10
+
+
+def test_dropout_draws_the_numbers_again_that_it_drew() -> None:
+    """With the numbers of another stream in the copy the gradients are others: the comparison above sees that."""
+    model, args = made("transformer")
+    runs = []
+    for shift in (0, 1):
+        plan = sbpc.plan(model, args, Mesh(x=1), recompute="full", microbatches=1)
+        draws = [node for node in plan.graph.graph.nodes if node.target is BITS and RECOMPUTES in node.meta]
+        assert draws
+        for node in draws:
+            node.args = (*node.args[:2], node.args[2] + 1000 * shift)
+        plan.forget()
+        runs.append(sbpc.simulate(plan, model, args))
+    kept = sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args)
+    right, wrong = (differences(run, kept) for run in runs)
+    assert right <= 1e-10 < 1e-3 < wrong
+
+
+def test_a_statistic_of_a_batch_norm_is_written_once_and_not_read_again() -> None:
+    model, args = made("resnet")
+    plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
+    norms = [node for node in plan.graph.graph.nodes if RECOMPUTES in node.meta and "batch_norm" in str(node.target)]
+    buffers = {node for port, node in placeholders(plan.graph).items() if port.kind == BUFFER}
+    assert norms and not any(used in buffers for node in norms for used in node.all_input_nodes)
+    written = [result for port, result in zip(plan.ports.outputs, results(plan.graph)) if port.kind == MUTATION]
+    assert written and not any(RECOMPUTES in node.meta for node in written if node is not None)
+
+
+class Counting(nn.Module):
+    """A block that reads a buffer which the step writes: in the backward it would read the new value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(self.layer(x) * self.scale)
+        self.scale = self.scale + 1  # type: ignore[assignment]
+        return torch.tanh(y)
+
+
+def test_what_reads_a_buffer_that_the_step_writes_is_kept() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, args = nn.Sequential(Counting(), nn.Linear(6, 2)), (torch.randn(4, 6),)
+    plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
+    scaled = [node.name for node in plan.graph.graph.nodes if node.target is aten.mul.Tensor and node.meta["phase"] == "forward"]
+    assert "exp" in again(plan) and scaled and not set(scaled) & set(again(plan))
+    kept = sbpc.plan(model, args, Mesh(x=1), microbatches=1)
+    assert differences(sbpc.simulate(plan, model, args), sbpc.simulate(kept, model, args)) <= 1e-10
+
+
+@torch.library.custom_op("own::logged", mutates_args=())
+def logged(x: Tensor) -> Tensor:
+    """x; it may write a line somewhere."""
+    return x.clone()
+
+
+logged.register_fake(torch.empty_like)
+logged.register_autograd(lambda _, gradient: gradient)
+
+
+class Owned(nn.Module):
+    """A block with an op of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(logged(torch.exp(self.layer(x))))
+
+
+def test_an_op_of_the_users_own_is_not_called_again() -> None:
+    plan = sbpc.plan(nn.Sequential(Owned(), nn.Linear(6, 2)), (torch.randn(4, 6),), Mesh(x=1), recompute="full", microbatches=1)
+    calls = [node for node in plan.graph.graph.nodes if "own.logged" in str(node.target)]
+    assert len(calls) == 1 and again(plan)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["transformer", "resnet"])
+def test_what_is_dropped_is_not_held_and_the_peak_is_as_predicted(net: str) -> None:
+    model, args = made(net)
+    held = []
+    for form in ("none", *FORMS):
+        plan = sbpc.plan(model, args, Mesh(x=2), recompute=form, microbatches=1)
+        found = sbpc.simulate(plan, model, args).peak_memory
+        assert abs(plan.life.peak - found) <= 0.05 * found
+        held.append(found)
+        assert (plan.cost.recompute_seconds > 0) == (form != "none")
+        assert plan.cost.recompute_seconds < plan.cost.compute_seconds
+        assert ("recompute " in str(plan)) == (form != "none")
+    assert held[2] < 0.85 * held[0] and held[1] <= held[0]
+
+
+def test_parts_of_the_batch_compute_again_too() -> None:
+    model, args = made("transformer")
+    held = {(m, form): peak_of(model, args, m, form) for m in (1, 4) for form in ("none", "full")}
+    assert held[4, "full"] < min(held[4, "none"], held[1, "full"]) and held[1, "full"] < held[1, "none"]
+
+
+def peak_of(model: nn.Module, args: Any, count: int, form: str) -> int:
+    plan = sbpc.plan(model, args, Mesh(x=1, cluster="h100"), recompute=form, microbatches=count)
+    assert plan.life.peak == sbpc.simulate(plan, model, args).peak_memory
+    return plan.life.peak
+
+
+def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered() -> None:
+    """Without that order the list scheduler runs it early, as something always runs, and holds as much as if all were kept."""
+    mesh = Mesh(t=2, cluster=LAN)
+    model, args = models.gpt2(batch=8, seq=16, width=64, heads=4, layers=4)
+    boxed = sbpc.baseline("megatron", model, args, mesh, recompute="full", microbatches=1).unscheduled
+    calls, work, after = [node for node in boxed.graph.nodes if node.op == "call_function"], works(boxed, mesh), awaited_gradients(boxed)
+    assert after and all(after.values())
+    orders = [ordered(boxed, list_schedule(calls, work, rule="order", after=waits)) for waits in (after, {})]
+    waiting, early = (Life.of(gm, mesh).peak for gm in orders)
+    assert waiting <= 1.05 * Life.of(boxed, mesh).peak < 1.3 * waiting < early
+
+
+# --- Megatron-LM (Korthikanti et al. 2022, section 4) -------------------------------------------------------------------
+
+s_, b_, h_, a_, t_ = sympy.symbols("s b h a t", positive=True)
+STATISTICS = 8 * s_ * b_  # mean and deviation of two layer norms, which the paper leaves out
+KEPT = {  # bytes of a layer between forward and backward, values of 2 bytes
+    ("none", None): s_ * b_ * h_ * (34 + 5 * a_ * s_ / h_) + STATISTICS,
+    ("none", "megatron"): s_ * b_ * h_ * (10 + 24 / t_ + 5 * a_ * s_ / (h_ * t_)) + STATISTICS,
+    ("none", "megatron+sp"): (s_ * b_ * h_ * (34 + 5 * a_ * s_ / h_) + STATISTICS) / t_,
+    ("selective", None): 34 * s_ * b_ * h_ + STATISTICS,
+    ("selective", "megatron"): s_ * b_ * h_ * (10 + 24 / t_) + STATISTICS,
+    ("selective", "megatron+sp"): (34 * s_ * b_ * h_ + STATISTICS) / t_,
+    ("full", None): 2 * s_ * b_ * h_,
+    ("full", "megatron"): 2 * s_ * b_ * h_,
+    ("full", "megatron+sp"): 2 * s_ * b_ * h_ / t_,
+}
+
+
+@pytest.mark.parametrize(("form", "scheme"), KEPT)
+def test_a_layer_keeps_the_bytes_of_the_published_formulas(form: str, scheme: str | None) -> None:
+    for batch, seq, width, heads, ranks in ((4, 32, 64, 8, 4), (2, 64, 64, 4, 4)):
+        one, two = (kept_bytes(form, scheme, batch, seq, width, heads, ranks, layers) for layers in (1, 2))
+        formula = KEPT[form, scheme].subs({b_: batch, s_: seq, h_: width, a_: heads, t_: ranks})
+        assert sympy.simplify(two - one - formula) == 0, (two - one, formula)
+
+
+def kept_bytes(form: str, scheme: str | None, batch: int, seq: int, width: int, heads: int, ranks: int, layers: int) -> int:
+    """Bytes of activations on a rank at the end of the forward."""
+    torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        model = Layers(width, heads, layers).to(torch.bfloat16)
+        x = torch.empty(batch, seq, width, dtype=torch.bfloat16, requires_grad=True)
+    ends = ["S(1)"] if scheme == "megatron+sp" else None
+    options: dict[str, Any] = {"recompute": form, "objective": "serial", "microbatches": 1, "inputs": ends}
+    mesh = Mesh(t=1 if scheme is None else ranks)
+    plan = sbpc.plan(model, (x,), mesh, **options) if scheme is None else sbpc.baseline(scheme, model, (x,), mesh, **options)
+    if scheme == "megatron":  # whose dropouts behind a block are whole on every rank, where the solver would split them
+        whole = [node for node in plan.graph.graph.nodes if node.target in (aten.lt.Scalar, aten.add.Tensor)]
+        pin = {node.name: "B" for node in whole if node.meta["val"].dim() == 3 and RECOMPUTES not in node.meta}
+        plan = sbpc.baseline(scheme, model, (x,), mesh, **options, pin=pin)
+    curve = (stored_as_made(plan, ends) if ends else plan).memory_curve()
+    return curve.groups["activations"][curve.phases.index("backward") - 1]
+
+
+def stored_as_made(plan: sbpc.Plan, ends: list[str]) -> sbpc.Plan:
+    """The same layouts, but what the backward reads is kept as it was made, and gathered again."""
+    calls = [node for node in plan.graph.graph.nodes if node.op == "call_function" and node.name in plan.layouts]
+    calls += [node for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER]
+    wishes = {node.name: exactly(plan.layouts[node.name], "as in the plan") for node in calls}
+    gm = annotate(store(plan.graph))
+    kept = [node for node in gm.graph.nodes if STORED in node.meta]
+    wishes |= {node.name: exactly(plan.layouts[node.all_input_nodes[0].name], "as it was made") for node in kept}
+    wishes |= placeholder_wishes(gm, plan.mesh, ends, None, False)
+    assignment, _ = Space(gm, plan.mesh, wishes, output_wishes(gm, plan.mesh, None, False)).solve()
+    return make_plan(gm, plan.mesh, assignment, 0.0, {"objective": "serial"}, Stages())
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=24, layers=4, heads=4)
+    mesh, options = Mesh(x=2), {"microbatches": 1, "objective": "serial"}
+    free = sbpc.plan(model, args, mesh, **options)
+    total = free.cost.memory["total"]
+    wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.6))
+    assert wide.cost.recompute_seconds == 0.0 and wide.cost.seconds == free.cost.seconds
+    assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.6 * total
+    assert tight.options["recompute"] == "auto"
+    tight.verify()
+    assert largest_error(tight, model, args) <= 1e-4
+    full = sbpc.plan(model, args, mesh, recompute="full", **options)
+    assert tight.cost.recompute_seconds < full.cost.recompute_seconds
+
+
+def test_a_plan_that_computes_again_is_saved_and_loaded(tmp_path: Path) -> None:
+    model, args = made("transformer")
+    plan = sbpc.plan(model, args, Mesh(x=2, cluster=LAN), recompute="full", microbatches=1)
+    plan.save(tmp_path / "plan.sbpc")
+    loaded = sbpc.load(tmp_path / "plan.sbpc")
+    assert again(loaded) == again(plan) and loaded.cost.recompute_seconds == plan.cost.recompute_seconds
+    assert [node.name for node in loaded.boxed.graph.nodes] == [node.name for node in plan.boxed.graph.nodes]
+    assert differences(sbpc.simulate(loaded, model, args), sbpc.simulate(plan, model, args)) == 0.0
+
+
+def test_what_cannot_be_asked_for_is_refused() -> None:
+    model, args = models.mlp(batch=6)
+    with pytest.raises(SbpcError, match="recompute is 'some'"):
+        sbpc.plan(model, args, Mesh(x=2), recompute="some")
+    with pytest.raises(PlanError, match="no block whose backward reads values of its own"):
+        sbpc.plan(model, args, Mesh(x=2), recompute="full")
+    forward = sbpc.plan(model, args, Mesh(x=2), recompute="full", train=False)
+    assert not again(forward)
+
+
+def test_a_model_without_repeated_blocks_computes_its_children_again() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, args = models.vgg()
+    plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
+    assert any(name.startswith("convolution") for name in again(plan))
+    assert largest_error(plan, model, args) <= 1e-10
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def trained() -> list[Any]:
+    """On a rank: loss, gradients and buffers of a forward with its backward, then those of one program."""
+    found = []
+    model, args = made("resnet")
+    plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
+    for joint in (False, True):
+        module = sbpc.parallelize(copy.deepcopy(model), plan)
+        loss = module.step(*args) if joint else module(*args)  # type: ignore[operator]
+        if not joint:
+            loss.backward()
+        gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters()}  # type: ignore[union-attr]
+        found.append((loss.detach(), gradients, {name: b.clone() for name, b in module.named_buffers()}))
+    return found
+
+
+def test_forward_and_backward_and_the_step_on_two_ranks_have_the_numbers_of_one_device() -> None:
+    model, args = made("resnet")
+    loss = model(*args)
+    loss.backward()
+    for found in run_ranks(trained, 2):
+        assert isinstance(found, list), found
+        for taken, gradients, buffers in found:
+            pairs = [(gradients[name], p.grad) for name, p in model.named_parameters()]
+            pairs += [(buffers[name], buffer) for name, buffer in model.named_buffers()] + [(taken, loss.detach())]
+            assert max(relative_error(one, other) for one, other in pairs) <= 1e-10  # type: ignore[arg-type]
