@@ -158,6 +158,8 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
         (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
+        (("run", target, "--plan", file, "--trace", tmp_path / "t.json"), "--trace measures no stages"),
+        (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "draws no losses and no measured trace"),
         (("run", file), "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"),
         (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
         (("diff", file, file), "a plan with stages has no diff"),

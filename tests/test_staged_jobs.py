@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -119,7 +120,7 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
-    wrong += [*largest(module), *cut_arguments(module)]
+    wrong += [*largest(module), *cut_arguments(module), *accumulated(module, folder)]
     return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
 
 
@@ -153,6 +154,24 @@ def cut_arguments(module: Any) -> list[str]:
     cut = [distribute_tensor(arg, init_device_mesh("cpu", (4,)), [Shard(0)]) for arg in args]
     again = module.step(*cut)
     return [] if torch.equal(whole, again) else [f"{whole} of whole arguments, {again} of DTensors"]
+
+
+def accumulated(module: Any, folder: str) -> list[str]:
+    """On a rank: whether gradients of three steps, two of them within `no_sync`, are others than those of three steps outside."""
+    args, state, found = tower()[1], module.random_state(), []
+    for within in (0, 2):
+        module.zero_grad()
+        module.set_random_state(state)
+        for at in range(3):
+            with module.no_sync() if at < within else contextlib.nullcontext():
+                module.step(*args)
+            if at < within and any(p.grad is not None for p in module.parameters()):
+                return ["no_sync leaves a gradient"]
+            if at < within:
+                with pytest.raises(PlanError, match="keeps gradients of backwards within no_sync"):
+                    Checkpoints(folder).save(99, module)
+        found.append({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.grad is not None})
+    return [name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-10, atol=1e-14)]
 
 
 def largest(module: Any) -> list[str]:
