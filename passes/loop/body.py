@@ -68,10 +68,10 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
     gm = annotate(one_loss(gm))
     gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
-    cut = [f"S(0)@{AXIS}" if leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
+    cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
         asked = wishes(gm, mesh, Requests({}, inputs=cut, baseline="data"))
-        nodes = both(asked.nodes, partial_gradients(gm), mesh)
+        nodes = both(asked.nodes, partial_gradients(gm) if count > 1 else {}, mesh)
         assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:
         raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error
@@ -239,6 +239,8 @@ class BodyWriter(Unroller):
 
     def summed(self, port: Port, node: Node, late: set[Node]) -> Node:
         """Returns the node of the boxed graph whose values over the micro-batches add up to a gradient."""
+        if self.count == 1:
+            return node
         if is_join(node) and how(node) == "sum":
             return operands(node)[0]
         what = f"the gradient of {port.name} is not a sum over the micro-batches"

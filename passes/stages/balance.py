@@ -97,7 +97,7 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     ends = np.array([0, *here, len(work)])
     total = np.concatenate([[0.0], np.cumsum(work)])[ends]
     border = np.array([0.0, *(2 * sent[p] / bandwidth for p in here), 0.0])
-    took = total[None, :] - total[:, None] + border[:, None] + border[None, :]
+    took = np.maximum(total[None, :] - total[:, None], np.maximum(border[:, None], border[None, :]))  # it sends while it computes
     took[np.tril_indices(len(ends))] = np.inf
     most = least_maximum(took, stages)
     return [int(ends[at]) for at in least_sum(took <= most * (1 + 1e-9), border, stages)]

@@ -21,7 +21,7 @@ def short_model(model: nn.Module) -> tuple[nn.Module, dict[str, int]]:
 
 def lists_of(module: nn.Module, path: str) -> Iterator[tuple[str, int]]:
     """Yields the path and the length of every list of more than KEPT equal blocks that is in no other one."""
-    children = list(module._modules.items())
+    children = list(vars(module)["_modules"].items())
     kinds = {kind(child) for _, child in children}
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(kinds) == 1 and len(children) > KEPT:
         yield path, len(children)
@@ -43,7 +43,7 @@ def copied(module: nn.Module, path: str, lengths: dict[str, int]) -> nn.Module:
     new = module.__class__.__new__(module.__class__)  # parametrized modules refuse copy.copy
     for key, value in vars(module).items():
         new.__dict__[key] = dict(value) if type(value) is dict else value
-    kept = list(module._modules.items())[: KEPT if path in lengths else None]
+    kept = list(vars(module)["_modules"].items())[: KEPT if path in lengths else None]
     below = {name: None if child is None else copied(child, f"{path}.{name}".lstrip("."), lengths) for name, child in kept}
     new.__dict__["_modules"] = below if path not in lengths else dict(kept)
     return new
