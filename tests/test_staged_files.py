@@ -36,13 +36,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize(
-    ("net", "schedule", "recompute"), [("gpt2", "1f1b", "full"), ("ignore_index_loss", "gpipe", "none"), ("resnet", "zbv", "none")]
+    ("net", "stages", "schedule", "recompute"),
+    [("gpt2", 2, "1f1b", "full"), ("ignore_index_loss", 1, "gpipe", "none"), ("resnet", 2, "zbv", "none")],
 )
-def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, schedule: str, recompute: str) -> None:
+def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, stages: int, schedule: str, recompute: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, args = getattr(models, net)(**NETS[net])
-    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), schedule=schedule, recompute=recompute, **STAGED)
+    plan = sbpc.plan(model, args, Mesh(pipe=stages, data=2), schedule=schedule, recompute=recompute, **STAGED)
     plan.save(tmp_path / "plan")
     found = sbpc.load(tmp_path / "plan")
     assert str(found) == str(plan) and found.layouts == plan.layouts and found.cost == plan.cost
