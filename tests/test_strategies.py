@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sbpc
 from sbpc.api.short_model import short_model
+from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
 from sbpc.plans.staged.estimate import even_ends
@@ -87,3 +91,14 @@ def test_one_stage_is_a_loop_whose_gradients_are_boxed_once() -> None:
         assert compare(plan, model, args, *e) <= 1e-10
         sent.append(plan.cost.bytes_sent["data"])
     assert max(sent) <= 1.05 * min(sent)
+
+
+def test_the_command_line_ranks_strategies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "target.py"
+    file.write_text("from tests.models import mlp\n\n\ndef build():\n    return mlp(batch=8, layers=4)\n")
+    asked = ["sweep", f"{file}:build", "--devices", "4", "--cluster", "a100", "--stages", "--microbatches", "--seconds", "2"]
+    assert main([*asked, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["cost"] <= rows[-1]["cost"] and {row["stages"] for row in rows} > {1}
+    assert main(asked) == 0
+    assert "strategies looked at; none takes less than" in capsys.readouterr().out

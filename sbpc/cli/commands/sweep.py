@@ -9,11 +9,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from sbpc.api.recompute import RECOMPUTE
+from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
 from sbpc.inspect.report import si
+from sbpc.passes.loop.recompute import NONE
 
 NAME = "sweep"
 HELP = "rank every mesh of a number of devices by the plan found on it"
@@ -26,6 +29,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--axes", type=int, default=4, metavar="N", help="axes of a mesh at most (default: 4)")
     parser.add_argument("--objective", choices=("seconds", "bytes"), default="seconds", help="(default: seconds)")
     parser.add_argument("--spread", action="store_true", help="store inputs, parameters and outputs exactly once")
+    stages = "search stages of a pipeline, too: rows are then whole strategies on the axes pipe, data and tensor"
+    parser.add_argument("--stages", action="store_true", help=stages)
+    parser.add_argument("--microbatches", action="store_true", help="search numbers of micro-batches, too")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what the backward computes again (default: none)")
+    parser.add_argument("--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many meshes to print (default: 10)")
     add_planning(parser, mesh=False)
 
@@ -33,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `sbpc sweep`."""
     split_target(options.target)
-    names = ("devices", "axes", "objective", "spread", "memory", "optimizer")
+    names = ("devices", "axes", "objective", "spread", "memory", "optimizer", "stages", "microbatches", "recompute", "seconds")
     asked: dict[str, Any] = {name: getattr(options, name) for name in names}
     asked |= {"cluster": cluster_of(options), "train": not options.no_train}
     with quiet(options), Progress(console=Console(stderr=True), transient=True) as bar:
@@ -47,13 +55,21 @@ def run(options: argparse.Namespace) -> int:
         print_json({"rows": [row_json(row) for row in rows]})
         return 0
     console = Console()
+    if isinstance(rows[0], StrategyRow):
+        console.print(strategies_table(rows[: options.top]))
+        console.print(f"{len(rows)} strategies looked at; none takes less than {rows[0].lower_bound:.3g} s. Meshes are stages x data x tensor", highlight=False)
+        return 0
     console.print(table(rows[: options.top]))
     console.print(f"{len(rows)} meshes of {options.devices} ranks", highlight=False)
     return 0
 
 
-def row_json(row: SweepRow) -> dict[str, Any]:
-    """Returns a mesh and its cost as JSON values."""
+def row_json(row: SweepRow | StrategyRow) -> dict[str, Any]:
+    """Returns a mesh and its cost, or a strategy and what it is made of, as JSON values."""
+    if isinstance(row, StrategyRow):
+        seconds = ("compute_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound")
+        asked = ("stages", "schedule", "microbatches", "recompute", "cost", *seconds, "memory")
+        return {"mesh": dict(zip(row.mesh.axes, row.mesh.sizes)), **{name: getattr(row, name) for name in asked}}
     cost = row.plan.cost
     return {
         "mesh": dict(zip(row.mesh.axes, row.mesh.sizes)),
@@ -74,4 +90,16 @@ def table(rows: list[SweepRow]) -> Table:
         mesh = ",".join(f"{name}={size}" for name, size in zip(row.mesh.axes, row.mesh.sizes))
         seconds = f"{cost.seconds:.3g}", f"{cost.comm_seconds:.3g}"
         made.add_row(mesh, *seconds, sent, f"{si(cost.memory['total'])}B", f"{100 * cost.gap:.2f} %")
+    return made
+
+
+def strategies_table(rows: list[StrategyRow]) -> Table:
+    """Returns a table of the best strategies."""
+    again = any(row.recompute != NONE for row in rows)
+    names = ("mesh", "schedule", "parts", *(["recompute"] if again else []), "seconds", "compute", "exposed", "bubble", "memory")
+    made = table_of(names, left=("mesh", "schedule", "recompute"))
+    for row in rows:
+        figures = [f"{each:.2g}" for each in (row.compute_seconds, row.exposed_seconds, row.bubble_seconds)]
+        asked = ("x".join(map(str, row.mesh.sizes)), row.schedule, str(row.microbatches), *([row.recompute] if again else []))
+        made.add_row(*asked, f"{row.cost:.3g}", *figures, f"{si(row.memory['total'])}B")
     return made
