@@ -35,6 +35,7 @@ Where `backward` is called counts, not where the forward ran. The sums are held 
 float32 where these are in 16 bits: that is memory besides what the plan predicts. A stock optimizer does not know them. So end with
 a backward outside before `optimizer.step()`, as the sums are else missing there and go into the next backward outside; and drop them
 by `module.zero_grad()`, as `optimizer.zero_grad()` does not. `sbpc.Checkpoints` refuses to save while there are any."""
+ZERO_GRAD = "Drops the gradients of parameters, and what `no_sync` keeps of them."
 C10D = torch.ops._c10d_functional
 REDUCING = C10D.all_reduce.default, C10D.reduce_scatter_tensor.default
 SENDING = C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default, *REDUCING

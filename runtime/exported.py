@@ -35,9 +35,10 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
     with decoder.reading():
         bodies = steps_of(decoder.body)
         if step is None:
-            step = next(iter(bodies))
+            step = next(iter(bodies), "train")
         if step not in bodies:
-            raise PlanError(f"{path} holds no step {step!r}\n  It holds {', '.join(bodies) or 'a plan alone: export it'}.")
+            alone = "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"
+            raise PlanError(f"{path} holds no step {step!r}\n  It holds {', '.join(bodies) or alone}.")
         decoder.body = bodies[step]
         programs = rank_programs.decode(decoder)
         for program in programs.kinds:

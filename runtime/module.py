@@ -20,10 +20,10 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
-from sbpc.runtime.accumulate import NO_SYNC
+from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
-from sbpc.runtime.staged.staged_module import bind_stages, parallelize_stages
+from sbpc.runtime.staged.staged_module import StagedWeights, bind_stages, parallelize_stages
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
@@ -61,7 +61,8 @@ def parallelize(
 
     With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
     of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
-    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all.
+    `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if
+    all have gradients of the same dtypes.
 
     evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
                pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
@@ -179,8 +180,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         weights_of(self).sums.drop()
         cls.zero_grad(self, set_to_none)
 
-    step.__doc__, no_sync.__doc__ = JOINT, NO_SYNC
-    zero_grad.__doc__ = "Drops the gradients of parameters, and what `no_sync` keeps of them."
+    step.__doc__, no_sync.__doc__, zero_grad.__doc__ = JOINT, NO_SYNC, ZERO_GRAD
     own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
     return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step) | own)
 
@@ -196,7 +196,7 @@ def training_runner(module: nn.Module) -> Runner:
 
 def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
-    weights: ModuleWeights | None = vars(module).get(WEIGHTS)
+    weights: ModuleWeights | StagedWeights | None = vars(module).get(WEIGHTS)
     if weights is not None and weights.sums.held:
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"

@@ -36,13 +36,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize(
-    ("net", "schedule", "recompute"), [("gpt2", "1f1b", "full"), ("ignore_index_loss", "gpipe", "none"), ("resnet", "zbv", "none")]
+    ("net", "stages", "schedule", "recompute"),
+    [("gpt2", 2, "1f1b", "full"), ("ignore_index_loss", 1, "gpipe", "none"), ("resnet", 2, "zbv", "none")],
 )
-def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, schedule: str, recompute: str) -> None:
+def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, stages: int, schedule: str, recompute: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model, args = getattr(models, net)(**NETS[net])
-    plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), schedule=schedule, recompute=recompute, **STAGED)
+    plan = sbpc.plan(model, args, Mesh(pipe=stages, data=2), schedule=schedule, recompute=recompute, **STAGED)
     plan.save(tmp_path / "plan")
     found = sbpc.load(tmp_path / "plan")
     assert str(found) == str(plan) and found.layouts == plan.layouts and found.cost == plan.cost
@@ -158,6 +159,9 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
         (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
+        (("run", target, "--plan", file, "--trace", tmp_path / "t.json"), "--trace measures no stages"),
+        (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "draws no losses and no measured trace"),
+        (("run", file), "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"),
         (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
         (("diff", file, file), "a plan with stages has no diff"),
         (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
@@ -186,12 +190,13 @@ def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, 
 
 
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
-    plan, _ = written
+    plan, file = written
     for call in (
         lambda: plan.explain("ups.0.weight"), lambda: plan.diff(plan), lambda: plan.export("x"), lambda: plan.certify(seconds=1.0),
         lambda: plan.proof, lambda: plan.check_bound(), lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
     ):  # fmt: skip
         assert "a plan with stages has no " in refused(PlanError, call)
+    assert "holds no step 'train'" in refused(PlanError, lambda: sbpc.load_module(file))
     with pytest.raises(AttributeError):
         plan.nothing  # noqa: B018
     assert not hasattr(plan, "nothing") and copy.copy(plan).axis == "pipe"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -15,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sbpc
 from sbpc import Mesh
@@ -117,6 +120,7 @@ def on_four_ranks(folder: str) -> dict[str, Any]:
     wrong = [name for name, p in twin.named_parameters() if not torch.equal(p.full_tensor(), whole[name] + 1)]
     with pytest.raises(PlanError, match="cannot be pickled"):
         pickle.dumps(module)
+    wrong += [*largest(module), *cut_arguments(module), *accumulated(module, folder)]
     return {"misused": misused(module), "wrong": wrong, "figures": figures, "skipped": skipped_together(folder), "refused": refused_by_all(folder)}
 
 
@@ -140,6 +144,51 @@ def misused(module: Any) -> list[str]:
         except PlanError as error:
             unsaid += [] if said in str(error) else [f"{said}: {error}"]
     return unsaid
+
+
+def cut_arguments(module: Any) -> list[str]:
+    """On a rank: whether a DTensor as an argument, and random numbers drawn once more, give another loss."""
+    args, state = tower()[1], module.random_state()
+    whole = module.step(*args)
+    module.set_random_state(state)
+    cut = [distribute_tensor(arg, init_device_mesh("cpu", (4,)), [Shard(0)]) for arg in args]
+    again = module.step(*cut)
+    return [] if torch.equal(whole, again) else [f"{whole} of whole arguments, {again} of DTensors"]
+
+
+def accumulated(module: Any, folder: str) -> list[str]:
+    """On a rank: whether gradients of three steps, two of them within `no_sync`, are others than those of three steps outside."""
+    args, state, found = tower()[1], module.random_state(), []
+    for within in (0, 2):
+        module.zero_grad()
+        module.set_random_state(state)
+        for at in range(3):
+            with module.no_sync() if at < within else contextlib.nullcontext():
+                module.step(*args)
+            if at < within and any(p.grad is not None for p in module.parameters()):
+                return ["no_sync leaves a gradient"]
+            if at < within:
+                with pytest.raises(PlanError, match="keeps gradients of backwards within no_sync"):
+                    Checkpoints(folder).save(99, module)
+        found.append({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.grad is not None})
+    return [name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-10, atol=1e-14)]
+
+
+def largest(module: Any) -> list[str]:
+    """On a rank: whether the norm of the largest element is not that over all stages, or what is infinite is not refused."""
+    module.step(*tower()[1])
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    most = max(process_groups.from_all_ranks(max(float(g.full_tensor().abs().max()) for g in gradients)))
+    norm = float(module.clip_grad_norm_(most / 2, float("inf")))
+    now = max(process_groups.from_all_ranks(max(float(g.full_tensor().abs().max()) for g in gradients)))
+    wrong = [f"{norm} and then {now}, not {most}"] if norm != most or abs(now - most / 2) > 1e-5 * most else []
+    if torch.distributed.get_rank() == 1:
+        gradients[0].to_local().fill_(torch.nan)
+    try:
+        module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        return [*wrong, "a norm of NaN is taken"]
+    except PlanError as error:
+        return wrong if "the norm of the gradients is nan" in str(error) else [*wrong, str(error)]
 
 
 def skipped_together(folder: str) -> list[bool]:

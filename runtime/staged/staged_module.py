@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
@@ -19,15 +22,16 @@ from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
+from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
-from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, kinds_of, micro_batch
 from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state
-from sbpc.runtime.state.members import RANDOM, members_of
+from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
 from sbpc.runtime.step import no_autocast
 
 STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
@@ -60,17 +64,42 @@ class StageRunner:
             self.functions[at, part] = self.executor(self.programs[at].programs[part].gm)
         return self.functions[at, part]
 
-    def step(self, values: dict[Port, Tensor], leaves: Sequence[Tensor]) -> tuple[dict[Port, Any], dict[str, Tensor]]:
+    def step(
+        self, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums
+    ) -> tuple[dict[Port, Any], dict[str, Tensor]]:
         """Runs a step. values: parameters of this rank, buffers and the seed. Returns results by port and gradients by name."""
         with torch.no_grad(), no_autocast(self.where):
-            return Step(self, values, leaves).run()
+            return Step(self, values, leaves, sums).run()
+
+
+class StageSums:
+    """What steps within `no_sync` have added up of gradients, by chunk and name. collects: whether `no_sync` is on."""
+
+    def __init__(self) -> None:
+        self.collects, self.held = False, dict[int, Values]()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Collects while this lasts."""
+        before, self.collects = self.collects, True
+        try:
+            yield
+        finally:
+            self.collects = before
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """What a module with stages keeps between steps besides its weights."""
+
+    sums: StageSums = field(default_factory=StageSums)
 
 
 class Step:
     """One step on this rank."""
 
-    def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor]) -> None:
-        self.runner, self.plan, self.leaves = runner, runner.plan, leaves
+    def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums) -> None:
+        self.runner, self.plan, self.leaves, self.sums = runner, runner.plan, leaves, sums
         buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
         self.before = before_loop(self.plan.loop, leaves, buffers)
         self.mail = Mail(runner.where)
@@ -81,7 +110,9 @@ class Step:
         """Returns a chunk with the values that all micro-batches read."""
         programs, chunk = self.runner.programs[at], self.plan.chunks[at]
         fixed: dict[str, Any] = {name: local_of(values[port]) for port, name in programs.fixed.items()}
-        return StageRun(chunk, programs, fixed | dict(zip(programs.positions, self.runner.positions)))
+        run = StageRun(chunk, programs, fixed | dict(zip(programs.positions, self.runner.positions)))
+        run.added = self.sums.held.get(at, {})
+        return run
 
     def run(self) -> tuple[dict[Port, Any], dict[str, Tensor]]:
         """Runs all actions of this rank, then what is done once."""
@@ -94,15 +125,20 @@ class Step:
             for part in kinds_of(action):
                 self.arrive(action, part)
                 self.part(action.chunk, part, action.micro_batch)
+        self.sums.held = {at: run.added for at, run in self.runs.items()} if self.sums.collects else {}
+        gradients = {} if self.sums.collects else self.gradients()
+        results = self.results()
+        self.mail.finish()
+        return results, gradients
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Brings the sums of gradients home, and returns them by name of the parameter."""
         gradients: dict[str, list[tuple[int, Tensor]]] = {}
         for at in self.runner.mine:
             self.part(at, AFTER, 0)
             for port, value in self.runs[at].gradients().items():
                 gradients.setdefault(port.name, []).append((at, value))
-        added = {name: self.shared(name, terms) for name, terms in gradients.items()}
-        results = self.results()
-        self.mail.finish()
-        return results, added
+        return {name: self.shared(name, terms) for name, terms in gradients.items()}
 
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
@@ -251,7 +287,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
     elsewhere = frozenset(name for name, stage in counted.items() if stage != runner.stage)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves = bind.arguments(plan, args, kwargs)
+        leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in bind.arguments(plan, args, kwargs)]
         check_step(plan, self, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
@@ -260,7 +296,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
             random = self.__dict__[RANDOM]
             values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
             random["step"] += 1
-        results, gradients = runner.step(values, [leaf.detach().to(where) for leaf in leaves])
+        results, gradients = runner.step(values, [leaf.detach().to(where) for leaf in leaves], sums_of(self))
         with torch.no_grad():
             for port, value in results.items():
                 if port.kind == MUTATION:
@@ -274,8 +310,22 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise PlanError("a module with stages runs forward and backward together\n  Call module.step(*args).")
 
-    step.__doc__ = STEP
-    return type(f"Staged{cls.__name__}", (cls,), members_of(cls, forward, step, elsewhere))
+    def no_sync(self: nn.Module) -> AbstractContextManager[None]:
+        return sums_of(self).no_sync()
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        sums_of(self).held = {}
+        cls.zero_grad(self, set_to_none)
+
+    step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
+    own = {"no_sync": no_sync, "zero_grad": zero_grad}
+    return type(f"Staged{cls.__name__}", (cls,), members_of(cls, forward, step, elsewhere) | own)
+
+
+def sums_of(module: nn.Module) -> StageSums:
+    """Returns what a module keeps of gradients between steps."""
+    weights: StagedWeights = module.__dict__.setdefault(WEIGHTS, StagedWeights())
+    return weights.sums
 
 
 def bind_stages(plan: StagedPlan, kind: str) -> None:

@@ -96,7 +96,7 @@ class Loader(DefaultLoadPlanner):
 
 class Checkpoints:
     """The checkpoints in a folder that all ranks share; the last `keep` are kept. A job goes on from them, also on another number
-    of ranks and in other layouts: examples/02_train_gpt.py.
+    of ranks, in other layouts, with pipeline stages or without: examples/02_train_gpt.py.
 
     They hold parameters, buffers, the optimizer's state and settings, and the place among random numbers. Every rank makes this
     at the same point, calls `save` at the same steps, and `wait` before it ends. asynchronous: what is saved is copied, and

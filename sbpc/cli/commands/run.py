@@ -40,6 +40,7 @@ from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.exported import inputs_beside, load_programs, module_of, weights_beside
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
@@ -104,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
         if options.plan:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
+        if options.trace and isinstance(plan, StagedPlan):
+            raise SbpcError("--trace measures no stages of a pipeline\n  Remove it; plan.save_trace writes what is predicted.")
         if not options.json:
             print_plan(plan)
             sys.stdout.flush()

@@ -90,7 +90,7 @@ def decode_chunk(decoder: Decoder, body: Mapping[str, Any], plan_in: Callable[[D
 # --- what the parts of a file must have in common: each yields what is wrong, and may rely on what is checked before it --------------
 def wrong_mesh(plan: StagedPlan) -> Iterator[str]:
     """Yields what is wrong with the meshes, the schedule and the number of chunks."""
-    if plan.schedule not in CHUNKS or plan.axis not in plan.mesh.axes or plan.stages < 2:
+    if plan.schedule not in CHUNKS or plan.axis not in plan.mesh.axes:
         yield f"{plan.schedule!r} along {plan.axis!r} of {plan.mesh}"
     if type(plan.loop.count) is not int or plan.loop.count < 1 or not plan.once <= {PARAMETER, GRADIENT}:
         yield f"{plan.loop.count} micro-batches, and {sorted(plan.once)} boxed once"

@@ -252,14 +252,16 @@ class StagedPlan(Pipeline):
                 edges += 1
         return edges
 
-    def save_page(self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None) -> None:
+    def save_page(
+        self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None, trace: str | Path | None = None
+    ) -> None:
         """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
 
-        losses: not drawn for stages yet, and refused. Raises PlanError if it cannot be written.
+        Raises PlanError if it cannot be written, and for losses or a trace, which only the page of a plan without stages draws.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        if losses is not None:
-            raise PlanError("the page of a plan with stages draws no losses\n  Leave losses= out.")
+        if losses is not None or trace is not None:
+            raise PlanError("the page of a plan with stages draws no losses and no measured trace\n  Leave losses= and trace= out.")
         write_page(self.rewriter.page(self, None, ()), Path(path))
 
     def save(self, path: str | Path) -> None:
