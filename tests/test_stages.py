@@ -15,6 +15,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
+from sbpc.runtime.start.mail import Mail
 from tests import models
 from tests.compare import compare, eager
 from tests.processes import run_ranks
@@ -128,6 +129,26 @@ def train(mesh: dict[str, int], schedule: str) -> list[Any]:
     own = dict(model.named_parameters())
     errors = {name: float((p.full_tensor() - own[name]).abs().max()) for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
     return [losses, errors, plan.stages]
+
+
+def most_held() -> list[int]:
+    """How many messages this rank holds at most in a step of twelve micro-batches: sent ones, and ones that came."""
+    model, args = models.mlp(layers=4)
+    parallel = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(pipe=2), stages="pipe", microbatches=12))
+    most, send = [0, 0], Mail.send
+
+    def counted(self: Mail, *args: Any) -> None:
+        send(self, *args)
+        most[:] = max(most[0], len(self.sent)), max(most[1], len(self.coming) + len(self.kept))
+
+    Mail.send = counted  # type: ignore[method-assign]
+    parallel.step(*args)
+    return most
+
+
+def test_messages_are_let_go_as_soon_as_the_schedule_tells_that_they_are_there() -> None:
+    for sent, held in run_ranks(most_held, 2):
+        assert 0 < sent <= 4 and held <= 3
 
 
 def train_all() -> list[list[Any]]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
-from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, Port
+from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.staged.schedules import Action
@@ -48,6 +48,7 @@ class StageRunner:
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
         self.mine = [at for at, owner in enumerate(plan.owners) if owner == self.stage]
         self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]  # by stage, whom this rank talks to
+        self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}  # in its stage's order
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
         self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
         self.functions: dict[tuple[int, str], BoxedFunction] = {}
@@ -150,7 +151,8 @@ class Step:
                     name, value = chunk.receives[port], chunk.plan.shapes[port]
                     shape = chunk.plan.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
                     peer = self.runner.peers[self.plan.owners[source]]
-                    self.mail.expect(self.key(name, action), peer, shape, value.dtype)
+                    times = sum(name in self.plan.chunks[at].receives.values() for at in self.runner.mine)
+                    self.mail.expect(self.key(name, action), peer, shape, value.dtype, times)
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -167,10 +169,18 @@ class Step:
         for port in arrivals(chunk, part):
             if port in chunk.receives:
                 value = self.mail.receive(self.key(chunk.receives[port], action))
+                self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
                 whole = micro_batch(self.plan.loop, chunk.arguments[port], batch, self.leaves, self.before)
                 value = chunk.plan.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.place)
             run.batches.setdefault(batch, {})[run.programs.own[port]] = value
+
+    def arrived(self, source: int, port: Port, batch: int) -> None:
+        """Lets go what another stage has received: by the time at which its chunk `source` sent this, it had done what came before."""
+        stage = self.plan.owners[source]
+        if stage != self.runner.stage:
+            action = Action(self.plan.kind_of(port in self.plan.chunks[source].sends_late), source, batch)
+            self.mail.arrived(self.runner.peers[stage], self.runner.places[action])
 
     def part(self, at: int, part: str, batch: int) -> None:
         """Runs a part of a chunk, and sends off what it sends."""
@@ -200,7 +210,12 @@ class Step:
             if stage == self.runner.stage:
                 self.mail.keep(key, value, times)
             else:
-                self.mail.send(key, self.runner.peers[stage], value)
+                reading = [Action(self.plan.kind_of(self.comes_late(to, name)), to, batch) for to in readers if owners[to] == stage]
+                self.mail.send(key, self.runner.peers[stage], value, min(self.runner.places[action] for action in reading))
+
+    def comes_late(self, at: int, name: str) -> bool:
+        """Returns whether a chunk reads a value in its backward."""
+        return any(port.kind == TANGENT for port, each in self.plan.chunks[at].receives.items() if each == name)
 
     def shared(self, name: str, terms: list[tuple[int, Tensor]]) -> Tensor:
         """Returns the gradient of a parameter: with the terms of other stages that have it, too, added up in the order of chunks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -11,19 +12,23 @@ from torch import Tensor
 
 
 class Mail:
-    """The messages of one step. A message has a number, the same on both ends, and no two have the same."""
+    """The messages of one step. A message has a number, the same on both ends, and no two have the same.
+
+    None is held longer than it must: one that came until it has been read so often as was said, one that was sent until it is known
+    to be there. gloo does not tell the sender that, but what the receiver does next does, see `arrived`.
+    """
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
-        self.coming: dict[int, tuple[Tensor, Any]] = {}
+        self.coming: dict[int, Any] = {}
         self.kept: dict[int, tuple[Tensor, int]] = {}
-        self.sent: list[tuple[Any, Tensor]] = []
+        self.sent: list[tuple[int, float, Any, Tensor]] = []  # whom to, which of its actions reads it, the work, the message
 
-    def expect(self, number: int, source: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Begins to receive a message, unless that has begun: it comes while this rank computes."""
-        if number not in self.coming:
+    def expect(self, number: int, source: int, shape: Sequence[int], dtype: torch.dtype, times: int = 1) -> None:
+        """Begins to receive a message, unless that has begun: it comes while this rank computes. times: how often it is read."""
+        if number not in self.coming and number not in self.kept:
             value = torch.empty(tuple(shape), dtype=dtype, device=self.where)
-            self.coming[number] = value, dist.irecv(value, source, tag=number)
+            self.coming[number] = value, dist.irecv(value, source, tag=number), times
 
     def receive(self, number: int) -> Tensor:
         """Returns a message, as soon as it is there."""
@@ -32,19 +37,26 @@ class Mail:
             if times > 1:
                 self.kept[number] = value, times - 1
             return value
-        value, work = self.coming[number]
-        if work is not None:
-            work.wait()
-            self.coming[number] = value, None
-        return value
+        value, work, times = self.coming.pop(number)
+        work.wait()
+        if times > 1:
+            self.kept[number] = value, times - 1
+        return value  # type: ignore[no-any-return]
 
     def keep(self, number: int, value: Tensor, times: int) -> None:
         """Keeps a message for this rank itself, to be read so often."""
         self.kept[number] = value, times
 
-    def send(self, number: int, target: int, value: Tensor) -> None:
-        """Sends a message without waiting."""
-        self.sent.append((dist.isend(value, target, tag=number), value))
+    def send(self, number: int, target: int, value: Tensor, place: float = inf) -> None:
+        """Sends a message without waiting. place: of the action of the target that reads it, among its actions."""
+        self.sent.append((target, place, dist.isend(value, target, tag=number), value))
+
+    def arrived(self, target: int, place: float) -> None:
+        """Lets go what was sent to a rank for its actions up to a place: it has done that one, so it has received all that."""
+        there = [each for each in self.sent if each[0] == target and each[1] <= place]
+        self.sent = [each for each in self.sent if each[0] != target or each[1] > place]
+        for _, _, work, _ in there:
+            work.wait()
 
     def from_one(self, number: int, value: Tensor, owner: int, peers: Sequence[int]) -> Tensor:
         """Returns on every one of `peers` (ranks) the value that `owner` has. value: of its shape on the others."""
@@ -59,6 +71,6 @@ class Mail:
 
     def finish(self) -> None:
         """Waits until all that was sent has gone."""
-        for work, _ in self.sent:
+        for _, _, work, _ in self.sent:
             work.wait()
         self.sent.clear()

@@ -165,6 +165,10 @@ class StagedPlan(Pipeline):
             raise PlanError(f"the plan has no {name!r}\n  The closest names are {', '.join(closest(name, list(self.layouts)))}.")
         return self.layouts[name]
 
+    def kind_of(self, late: bool) -> str:
+        """Returns the kind of action that sends or reads what crosses, in the forward or `late`."""
+        return (INPUTS if self.split else BACKWARD) if late else FORWARD
+
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
         chunk, found = self.chunks[action.chunk], []
@@ -172,7 +176,7 @@ class StagedPlan(Pipeline):
         for port, name in chunk.receives.items():
             if (port.kind == TANGENT) != forward and action.kind != WEIGHTS:
                 source, sent = self.sources[name]
-                kind = (INPUTS if self.split else BACKWARD) if sent in self.chunks[source].sends_late else FORWARD
+                kind = self.kind_of(sent in self.chunks[source].sends_late)
                 found.append(Action(kind, source, action.micro_batch))
         if not forward:
             kind = INPUTS if action.kind == WEIGHTS else FORWARD
