@@ -146,15 +146,10 @@ def widens(node: Node) -> bool:
     return isinstance(given, Tensor) and WIDE.get(given.dtype) == node.kwargs["dtype"]
 
 
-class Sums:
-    """What backwards within `no_sync` have computed of gradients, in the order of the sources of `apart`.
+class Collector:
+    """Whether backwards collect gradients, `collects`: they do within `no_sync`."""
 
-    collects: whether `no_sync` is on.
-    """
-
-    def __init__(self) -> None:
-        self.collects, self.held = False, list[Tensor]()
-        self.apart: Apart | None = None
+    collects = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,6 +159,17 @@ class Sums:
             yield
         finally:
             self.collects = before
+
+
+class Sums(Collector):
+    """What backwards within `no_sync` have computed of gradients, in the order of the sources of `apart`.
+
+    collects: whether `no_sync` is on.
+    """
+
+    def __init__(self) -> None:
+        self.held = list[Tensor]()
+        self.apart: Apart | None = None
 
     @property
     def on(self) -> bool:

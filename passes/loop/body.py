@@ -8,7 +8,7 @@ What all micro-batches read of the whole batch, such as a count of targets, is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError, at_node
-from sbpc.graph.operands import operands, value_of
+from sbpc.graph.operands import ancestors, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
@@ -309,17 +309,6 @@ def extracted(gm: GraphModule, ends: list[Node]) -> GraphModule:
             copies[node] = copied(graph, node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in ends))
     return GraphModule(gm, graph)
-
-
-def ancestors(nodes: Iterable[Node], stop: Mapping[Node, Any] | None = None) -> set[Node]:
-    """Returns nodes and all that they depend on, no further than `stop`."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [] if stop is not None and node in stop else node.all_input_nodes
-    return found
 
 
 def is_join(node: Node) -> bool:

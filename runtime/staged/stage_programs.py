@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc.graph.operands import nodes_in
+from sbpc.graph.operands import ancestors, nodes_in
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.graph.rewrite import copied
 from sbpc.plans.staged.pipeline_cost import summand
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of, upward
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of
 from sbpc.runtime.partition import extract
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
 def program_of(gm: GraphModule, part: str, parts: dict[Node, str], kept: set[Node]) -> Program:
     """Returns the program of a part: from what it reads of other parts to what they, or the results, read of it."""
     mine = [node for node, its in parts.items() if its == part and node.op != "placeholder"]
-    needed = upward(mine)
+    needed = ancestors(mine)
     body = [node for node in parts if parts[node] in (part, FREE) and node in needed and node.op != "placeholder"]
     inside = set(body)
     reads = list(dict.fromkeys(used for node in body for used in node.all_input_nodes if used not in inside))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
-from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
+from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
@@ -73,20 +73,11 @@ class StageRunner:
             return Step(self, values, leaves, sums).run()
 
 
-class StageSums:
+class StageSums(Collector):
     """What steps within `no_sync` have added up of gradients, by chunk and name. collects: whether `no_sync` is on."""
 
     def __init__(self) -> None:
-        self.collects, self.held = False, dict[int, Values]()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Collects while this lasts."""
-        before, self.collects = self.collects, True
-        try:
-            yield
-        finally:
-            self.collects = before
+        self.held = dict[int, Values]()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -90,3 +90,14 @@ def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
     if isinstance(value, (tuple, list)):
         value = value[index]
     return (tuple(value.shape), value.element_size()) if isinstance(value, Tensor) else ((0,), 0)
+
+
+def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
+    """Nodes and all that they depend on, no further than `stop`."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [] if node in stop else node.all_input_nodes
+    return found

@@ -233,8 +233,8 @@ class Pipeline(ABC):
         before, after = ([self.single(stage, part) for stage in stages] for part in (BEFORE, AFTER))
         ends = self.last_ends()
         seconds = max(before) + max(end + once for end, once in zip(ends, after))
-        compute = [self.busy(stage, "compute") for stage in stages]
-        communicate = [self.busy(stage, "comm") for stage in stages]
+        compute = [self.totals(stage, "compute") for stage in stages]
+        communicate = [self.totals(stage, "comm") for stage in stages]
         most = max(stages, key=lambda stage: compute[stage] + communicate[stage])
         busy = compute[most] + communicate[most]
         memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
@@ -248,10 +248,6 @@ class Pipeline(ABC):
     def last_ends(self) -> list[float]:
         """Returns by stage when its last action ends."""
         return [max(self.spans[action][1] for action in actions) for actions in self.actions]
-
-    def busy(self, stage: int, which: str) -> float:
-        """Returns the seconds that a stage computes or communicates."""
-        return self.totals(stage, which)
 
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over its chunks and micro-batches."""

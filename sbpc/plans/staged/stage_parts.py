@@ -5,11 +5,11 @@ It reads a boxed graph or the program of a rank, so that what is predicted, simu
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import value_of
+from sbpc.graph.operands import ancestors, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, placeholders, results
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
@@ -43,7 +43,7 @@ def parts_of(gm: GraphModule, once: Container[str] = ()) -> dict[Node, str]:
         if kinds.get(node) == TANGENT or (parts[node] == FORWARD and is_late(node, late)):
             late.add(node)
     sent = [node for port, node in zip(gm.meta["ports"].outputs, results(gm)) if port.kind == OUTPUT and node in late]
-    needed = upward(sent)
+    needed = ancestors(sent)
     for node in gm.graph.nodes:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
@@ -54,17 +54,6 @@ def parts_of(gm: GraphModule, once: Container[str] = ()) -> dict[Node, str]:
 def is_late(node: Node, late: set[Node]) -> bool:
     """Returns whether a node of a micro-batch is of the backward."""
     return node.meta.get("phase") == "backward" or any(used in late for used in node.all_input_nodes)
-
-
-def upward(nodes: Iterable[Node]) -> set[Node]:
-    """Returns nodes and all that they depend on."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def boxings_home(gm: GraphModule, parts: dict[Node, str]) -> set[Node]:
