@@ -32,8 +32,17 @@ def shown(terminal: bool) -> str:
 
 
 def test_a_terminal_sees_the_passes_and_how_far_the_search_is() -> None:
-    text = shown(terminal=True)
-    assert "assign: " in text and "gap" in text
+    """The line is drawn a few times a second: of short messages it shows the last one for sure."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    STEPS.addHandler(handler)
+    try:
+        text = shown(terminal=True)
+    finally:
+        STEPS.removeHandler(handler)
+    assert "annotate" in said and any(line.startswith("assign: ") and "gap" in line for line in said)
+    assert said[-1] in text
     assert text.endswith("\x1b[2K")  # the line is cleared in the end
 
 
