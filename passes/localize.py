@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, rename
+from sbpc.boxing.buckets import COLLECTIVES, Bucket
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.operands import operands, value_of
@@ -50,6 +52,8 @@ class Localizer:
         self.positions: list[Node] = []
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
         self.about: dict[str, Any] = {}
+        self.buckets: dict[str, Bucket] = {}
+        self.missing = Counter(node.meta["bucket"] for node in gm.graph.nodes if "bucket" in node.meta)  # starts, by bucket
 
     def run(self) -> GraphModule:
         """Rewrites node by node."""
@@ -148,26 +152,54 @@ class Localizer:
         return self.offsets[key]
 
     def start(self, node: Node) -> list[Node]:
-        """Writes one boxing step as far as its collective. Returns the calls that were written; `end` writes the others."""
+        """Writes one boxing step as far as its collective, which the last of its bucket writes for all. Returns the calls that were
+        written; `end` writes the others."""
         written: list[Node] = []
-        waiting = False
+        name, waiting = node.meta.get("bucket"), False
+        bucket = None if name is None else self.buckets.setdefault(name, Bucket(name))
 
         def call(op: Callable[..., Any], *args: Any) -> Node | None:
             nonlocal waiting
+            if bucket and op in COLLECTIVES and not waiting:
+                bucket.add(node.name, op, args[0], value_at(args[0]).shape, args[1:])
+                waiting = True
             waiting = waiting or op is WAIT
             if not waiting:
                 written.append(self.call(op, *args))
             return None if waiting else written[-1]
 
         self.lowered(node, node.meta["step"], call)
+        if bucket:
+            self.missing[bucket.name] -= 1
+            if not self.missing[bucket.name]:
+                bucket.send(self.call_of(bucket))
         return written
+
+    def call_of(self, bucket: Bucket) -> Callable[..., Node]:
+        """Returns what writes calls that are those of a whole bucket: they have the name of its first member."""
+        about = self.about | {"boxed": bucket.name, BOXING: bucket.name}
+
+        def call(op: Callable[..., Any], *args: Any) -> Node:
+            made = self.call(op, *args)
+            put(made, "meta", dict(about))
+            return made
+
+        return call
 
     def end(self, node: Node) -> Any:
         """Writes the rest of a boxing step, from the wait for its collective on."""
         start = operands(node)[0]
-        written = iter(self.local[start])
-        made = self.lowered(start, node.meta["awaits"], lambda op, *args: next(written, None) or self.call(op, *args))
-        return self.described(made, node)
+        written, bucket = iter(self.local[start]), self.buckets.get(start.meta.get("bucket", ""))
+
+        def call(op: Callable[..., Any], *args: Any) -> Node | None:
+            if bucket and op in COLLECTIVES:
+                return None
+            if bucket and op is WAIT:
+                bucket.wait(self.call_of(bucket))
+                return bucket.take(start.name, self.call)
+            return next(written, None) or self.call(op, *args)
+
+        return self.described(self.lowered(start, node.meta["awaits"], call), node)
 
     def boxing(self, node: Node) -> Any:
         """Writes one boxing step as collectives and local ops."""
@@ -183,3 +215,12 @@ class Localizer:
         place = self.mesh.sizes, self.coordinates, self.positions, self.mesh.group_name
         made = lower(step, x, call, shape, *place)
         return call(aten.view_as_complex.default, made) if value.is_complex() else made
+
+
+def value_at(node: Node) -> torch.Tensor:
+    """Returns a tensor of the shape of a node of a rank's program, without data; its call is tried where that is not known."""
+    if "val" not in node.meta:
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), value_at)
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value: torch.Tensor = node.meta["val"]
+    return value

@@ -35,7 +35,7 @@ from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.memory.search import within
-from sbpc.passes.schedule.choice import Overlap, choose, overlapped
+from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.plans import plan_file, rank_programs
@@ -48,7 +48,7 @@ from sbpc.plans.timeline import Event
 
 log = logging.getLogger("sbpc")
 progress = logging.getLogger("sbpc.progress")
-WEIGHTS = 2  # of streams that are tried besides equal ones
+WEIGHTS = 3  # of streams that are tried
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
 ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
 FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
@@ -137,8 +137,7 @@ def finish(
                 declare(stored, options["dynamic"])
             plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
         if overlaps:
-            prover = Overlap.of(plan)
-            plan = overlapped(plan, options, prover, prover.bound, plan.lower_bound)
+            plan = bounded(plan, options, solve)
     elif overlaps:
         with stages.timed("schedule"):
             ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any

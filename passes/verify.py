@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
@@ -15,6 +15,7 @@ from sbpc.plans.measure import layout_at
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
+from sbpc.plans.timeline import kind_of
 
 MOST_RANKS = 64  # whose programs are checked
 
@@ -126,4 +127,24 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
                 legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)
                 require(legal, f"{step} is no boxing step", node)
             edges += 1
+    verify_buckets(gm)
     return edges
+
+
+def verify_buckets(gm: GraphModule) -> None:
+    """Checks that collectives that go in one message are of one kind, are waited for, and follow each other."""
+    first: Node | None = None  # of the bucket to which the last call belongs
+    seen = set[str]()
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = node.meta.get("bucket")
+        if name is None:
+            first = None
+            continue
+        if first is None or first.name != name:
+            require(name == node.name and name not in seen, "a bucket does not begin with its first member", node)
+            first = node
+            seen.add(name)
+        same = kind_of(node) == kind_of(first) and all("awaits" in user.meta for user in node.users)
+        require(same, f"it cannot go in one message with %{first.name}", node)

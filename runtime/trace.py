@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,7 +185,8 @@ class Recorder:
 
         predicted: the plan's timeline. Every event of it that the program has is there once, by the same name. Besides, the computing
         stream has what is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective, "pack" before it
-        and "unpack" after it, and ops such as views.
+        and "unpack" after it, and ops such as views. Collectives that go in one message are measured as one: each has the part of its
+        time that is predicted.
         """
         run = sorted(self.runs, key=self.length)[(len(self.runs) - 1) // 2]
         known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
@@ -198,7 +199,11 @@ class Recorder:
             if part.role == START and event is not None:
                 queue, done = run.queue[name], self.clock.seconds(run.stamps[0], run.done[name])
                 start, free[queue] = max(start, free.get(queue, 0.0)), done
-                found.append(Event(event.stream, start, done, name, event.kind, event.module, event.phase, event.axis))
+                together = [each for each in predicted if each.bucket == name] if event.bucket else [event]
+                first, rate = together[0].start, (done - start) / (together[-1].end - together[0].start)
+                found += [
+                    replace(each, start=start + rate * (each.start - first), end=start + rate * (each.end - first)) for each in together
+                ]
         return sorted(found, key=lambda event: event.start)
 
 

@@ -259,7 +259,7 @@ def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered
     boxed = sbpc.baseline("megatron", model, args, mesh, recompute="full", microbatches=1).unscheduled
     calls, after = [node for node in boxed.graph.nodes if node.op == "call_function"], awaited_gradients(boxed)
     assert after and all(after.values())
-    orders = [ordered(boxed, list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})]
+    orders = [ordered(boxed, *list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})]
     waiting, early = (Life.of(gm, mesh).peak for gm in orders)
     assert waiting <= 1.05 * Life.of(boxed, mesh).peak < 1.3 * waiting < early
 

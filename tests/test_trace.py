@@ -68,7 +68,8 @@ def test_every_predicted_event_is_measured_once_and_nothing_changes(found: list[
         for event in rank["predicted"]:
             assert about.count((event.name, event.stream, event.kind, event.module, event.phase, event.axis)) == 1, event
         others = [e for e in rank["measured"] if e.stream != COMPUTE]
-        assert sorted(e.name for e in others) == sorted(rank["started"])
+        assert sorted({e.bucket or e.name for e in others}) == sorted(rank["started"])
+        assert len(others) >= len(rank["started"])  # more where some go in one message, as on four ranks
         assert {e.name for e in others} == {e.name for e in rank["predicted"] if e.stream != COMPUTE}
 
 
@@ -82,8 +83,9 @@ def test_measured_events_are_in_order_and_fill_the_step(found: list[dict[str, An
         starts, waits = ({e.name: e for e in compute if e.kind == kind} for kind in ("start", WAITING))
         assert starts.keys() == waits.keys() == set(rank["started"])
         for event in (event for event in measured if event.stream != COMPUTE):
-            assert starts[event.name].start <= event.start <= event.end <= waits[event.name].end
-            assert starts[event.name].end <= waits[event.name].start <= waits[event.name].end
+            name = event.bucket or event.name
+            assert starts[name].start <= event.start <= event.end <= waits[name].end + 1e-9
+            assert starts[name].end <= waits[name].start <= waits[name].end
 
 
 def test_a_table_sums_up_the_events_of_the_file(found: list[dict[str, Any]], tmp_path: Path) -> None:

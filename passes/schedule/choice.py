@@ -2,7 +2,8 @@
 
 A plan that is busy for C seconds of computing and M_l on link l takes T >= max(C, M_1, ...). So for weights w that sum to 1, T >=
 w_0 C + sum w_l M_l, and the least of that over all plans is a layout problem with scaled costs, whose certified bound is a bound of T.
-The weights at which the plans so far cost most give the best bound that one more problem can give, and the next plan.
+The weights at which the plans so far cost most give the best bound that one more problem can give, and the next plan. Collectives
+that go in one message share a latency, so in these problems there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from sbpc.mesh.cluster import LINKS
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Assignment, Plan, Prover
-from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, busy_seconds
+from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
 
 Weights = Mapping[str, float]
 GRID, LEAST = 32, 1 / 1024  # weights are multiples of one part of GRID, or, of all but one stream, as small as LEAST
@@ -39,9 +40,15 @@ class Overlap:
 
     @classmethod
     def of(cls, plan: Plan) -> Overlap:
-        """Returns the prover of a plan that was solved as if nothing overlapped: at equal weights of the streams."""
-        share = 1 / len(streams_of(plan.mesh))
+        """Returns the prover of a plan that was solved as if nothing overlapped, at equal weights of the streams: what that proves
+        of the step, which is nothing where collectives have latencies."""
+        share = 0.0 if has_latency(plan.mesh) else 1 / len(streams_of(plan.mesh))
         return cls(plan.problem, plan.problem, share, plan.lower_bound * share)
+
+    def improve(self, best: Prover, bound: float) -> None:
+        """Takes another bound, that of a problem with weights, if it is better."""
+        if bound > self.bound:
+            self.best, self.share, self.bound = best, 1.0, bound
 
     @property
     def proof(self) -> Any:
@@ -55,7 +62,10 @@ class Overlap:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Returns a faster plan, if one is found, and a bound found in about `limit` CPU seconds."""
-        better, bound = self.best.certify(self.whole or plan, limit)
+        solved, each = self.whole or plan, limit if self.serial is self.best else limit / 2
+        better, bound = self.serial.certify(solved, each)
+        if self.serial is not self.best:
+            _, bound = self.best.certify(solved, each)
         if better is None:
             return None, bound * self.share
         faster = overlapped(better, plan.options, self, plan.lower_bound, plan.serial_bound)
@@ -70,24 +80,38 @@ def choose(
 
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that `options` name.
     options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns the prover, the assignment and
-    the bound. made: makes the plan of an assignment. rounds: weights to be tried besides equal ones.
+    the bound. made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     candidates = [overlapped(each, options) for each in (plan, *map(made, others))]
-    tried: set[tuple[float, ...]] = {(1 / len(streams),) * len(streams)}
-    for _ in range(rounds):
-        weights, most = heaviest(streams, [busy_seconds(each.timeline()) for each in candidates])
-        if most <= prover.bound * (1 + EQUAL) or tuple(weights.values()) in tried:
-            break
-        tried.add(tuple(weights.values()))
+    middle = dict.fromkeys(streams, 1 / len(streams))  # the weights of the best bound
+    for turn in range(rounds):
+        weights = middle
+        if turn or prover.share:
+            heavy, most = heaviest(streams, list(map(bare_seconds, candidates)))
+            if most <= prover.bound * (1 + EQUAL):
+                break
+            weights = {stream: (heavy[stream] + middle[stream]) / 2 for stream in streams}  # halfway, or they jump to and fro
         space, assignment, bound = solve(weighted(plan.mesh, weights))
-        if bound > prover.bound:
-            prover.best, prover.share, prover.bound = space, 1.0, bound
+        middle = weights if bound > prover.bound else middle
+        prover.improve(space, bound)
         candidates.append(overlapped(made(assignment), options))
     limit = options.get("memory") or math.inf
     best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
     made(best.assignment)  # the layouts in a graph are those of the plan that was made last
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
+
+
+def bounded(plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> Plan:
+    """Returns the overlapped step of a plan under a memory limit. Its bound holds for all plans, whatever memory they take.
+
+    plan: solved as if nothing overlapped. options: of the plan to be returned. solve: as of `choose`.
+    """
+    prover, alone, streams = Overlap.of(plan), overlapped(plan, options), streams_of(plan.mesh)
+    if not prover.share:
+        space, _, bound = solve(weighted(plan.mesh, dict.fromkeys(streams, 1 / len(streams))))
+        prover.improve(space, bound)
+    return overlapped(plan, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
 def fastest(plans: list[Plan]) -> Plan:
@@ -114,6 +138,14 @@ def streams_of(mesh: Mesh) -> tuple[str, ...]:
     return COMPUTE, *(stream for stream in STREAMS if stream in links)
 
 
+def bare_seconds(plan: Plan) -> Mapping[str, float]:
+    """Returns the seconds that each stream is busy in a step, the latencies of collectives apart."""
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for work in works(plan.unscheduled, plan.mesh).values():
+        busy[work.stream] += work.seconds - work.latency
+    return busy
+
+
 def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tuple[dict[str, float], float]:
     """Returns the weights at which the cheapest of some loads costs most, and what it costs there: on a grid, none of them 0."""
     parts = itertools.product([LEAST, *(part / GRID for part in range(1, GRID)), 1 - LEAST], repeat=len(streams) - 1)
@@ -126,21 +158,25 @@ def heaviest(streams: tuple[str, ...], loads: list[Mapping[str, float]]) -> tupl
     return dict(zip(streams, best)), cost(best)
 
 
+def has_latency(mesh: Mesh) -> bool:
+    """Returns whether a collective on a mesh takes longer than its bytes do."""
+    cluster = mesh.cluster
+    return bool(cluster.intra_latency or cluster.inter_latency or any(rate.latency or rate.least for rate in cluster.collectives))
+
+
 def weighted(mesh: Mesh, weights: Weights) -> Mesh:
-    """Returns the mesh on which a second of a stream costs what its weight says."""
+    """Returns the mesh on which a second of a stream costs what its weight says, and on which collectives have no latency."""
     cluster, compute = mesh.cluster, weights[COMPUTE]
     link = {"intra": weights.get(INSIDE, 1.0), "inter": weights.get(ACROSS, 1.0)}
     rates = [
-        replace(
-            rate, link=name, least=rate.least * link[name], latency=None if rate.latency is None else rate.latency * link[name]
-        )
+        replace(rate, link=name, least=0.0, latency=None)
         for rate in sorted(cluster.collectives, key=lambda rate: rate.link is None)  # the first of equally near ones is taken
         for name in ([rate.link] if rate.link else LINKS)
     ]
     scaled = replace(
         cluster, name="weighted", peak=cluster.peak / compute, memory_bandwidth=cluster.memory_bandwidth / compute,
         launch=cluster.launch * compute, collectives=tuple(rates),
-        intra_latency=cluster.intra_latency * link["intra"], intra_bandwidth=cluster.intra_bandwidth / link["intra"],
-        inter_latency=cluster.inter_latency * link["inter"], inter_bandwidth=cluster.inter_bandwidth / link["inter"],
+        intra_latency=0.0, intra_bandwidth=cluster.intra_bandwidth / link["intra"],
+        inter_latency=0.0, inter_bandwidth=cluster.inter_bandwidth / link["inter"],
     )  # fmt: skip
     return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))

@@ -10,13 +10,17 @@ the computing stream waits for the collective that ends first. Of the kernels th
 - "order": the first one in the order given.
 
 None is the best for all graphs, so the caller simulates what each gives.
+
+Collectives of one kind over the same ranks may go in one message, a bucket, which has the latency of one. With a collective that
+starts, others start that could start then, too, as long as latency is a share of the bucket's time, and was of theirs. So a link
+that has nothing to do waits for nothing, and on one that is busy what has gathered meanwhile goes together.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -25,17 +29,24 @@ from sbpc.plans.timeline import COMPUTE, STREAMS, Work
 RULES = "feed", "way", "order"
 
 
+Order = list[tuple[Node, bool]]
+Buckets = dict[Node, Node]
+
+
 def list_schedule(
     nodes: Sequence[Node], works: Mapping[Node, Work], window: float = math.inf, rule: str = "way",
-    after: Mapping[Node, Sequence[Node]] | None = None,
-) -> list[tuple[Node, bool]]:
-    """Returns the calls of a graph in the order in which they are to run, and (node, True) where a collective is waited for.
+    after: Mapping[Node, Sequence[Node]] | None = None, kinds: Mapping[Node, Hashable] | None = None, share: float = 0.0,
+) -> tuple[Order, Buckets]:
+    """Returns the calls of a graph in the order in which they are to run, with (node, True) where a collective is waited for; and
+    by collective that is not alone in its bucket the first one of that. Those of a bucket follow each other.
 
     nodes: the calls in an order that works. window: how many calls a call may run ahead of the first one, in the order of `nodes`,
     that has not run; it bounds what is alive at once. rule: one of RULES. after: by call, earlier calls behind which it must run
-    though it reads nothing of theirs.
+    though it reads nothing of theirs. kinds: by collective what is equal for those that may share a bucket; without, none does. share: the
+    least part of the time of a bucket, and of a collective that joins it, that is latency.
     """
-    return ListScheduler(nodes, works, window, rule, after or {}).run()
+    scheduler = ListScheduler(nodes, works, window, rule, after or {}, kinds or {}, share)
+    return scheduler.run(), scheduler.buckets
 
 
 class ListScheduler:
@@ -47,9 +58,11 @@ class ListScheduler:
     """
 
     def __init__(
-        self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str, after: Mapping[Node, Sequence[Node]]
-    ) -> None:
-        self.nodes, self.window, self.rule = nodes, window, rule
+        self, nodes: Sequence[Node], works: Mapping[Node, Work], window: float, rule: str, after: Mapping[Node, Sequence[Node]],
+        kinds: Mapping[Node, Hashable], share: float,
+    ) -> None:  # fmt: skip
+        self.nodes, self.window, self.rule, self.share = nodes, window, rule, share
+        self.kinds = [kinds.get(node, at) for at, node in enumerate(nodes)]
         self.number = {node: at for at, node in enumerate(nodes)}
         self.work = [works[node] for node in nodes]
         self.users = [[self.number[user] for user in node.users if user in self.number] for node in nodes]
@@ -73,9 +86,10 @@ class ListScheduler:
         self.early: list[int] = []
         self.flying: list[tuple[float, int]] = []
         self.landed: set[int] = set()  # collectives that have ended, and that nothing has waited for yet
-        self.order: list[tuple[Node, bool]] = []
+        self.order: Order = []
+        self.buckets: Buckets = {}
 
-    def run(self) -> list[tuple[Node, bool]]:
+    def run(self) -> Order:
         """Runs the simulated step to its end."""
         for at, missing in enumerate(self.missing):
             if not missing:
@@ -133,12 +147,35 @@ class ListScheduler:
         """Starts those collectives whose link would be idle before a time."""
         for link, heap in self.sendable.items():
             while heap and max(self.free[link], self.now) < horizon:
-                _, at = heapq.heappop(heap)
-                self.await_operands(at)
-                self.free[link] = max(self.free[link], self.now) + self.work[at].seconds
-                self.order.append((self.nodes[at], False))
-                heapq.heappush(self.flying, (self.free[link], at))
-                self.finish(at)
+                self.send(link, self.next_bucket(heap))
+
+    def next_bucket(self, heap: list[tuple[float, int]]) -> list[int]:
+        """Takes out the collective that goes first, and those that go with it."""
+        first, *others = [at for _, at in sorted(heap)]
+        together, seconds = [first], self.work[first].seconds
+        for at in others:
+            work = self.work[at]
+            if self.kinds[at] == self.kinds[first] and work.latency >= self.share * max(seconds, work.seconds):
+                together.append(at)
+                seconds += work.seconds - work.latency
+        taken = set(together)
+        heap[:] = sorted(item for item in heap if item[1] not in taken)
+        return together
+
+    def send(self, link: str, together: list[int]) -> None:
+        """Starts a collective, or several as one."""
+        for at in together:
+            self.await_operands(at)
+        begin = max(self.free[link], self.now)
+        first = self.nodes[together[0]]
+        self.free[link] = begin + sum(self.work[at].seconds - self.work[at].latency for at in together) + self.work[together[0]].latency
+        for at in together:
+            self.order.append((self.nodes[at], False))
+            heapq.heappush(self.flying, (self.free[link], at))
+            if len(together) > 1:
+                self.buckets[self.nodes[at]] = first
+        for at in together:
+            self.finish(at)
 
     def compute(self, at: int) -> None:
         """Runs a kernel, or what takes no time."""

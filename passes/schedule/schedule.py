@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -12,11 +12,12 @@ from sbpc._compat import LazyGraphModule
 from sbpc.graph.recomputed import awaited_gradients
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.schedule.list_schedule import RULES, list_schedule
+from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
 from sbpc.plans.memory import Life
-from sbpc.plans.timeline import COMPUTE, STREAMS, Work, works
+from sbpc.plans.timeline import COMPUTE, STREAMS, Work, kind_of, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
+SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
 SLACK = 1.05  # of the bytes of the graph as it is: what a schedule may take where no limit is given
 
 
@@ -38,12 +39,14 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     work = works(boxed, mesh)
     if all(work[node].stream == COMPUTE for node in calls):
         return boxed
-    after = awaited_gradients(boxed)
+    after, kinds = awaited_gradients(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
     for window in WINDOWS:
-        orders = [list_schedule(calls, work, window, rule, after) for rule in RULES]
-        for order in sorted(orders, key=lambda order: seconds_of(order, work)):
-            gm = ordered(boxed, order)
+        orders = [list_schedule(calls, work, window, rule, after, kinds, SHARES[0]) for rule in RULES]
+        best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work))[1]
+        orders += [list_schedule(calls, work, window, best, after, kinds, share) for share in SHARES[1:] if kinds]
+        for order, buckets in sorted(orders, key=lambda way: seconds_of(way[0], way[1], work)):
+            gm = ordered(boxed, order, buckets)
             if Life.of(gm, mesh).peak <= most:
                 return gm
     result = ordered(boxed, ((node, False) for node in calls))
@@ -51,22 +54,24 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     return result
 
 
-def seconds_of(order: Sequence[tuple[Node, bool]], work: Mapping[Node, Work]) -> float:
+def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work]) -> float:
     """Returns what a step takes in an order: the makespan of the timeline of `ordered`."""
     awaited = {node for node, waits in order if waits}
     now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[Node, float]()
     for node, waits in order:
+        first = buckets.get(node, node)
         if waits:
-            now = max(now, ends[node])
+            now = max(now, ends[first])
         elif work[node].seconds:
-            stream = work[node].stream
-            free[stream] = ends[node] = max(now, free[stream]) + work[node].seconds
-            now = now if stream != COMPUTE and node in awaited else ends[node]
+            stream, seconds = work[node].stream, work[node].seconds - (work[node].latency if first in ends else 0.0)
+            free[stream] = ends[first] = max(now, free[stream]) + seconds
+            now = now if stream != COMPUTE and node in awaited else ends[first]
     return max(free.values())
 
 
-def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]]) -> GraphModule:
-    """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective."""
+def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buckets | None = None) -> GraphModule:
+    """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective. buckets: by collective
+    that shares one, the first of it, whose name is then its `meta["bucket"]`."""
     graph = Graph()
     copies: dict[Node, Node] = {}  # by node of `boxed`: what its readers read
     for node in boxed.graph.nodes:
@@ -74,12 +79,14 @@ def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]]) -> GraphModu
             copies[node] = copied(graph, node, copies.__getitem__)
     for node, waits in order:
         if waits:
-            about = {key: value for key, value in node.meta.items() if key != "step"}
+            about = {key: value for key, value in node.meta.items() if key not in ("step", "bucket")}
             start = copies[node]
             copies[node] = called(graph, wait, (start,), {}, f"wait_{node.name}")
             put(copies[node], "meta", about | {"awaits": node.meta["step"]})
         else:
             copies[node] = copied(graph, node, copies.__getitem__)
+            if buckets and node in buckets:
+                put(copies[node], "meta", node.meta | {"bucket": copies[buckets[node]].name})
     end = boxed.graph.output_node()
     copied(graph, end, copies.__getitem__)
     result = LazyGraphModule(boxed, graph)  # code is made when it is run

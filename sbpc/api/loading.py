@@ -45,7 +45,8 @@ def plan_in(decoder: Decoder) -> Plan:
     options = dict(body["options"])
     if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
         options["objective"] = "serial"
-    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
+    proved = options["objective"] != "seconds" or "buckets" in body  # else the bound is of steps whose collectives go one by one
+    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]) if proved else 0.0, options, Stages())
     plan.serial_bound = float(body.get("serial_bound", 0.0))
     check_loaded(plan)
     plan.again = partial(again, plan)

@@ -100,8 +100,9 @@ OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
-    compute_seconds, comm_seconds: that kernels and collectives are busy. makespan: seconds from the start of the step to its end,
-    with collectives beside kernels (`sbpc.plans.timeline`); None where they run one after the other. flops, flops_one_device: of
+    compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan: seconds from the
+    start of the step to its end, with collectives beside kernels, and several in one message (`sbpc.plans.timeline`); None where they
+    run one after the other. flops, flops_one_device: of
     a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor"), padding included. memory: bytes
     by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step. lower_bound: what no
     plan of the same space can beat; seconds, or bytes where `objective` is "bytes". serial_bound: what compute_seconds +

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -87,12 +88,25 @@ class Moment:
 
 
 @dataclass
+class SharedBuffer:
+    """The memory of collectives that go in one message. missing: how many of them have not started. sent, received: bytes so far.
+    operands: the storages that it is joined from. joined, result: its own, before and after."""
+
+    missing: int
+    sent: int = 0
+    received: int = 0
+    operands: list[int] = field(default_factory=list)
+    joined: int = 0
+    result: int = 0
+
+
+@dataclass
 class Life:
     """All moments of a step.
 
     size, owner, last: by storage its bytes, the node that made it, and the last moment at which it is alive. live: bytes
-    at each moment. values: by node the storages of its outputs. flying: by boxing its storages. saved: bytes alive just
-    before the backward begins, 0 where there is none.
+    at each moment. values: by node the storages of its outputs. flying: by boxing its storages. buckets: by name. saved: bytes
+    alive just before the backward begins, 0 where there is none.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -102,6 +116,7 @@ class Life:
     live: list[int] = field(default_factory=list)
     values: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     flying: dict[Node, list[int]] = field(default_factory=dict)
+    buckets: dict[str, SharedBuffer] = field(default_factory=dict)
     saved: int = 0
 
     @property
@@ -114,6 +129,8 @@ class Life:
         """Replays a boxed graph."""
         life = cls()
         values = life.values
+        starts = Counter(node.meta["bucket"] for node in boxed.graph.nodes if "bucket" in node.meta)
+        life.buckets = {name: SharedBuffer(count) for name, count in starts.items()}
         for node in boxed.graph.nodes:
             reads = tuple(chain.from_iterable(values[used] for used in node.all_input_nodes))
             if node.op == "output":
@@ -153,7 +170,24 @@ class Life:
         calls = emitted(node.meta["step"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
         awaited = any("awaits" in user.meta for user in node.users)
         storages = self.flying[node] = [source]
+        if "bucket" in node.meta:
+            return self.add_member(node, calls, storages, self.buckets[node.meta["bucket"]], mesh)
         return self.add_calls(node, calls[: wait_at(calls)] if awaited else calls, storages)
+
+    def add_member(self, node: Node, calls: Sequence[Emitted], storages: list[int], bucket: SharedBuffer, mesh: Mesh) -> int:
+        """Adds the calls of a boxing step up to its collective, which its bucket does. Behind the last of a bucket is that."""
+        at, step = wait_at(calls) - 1, node.meta["step"]
+        result = self.add_calls(node, calls[:at], storages)
+        if at < len(calls) - 1:  # else nothing is sent
+            received, ranks = sum(calls[at].makes), math.prod(mesh.sizes[axis] for axis in step.axes)
+            sent = {"reduce_scatter": received * ranks, "all_gather": received // ranks}.get(step.collective, received)
+            bucket.sent, bucket.received = bucket.sent + sent, bucket.received + received
+            bucket.operands += [storages[used] for used in calls[at].reads]
+        bucket.missing -= 1
+        if not bucket.missing:
+            (bucket.joined,) = self.add_call(node, bucket.operands, [bucket.sent])
+            (bucket.result,) = self.add_call(node, [bucket.joined], [bucket.received])
+        return result
 
     def end_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
         """Adds the calls of a boxing step from its wait on, and returns the storage of its result.
@@ -161,7 +195,14 @@ class Life:
         Until here the collective reads what it was given.
         """
         calls = emitted(node.meta["awaits"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
-        storages, first = self.flying[node.all_input_nodes[0]], wait_at(calls)
+        start, first = node.all_input_nodes[0], wait_at(calls)
+        storages = self.flying[start]
+        if "bucket" in start.meta and first < len(calls):
+            bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
+            self.add_call(node, [source, bucket.joined, bucket.result], ())
+            copied = node.meta["awaits"].collective in ("all_gather", "all_to_all")
+            storages += self.add_call(node, [bucket.result], received) if copied else [bucket.result]
+            return self.add_calls(node, calls[first:], storages)
         given = [storages[at] for call in calls[first - 1 : first] for at in call.reads]
         self.add_call(node, [source, *given], ())
         return self.add_calls(node, calls[first:], storages)

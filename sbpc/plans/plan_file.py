@@ -97,6 +97,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "outputs": encode_layouts(assignment.outputs),
         "lower_bound": plan.lower_bound,
         "serial_bound": plan.serial_bound,
+        "buckets": True,  # the bound is of steps whose collectives may go together
         "options": plan.options,
     }
 

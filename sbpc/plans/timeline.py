@@ -2,13 +2,14 @@
 
 A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon as its link
 is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody waits for apart is waited
-for where it stands. Durations are those of the busiest rank, as in `Cost`.
+for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes its whole time, each other one what its
+bytes take, and all end together. Durations are those of the busiest rank, as in `Cost`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ class Event:
     """A kernel or a collective on its stream, from `start` to `end` in seconds since the step began.
 
     stream: one of `STREAMS`. name: of the node of the boxed graph. kind: the op or the collective. phase: "forward" or "backward".
-    axis: over which a collective goes, merged axes as "a+b".
+    axis: over which a collective goes, merged axes as "a+b". bucket: of a collective that goes in one message with others, the name
+    of the first of them.
     """
 
     stream: str
@@ -40,14 +42,19 @@ class Event:
     module: str
     phase: str
     axis: str = ""
+    bucket: str = ""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a node of a boxed graph occupies: a stream, for so many seconds. Views and local boxings take none."""
+    """What a node of a boxed graph occupies: a stream, for so many seconds. Views and local boxings take none.
+
+    latency: the part of the seconds that a collective does not take where it goes in one message with another.
+    """
 
     stream: str
     seconds: float
+    latency: float = 0.0
 
 
 NOTHING = Work(COMPUTE, 0.0)
@@ -82,8 +89,9 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
     rounds, sent = wire(step, shape, itemsize, mesh.sizes)
     if not rounds:
         return NOTHING
-    seconds = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective)))
-    return Work(INSIDE if mesh.inside(step.axes) else ACROSS, seconds)
+    latency, bandwidth, least = mesh.link(step.axes, step.collective)
+    seconds = float(collective_seconds(rounds, sent, latency, bandwidth, least))
+    return Work(INSIDE if mesh.inside(step.axes) else ACROSS, seconds, seconds - float(sent / bandwidth))
 
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
@@ -108,25 +116,39 @@ def is_awaited(node: Node) -> bool:
 def timeline(boxed: GraphModule, mesh: Mesh) -> list[Event]:
     """Returns the events of one step of a boxed graph, in the order of its nodes."""
     events: list[Event] = []
-    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[Node, float]()
+    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[str, float]()
     for node, work in works(boxed, mesh).items():
         if "awaits" in node.meta:
-            now = max(now, ends[node.all_input_nodes[0]])
+            now = max(now, ends[bucket_of(node.all_input_nodes[0])])
         if not work.seconds:
             continue
-        begin = max(now, free[work.stream])
-        free[work.stream] = ends[node] = begin + work.seconds
-        events.append(event_of(node, work.stream, begin, ends[node], mesh))
+        bucket, begin = bucket_of(node), max(now, free[work.stream])
+        end = begin + work.seconds - (work.latency if bucket in ends else 0.0)
+        free[work.stream] = ends[bucket] = end
+        events.append(event_of(node, work.stream, begin, end, mesh))
         if work.stream == COMPUTE or not is_awaited(node):
-            now = ends[node]
+            now = end
     return events
+
+
+def bucket_of(node: Node) -> str:
+    """Returns the name of the first collective of those that go in one message with this one: its own where it goes alone."""
+    return str(node.meta.get("bucket", node.name))
+
+
+def kind_of(node: Node) -> Hashable:
+    """Returns what is equal for collectives that may go in one message: what they do over which ranks, with what, and when."""
+    step = node.meta["step"]
+    (reduction,) = {getattr(step.before.states[axis], "op", None) for axis in step.axes}
+    return step.collective, step.axes, reduction, node.meta["val"].dtype, node.meta.get("phase")
 
 
 def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> Event:
     """Returns the event of a node."""
     step = node.meta.get("step")
     kind, axis = (step.collective, mesh.key(step.axes)) if step else (str(node.target).removesuffix(".default"), "")
-    return Event(stream, start, end, node.name, kind, node.meta.get("module") or "", node.meta.get("phase", "forward"), axis)
+    module, phase = node.meta.get("module") or "", node.meta.get("phase", "forward")
+    return Event(stream, start, end, node.name, kind, module, phase, axis, node.meta.get("bucket", ""))
 
 
 def makespan(events: list[Event]) -> float:

@@ -51,6 +51,7 @@ def rows(events: Sequence[Event]) -> list[list[Event]]:
 def record(event: Event, process: int, thread: int) -> dict[str, Any]:
     """Returns the record of an event."""
     about = {"node": event.name, "module": event.module, "axis": event.axis, "stream": event.stream}
+    about |= {"bucket": event.bucket} if event.bucket else {}
     times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
     return {"ph": "X", "name": event.kind, "cat": event.phase, **times, "pid": process, "tid": thread, "args": about}
 
@@ -83,7 +84,8 @@ def measured_step(path: str | Path, predicted: Sequence[Event]) -> list[Event]:
 def event_in(given: dict[str, Any]) -> Event:
     """Returns the event of a record."""
     about, start = given["args"], float(given["ts"]) * 1e-6
-    texts = [str(text) for text in (about["node"], given["name"], about["module"], given["cat"], about["axis"])]
+    named = about["node"], given["name"], about["module"], given["cat"], about["axis"], about.get("bucket", "")
+    texts = list(map(str, named))
     if about["stream"] not in STREAMS:
         raise ValueError(f"no stream is called {about['stream']!r}")
     return Event(about["stream"], start, start + float(given["dur"]) * 1e-6, *texts)

@@ -133,8 +133,8 @@ def solve(
     """Returns the cheapest plan that was found and a bound of all plans; the same in every run.
 
     starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer: classes in which
-    the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false, the plan is known to be the best
-    one if nothing is tied and few labels lie below the gap.
+    the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false, these are tried, and the plan is
+    known to be the best one if nothing is tied and few labels lie below the gap.
     """
     validate(problem)
     if not problem.variables:
@@ -149,7 +149,7 @@ def solve(
     if search.gap > PLAN_GAP:
         search.near_bounds(bounder)
         search.record("program on near labels")
-    for partition in ([finer or every] if is_wide(problem) else [finer or every, every]) if search.tied else ():
+    for partition in ([finer or every] if is_wide(problem) else [finer or every, every]) if search.tied and exact else ():
         if search.gap > BOUND_GAP[is_wide(problem)]:
             bounder = Bounder(problem, fold(problem, partition), search.seconds)
             search.bounded_by(bounder)
