@@ -38,7 +38,7 @@ it saves 288 ps a step against [B], the best of the other layouts
 layout  a step  difference  bytes sent    memory  proof
 [S(0)]  298 ns                 13.8 kB   40.6 kB  this plan
 [B]     299 ns     +288 ps      +288 B  +6.91 kB  exact
-[S(1)]  299 ns     +432 ps      +432 B  -1.15 kB  exact
+[S(1)]  299 ns     +432 ps      +432 B            exact
 
 in [B], +288 ps:
 what                     where               boxing              bytes      time

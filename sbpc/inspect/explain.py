@@ -14,7 +14,8 @@ from sbpc.mesh.layout import Layout
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Plan
 
-FULL = 2  # alternatives whose whole plans are counted in the text
+FULL = 1  # alternatives whose whole plans are counted in the text, with their memory and what overlaps
+CHANGED = 2  # alternatives whose collectives the text lists
 CLOSE = 1e-6  # seconds that differ by a smaller fraction are those of the same step
 SHOWN = 8  # collectives of an alternative in the text
 
@@ -96,7 +97,7 @@ class Explanation:
         rows = [[str(self.layout), quantity(self.seconds, unit), "", quantity(sent, "B"), quantity(held, "B"), "this plan"]]
         rows += [self.row(each, unit, number < FULL) for number, each in enumerate(self.alternatives)]
         heads = ("layout", "a step", "difference", "bytes sent", "memory", "proof")
-        tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:FULL])]
+        tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:CHANGED])]
         beyond = []
         if self.beyond:
             least = min(difference for _, difference in self.beyond)
@@ -112,16 +113,16 @@ class Explanation:
         return Report(title, above, tables, [*beyond, *decided, f"how       {self.how}"])
 
     def row(self, each: Alternative, unit: str, full: bool) -> list[str]:
-        """Returns the line of an alternative. full: with the bytes and the memory of its whole plan, compared with the plan."""
+        """Returns the line of an alternative. full: with the memory of its whole plan, compared with the plan."""
         sure = "exact" if each.exact else f"at least {quantity(each.at_least, unit, sign=True)}" if each.at_least > 0 else ""
-        counted = ["", ""]
+        sent, held = math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone), ""
         if full:
             cost, mine, limit = each.cost, self.plan.cost, self.plan.options.get("memory")
-            sent = sum(cost.bytes_sent.values()) - sum(mine.bytes_sent.values())
-            counted = [quantity(sent, "B", sign=True), quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)]
+            held = quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)
             sure += " over the limit" if limit is not None and cost.memory["total"] > limit else ""
         difference = quantity(each.difference, unit, sign=True)
-        return [str(each.layout), quantity(each.seconds, unit), difference, *counted, sure.strip()]
+        moved = quantity(sent, "B", sign=True)
+        return [str(each.layout), quantity(each.seconds, unit), difference, moved, held, sure.strip()]
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `sbpc explain --json` prints."""

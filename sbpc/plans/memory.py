@@ -70,11 +70,15 @@ def sizes_of(node: Node, mesh: Mesh) -> list[int]:
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
     pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
     return [
-        v.element_size() * int(numel(v.shape, [layout.cuts.get(dim, ()) for dim in range(v.dim())], mesh.sizes))
-        if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
-        else 0
+        shard_bytes(layout, v.shape, v.dtype, mesh.sizes) if isinstance(v, torch.Tensor) and isinstance(layout, Layout) else 0
         for v, layout in pairs
     ]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def shard_bytes(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+    """Returns the bytes of the largest shard of a tensor."""
+    return dtype.itemsize * int(numel(shape, [layout.cuts.get(dim, ()) for dim in range(len(shape))], sizes))
 
 
 @dataclass
