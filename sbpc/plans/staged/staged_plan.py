@@ -261,12 +261,13 @@ class StagedPlan(Pipeline):
     ) -> None:
         """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
 
-        Raises PlanError if it cannot be written, and for losses or a trace, which only the page of a plan without stages draws.
+        losses: by name of a run, the loss of every step. Raises PlanError if the page cannot be written, and for a trace, which only
+        the page of a plan without stages draws.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        if losses is not None or trace is not None:
-            raise PlanError("the page of a plan with stages draws no losses and no measured trace\n  Leave losses= and trace= out.")
-        write_page(self.rewriter.page(self, None, ()), Path(path))
+        if trace is not None:
+            raise PlanError("the page of a plan with stages draws no measured trace\n  Leave trace= out.")
+        write_page(self.rewriter.page(self, losses, ()), Path(path))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
