@@ -107,6 +107,8 @@ def asked_of(plan: Plan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
     options = {name: "" if plan.options.get(name) in (None, {}, False) else str(plan.options.get(name)) for name in ASKED}
+    if options["memory"]:
+        options["memory"] = quantity(plan.options["memory"], "B")
     return {"model": str(plan.options.get("model")), "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
 
 
