@@ -26,12 +26,10 @@ from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
-ANEW = "Plan with and without stages, and compare the printed plans."
 PROOF = "What bounds it is plan.cost.lower_bound: no layouts of these stages take less."
 LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
     "explain": "Plan without stages on the mesh of one stage, and let that plan explain: layouts are chosen there.",
-    "diff": ANEW,
     "export": "Write it with plan.save, and run it with `sbpc run TARGET --plan FILE`.",
     "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
 }  # fmt: skip
@@ -268,6 +266,13 @@ class StagedPlan(Pipeline):
         if trace is not None:
             raise PlanError("the page of a plan with stages draws no measured trace\n  Leave trace= out.")
         write_page(self.rewriter.page(self, losses, ()), Path(path))
+
+    def diff(self, other: Plan | StagedPlan) -> Any:
+        """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
+
+        The other plan may have stages or none. Raises PlanError for a plan of another model.
+        """
+        return self.rewriter.diff(self, other)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
