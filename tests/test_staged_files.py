@@ -165,7 +165,7 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("run", target, "--plan", file, "--trace", tmp_path / "t.json"), "--trace measures no stages"),
         (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "draws no measured trace"),
         (("run", file), "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"),
-        (("explain", file, "blocks.0.0.weight"), "a plan with stages has no explain"),
+        (("explain", file, "blocks.0.0.weight"), "that was read from a file does not hold the problem that it solves"),
         (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
     ):
         assert run(*arguments) == 2 and message in capsys.readouterr().err, message
@@ -194,8 +194,8 @@ def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, 
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
     plan, file = written
     for call in (
-        lambda: plan.explain("ups.0.weight"), lambda: plan.diff(plan), lambda: plan.export("x"), lambda: plan.certify(seconds=1.0),
-        lambda: plan.proof, lambda: plan.check_bound(), lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
+        lambda: plan.export("x"), lambda: plan.certify(seconds=1.0), lambda: plan.proof, lambda: plan.check_bound(),
+        lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
     ):  # fmt: skip
         assert "a plan with stages has no " in refused(PlanError, call)
     assert "holds no step 'train'" in refused(PlanError, lambda: sbpc.load_module(file))

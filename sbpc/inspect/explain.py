@@ -17,6 +17,7 @@ from sbpc.plans.plan import Plan
 FULL = 1  # alternatives whose whole plans are counted in the text, with their memory and what overlaps
 CHANGED = 2  # alternatives whose collectives the text lists
 CLOSE = 1e-6  # seconds that differ by a smaller fraction are those of the same step
+STEP = "a step"
 SHOWN = 8  # collectives of an alternative in the text
 
 
@@ -75,7 +76,7 @@ class Explanation:
 
     seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives: whole plans
     with other layouts, best first. beyond: layouts that were not solved again, with the least difference that the multipliers prove.
-    decided: what pins, limits and options have to do with it. how: how the alternatives were found.
+    decided: what pins, limits and options have to do with it. how: how the alternatives were found. time: what takes the seconds.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Explanation:
     decided: tuple[str, ...]
     how: str
     plan: Plan = field(repr=False, compare=False)
+    time: str = STEP
 
     @property
     @uncollected()
@@ -93,10 +95,11 @@ class Explanation:
         """The explanation as tables and lines."""
         unit = "B" if self.plan.objective == "bytes" else "s"
         title = f"{self.name} is laid out {self.layout}"
-        sent, held = sum(self.plan.cost.bytes_sent.values()), self.plan.cost.memory["total"]
-        rows = [[str(self.layout), quantity(self.seconds, unit), "", quantity(sent, "B"), quantity(held, "B"), "this plan"]]
-        rows += [self.row(each, unit, number < FULL) for number, each in enumerate(self.alternatives)]
-        heads = ("layout", "a step", "difference", "bytes sent", "memory", "proof")
+        cost, full = self.plan.cost, FULL if self.time == STEP else 0
+        counted = [quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])]
+        rows = [[str(self.layout), quantity(self.seconds, unit), "", *counted, "this plan"]]
+        rows += [self.row(each, unit, number < full) for number, each in enumerate(self.alternatives)]
+        heads = ("layout", self.time, "difference", "bytes sent", "memory", "proof")
         tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:CHANGED])]
         beyond = []
         if self.beyond:
@@ -106,9 +109,9 @@ class Explanation:
         above = []
         if self.alternatives:
             runner = self.alternatives[0]
-            above = [f"it saves {quantity(runner.difference, unit)} a step against {runner.layout}, the best of the other layouts"]
-        if not math.isclose(self.seconds, self.plan.cost.paid, rel_tol=CLOSE):
-            taken = [quantity(cost.paid, unit) for cost in (self.plan.cost, *(each.cost for each in self.alternatives[:FULL]))]
+            above = [f"it saves {quantity(runner.difference, unit)} {self.time} against {runner.layout}, the best of the other layouts"]
+        if full and not math.isclose(self.seconds, cost.paid, rel_tol=CLOSE):
+            taken = [quantity(paid.paid, unit) for paid in (cost, *(each.cost for each in self.alternatives[:FULL]))]
             above.append(f"seconds are one after the other; where streams overlap, a step takes, from the top, {', '.join(taken)}")
         return Report(title, above, tables, [*beyond, *decided, f"how       {self.how}"])
 
