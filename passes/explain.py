@@ -13,6 +13,7 @@ from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.inspect.explain import CLOSE, Alternative, Explanation
+from sbpc.inspect.tables import quantity
 from sbpc.mesh.layout import Layout
 from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
@@ -145,7 +146,8 @@ def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
     if len(pins) > TRIED:
         lines.append(f"{len(pins) - TRIED} more pins, which name others, were not tried")
     if options.get("memory") is not None:
-        lines.append(f"limit memory={options['memory']:g}; without the limit {effect(plan, layout, name, plan.again(memory=None))}")
+        most = quantity(options["memory"], "B")
+        lines.append(f"limit of {most} a rank; without the limit {effect(plan, layout, name, plan.again(memory=None))}")
     return tuple(lines or ["no pin and no limit has to do with it"])
 
 
@@ -162,4 +164,4 @@ def effect(plan: Plan, layout: Layout, name: str, other: Plan) -> str:
     """Returns how a value is laid out in another plan, and what that takes."""
     found = other.layouts.get(name)
     where = "it stays so" if found == layout else f"it is {found}"
-    return f"{where}, a step takes {other.cost.seconds:.4g} s instead of {plan.cost.seconds:.4g} s"
+    return f"{where}, a step takes {quantity(other.cost.seconds, 's')} instead of {quantity(plan.cost.seconds, 's')}"

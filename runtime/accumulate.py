@@ -191,7 +191,8 @@ class Sums(Collector):
         """
         if self.held and self.apart is not apart:
             raise PlanError(
-                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval)\n"
+                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval),"
+                " or its arguments have other shapes\n"
                 "  Call backward outside of no_sync before that, or module.zero_grad()."
             )
         first = are_parameters.count(False)

@@ -64,7 +64,7 @@ def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None
     if tuple(given.shape) != shape or given.dtype != planned.dtype:
         raise PlanError(
             f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n"
-            "  Plan once for every shape, or pad the last batch to the planned one."
+            "  Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
         )
 
 

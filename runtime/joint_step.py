@@ -14,7 +14,8 @@ from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import TANGENT
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.runtime.accumulate import Sums
-from sbpc.runtime.step import ModuleWeights, Runner
+from sbpc.runtime.module_weights import ModuleWeights
+from sbpc.runtime.step import Runner
 
 JOINT = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
@@ -31,7 +32,7 @@ def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], a
             "  Call the module itself."
         )
     loss = number_of_loss(runner.plan.ports, runner.shapes)
-    results, structure = flatten(runner.step(weights, random, args, kwargs, JointFunction), "the results")
+    results, structure = flatten(weights.step(runner, random, args, kwargs, JointFunction), "the results")
     results[loss].backward()
     return unflatten(structure, [result.detach() for result in results])
 

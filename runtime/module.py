@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,7 @@ from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import JOINT, joint_step
+from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.staged.staged_module import StagedWeights, bind_stages, parallelize_stages
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
@@ -30,7 +31,7 @@ from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
 from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
-from sbpc.runtime.step import ModuleWeights, Runner
+from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import StepFunction
 
 RUNNERS = "_sbpc_runners"
@@ -40,6 +41,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan | Programs | StagedPlan,
     *,
+    also: Sequence[Plan | Programs] = (),
     evaluate: Plan | Programs | None = None,
     init: Callable[[], nn.Module] | None = None,
     weights: Callable[[str], Tensor] | None = None,
@@ -64,8 +66,16 @@ def parallelize(
     `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if
     all have gradients of the same dtypes.
 
-    evaluate   another plan of the model, for when `.eval()` is called on the module: plan `model.eval()` with `train=False,
-               pin=plan.parameters`. The module runs the one or the other as its `.train()` and `.eval()` say.
+    also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
+               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`. A call runs the plan
+               that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
+               plans, the one with a backward if gradients are on. There is one state, whichever plan runs:
+
+                   small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
+                   test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
+                   module = sbpc.parallelize(model.train(), plan, also=[small, test])
+
+    evaluate   one more such plan, for when `.eval()` is called on the module.
     init       what builds the model on one device, such as its class, for a model on the meta device that is too large for one.
                Its ops are recorded and replayed for one parameter at a time: a rank holds its shards and the largest parameter
                at most, and the numbers are those that one device draws from the seed of rank 0. Constructors that look at
@@ -86,10 +96,12 @@ def parallelize(
     another autocast than was planned, in a mode that was not planned, for gradients of gradients, and when it is pickled.
     """
     run = executor_of(executor)
-    check_plans(model, plan, evaluate)
+    others = [*several(also), *([] if evaluate is None else [evaluate])]
+    check_plans(model, plan, others)
     where = process_groups.start(device)
     process_groups.check_ranks(plan.mesh)
-    agree(plan)
+    for each in (plan, *others):
+        agree(each)
     if isinstance(plan, StagedPlan):
         bind_stages(plan, where.type)
     else:
@@ -105,7 +117,7 @@ def parallelize(
     if isinstance(plan, StagedPlan):
         return parallelize_stages(model, plan, value, run, where, result)
     fill(result, plan, value, where)
-    runners = [Runner(each, run, where) for each in (plan, evaluate) if each is not None]
+    runners = [Runner(each, run, where) for each in (plan, *others)]
     result.__class__ = parallel_class(type(model), runners)
     return result
 
@@ -135,25 +147,32 @@ def source_of_weights(
     return lambda name: of_rank_zero(tensors[name], where)
 
 
-def check_plans(model: Any, plan: Any, evaluate: Any) -> None:
-    """Raises PlanError for what is no module, for what is no plan, and for two plans that store the parameters differently."""
+def several(also: Any) -> Sequence[Any]:
+    """Returns the argument `also`. Raises PlanError for what is no list."""
+    if not isinstance(also, (list, tuple)):
+        raise PlanError(f"also is a {type(also).__name__}\n  Give a list of plans.")
+    return also
+
+
+def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
+    """Raises PlanError for what is no module, for what is no plan, and for plans that store the parameters differently."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
-    for given in (plan,) if evaluate is None else (plan, evaluate):
-        bind.check_plan(given)
-    if evaluate is None:
-        return
-    if isinstance(plan, StagedPlan) or isinstance(evaluate, StagedPlan):
-        raise PlanError("a module with stages is for training alone\n  Leave evaluate= out; evaluate in another job, from a checkpoint.")
-    bind.stored(evaluate, model)
-    if evaluate.mesh != plan.mesh:
-        raise PlanError(f"one plan is for {plan.mesh}, the other for {evaluate.mesh}\n  Plan both for one mesh.")
-    for port, home in plan.given.items():
-        if port.kind == PARAMETER and evaluate.given.get(port, home) != home:
-            raise PlanError(
-                f"{port.name} is stored in {home} by one plan, in {evaluate.given[port]} by the other\n"
-                "  Make the second one with pin=plan.parameters."
-            )
+    for each in (plan, *others):
+        bind.check_plan(each)
+    if others and any(isinstance(each, StagedPlan) for each in (plan, *others)):
+        todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
+        raise PlanError(f"a module with stages is for training alone\n  {todo}")
+    for other in others:
+        bind.stored(other, model)
+        if other.mesh != plan.mesh:
+            raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
+        for port, home in plan.given.items():
+            if port.kind == PARAMETER and other.given.get(port, home) != home:
+                raise PlanError(
+                    f"{port.name} is stored in {home} by one plan, in {other.given[port]} by the other\n"
+                    "  Make the other one with pin=plan.parameters."
+                )
 
 
 def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Module]:
@@ -167,11 +186,11 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self)
-        return weights.runner_of(runners).step(weights, self.__dict__[RANDOM], args, kwargs, StepFunction)
+        return weights.step(weights.runner_of(runners, args, kwargs), self.__dict__[RANDOM], args, kwargs, StepFunction)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights: ModuleWeights = weights_of(self)
-        return joint_step(weights.runner_of(runners), weights, self.__dict__[RANDOM], args, kwargs)
+        return joint_step(weights.runner_of(runners, args, kwargs), weights, self.__dict__[RANDOM], args, kwargs)
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
-from torch.utils.hooks import RemovableHandle
 
-from sbpc._compat import HOOKS, local_of, slots, storage_of, with_local, writes_of
+from sbpc._compat import local_of, storage_of, with_local, writes_of
 from sbpc.errors import PlanError
 from sbpc.graph.ports import (
     BUFFER,
@@ -123,24 +120,22 @@ class Runner:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
 
-    def step(
-        self, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any],
-        function: type[Function],
-    ) -> Any:  # fmt: skip
-        """Runs the forward of a module, and records its backward with autograd. `random` counts the steps that draw.
-
-        function: what runs the programs: `StepFunction`, or `JointFunction` for forward and backward at once.
-        """
-        train = self.trains and torch.is_grad_enabled()
-        given = weights.by_port(self, train)
-        for port, leaf in zip(self.inputs, bind.arguments(self.plan, args, kwargs)):
-            given[port] = self.shard_of(port, leaf, train)
-        return self.run(given, random, train, function, weights.sums)
+    def fits(self, leaves: Sequence[Tensor], structure: Any) -> bool:
+        """Returns whether the plan is for arguments of these shapes, types and structure."""
+        return structure == self.plan.ports.arguments and all(
+            leaf.dtype == self.shapes[port].dtype
+            and leaf.shape == (self.shapes[port].shape if isinstance(leaf, DTensor) else self.local_shapes[port])
+            for port, leaf in zip(self.inputs, leaves)
+        )
 
     def run(
         self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function], sums: Sums | None = None
     ) -> Any:
-        """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers."""
+        """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
+
+        random: counts the steps that draw. function: what runs the programs: `StepFunction`, or `JointFunction` for forward and
+        backward at once.
+        """
         if SEED_PORT in self.shapes:
             given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
             random["step"] += 1
@@ -265,99 +260,7 @@ def check_autocast(planned: str | None, where: torch.device) -> None:
             )
 
 
-def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
-    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
-    name = min(modes ^ planned)
-    mode = {True: "eval", False: "train"}
-    return PlanError(
-        f"the module is in another mode (train or eval) than when it was planned:"
-        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
-        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
-        " and give it as parallelize(..., evaluate=)."
-    )
-
-
 def no_autocast(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Turns autocast off while this lasts: programs hold the casts that were planned."""
     on = torch.is_autocast_enabled(where.type)
     return torch.autocast(where.type, enabled=False) if on else contextlib.nullcontext()
-
-
-@dataclass
-class ModuleWeights:
-    """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
-
-    accepted: what `weights` last found as planned. modes, runner: the last modes of the submodules, and their runner. sums: the
-    gradients that `no_sync` keeps.
-    """
-
-    places: dict[Port, tuple[dict[str, Any], str]]
-    tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
-    submodules: dict[str, nn.Module]
-    accepted: Sequence[Any] = ()
-    modes: Sequence[bool] = ()
-    runner: Runner | None = None
-    sums: Sums = field(default_factory=Sums)
-
-    @classmethod
-    def of(cls, module: nn.Module, plan: Plan | Programs) -> ModuleWeights:
-        """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan."""
-        named = {name: (table, key) for name, table, key in slots(module)}
-        ports = {port.name: port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)}
-        lost = [name for name in ports if name not in named]
-        if lost:
-            raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
-        places = {port: named[name] for name, port in ports.items()}
-        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
-        return cls(places, tied, dict(module.named_modules()))
-
-    def runner_of(self, runners: list[Runner]) -> Runner:
-        """Returns the runner whose plan was made in the modes in which the submodules are now. Raises PlanError if there is none."""
-        modes = [module.training for module in self.submodules.values()]
-        if self.runner is None or modes != self.modes:
-            self.runner, self.modes = self.in_mode(runners), modes
-        return self.runner
-
-    def in_mode(self, runners: list[Runner]) -> Runner:
-        """Does the same by the names of the submodules that are in eval mode."""
-        modes = frozenset(name for name, module in self.submodules.items() if not module.training)
-        for runner in runners:
-            if modes == runner.modes & self.submodules.keys():
-                return runner
-        raise other_mode(modes, runners[0].modes & self.submodules.keys())
-
-    def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
-        """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.
-
-        The check takes as long as a small model's step, so it is done again only when something is another object.
-        """
-        tensors = [table[key] for table, key in self.places.values()]
-        tied = (table[key] for _, (table, key), _ in self.tied)
-        trained = (getattr(value, "requires_grad", None) for value in tensors)  # a parameter may have become None
-        now = [runner, train, RemovableHandle.next_id, *tensors, *map(local_of, tensors), *trained, *tied]
-        given = dict(zip(self.places, tensors))
-        if len(now) != len(self.accepted) or not all(map(operator.is_, now, self.accepted)):
-            self.check(runner, train, given)
-            self.accepted = now
-        return given
-
-    def check(self, runner: Runner, train: bool, given: dict[Port, Any]) -> None:
-        """Raises PlanError for what is no longer as it was planned."""
-        for name, (table, key), port in self.tied:
-            if table[key] is not given[port]:
-                raise PlanError(
-                    f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
-                )
-        for port, value in given.items():
-            runner.check_weight(port, value, train)
-        self.refuse_hooks()
-
-    def refuse_hooks(self) -> None:
-        """Raises PlanError for a hook on a submodule: nothing would call it."""
-        for name, module in self.submodules.items():
-            for kind in HOOKS if name else ():
-                if getattr(module, kind, None):
-                    raise PlanError(
-                        f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
-                        "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
-                    )

@@ -101,8 +101,8 @@ def vit(attention: str, layers: int) -> Model:
     return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
 
-def mixtral(attention: str, layers: int, experts: str = "batched_mm") -> Model:
-    """A mixture of four experts, of which each token goes to two."""
+def mixtral(attention: str, layers: int, experts: str | None = "batched_mm") -> Model:
+    """A mixture of four experts, of which each token goes to two. experts: how they are computed; None is the library's default."""
     config = transformers.MixtralConfig(
         **DECODER, num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2, attn_implementation=attention,
         experts_implementation=experts,
@@ -110,6 +110,42 @@ def mixtral(attention: str, layers: int, experts: str = "batched_mm") -> Model:
     return transformers.MixtralForCausalLM(config), tokens()
 
 
+def qwen_moe(attention: str, layers: int) -> Model:
+    config = transformers.Qwen3MoeConfig(
+        **DECODER, num_hidden_layers=layers, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config), tokens()
+
+
+def deepseek(attention: str, layers: int) -> Model:
+    """Latent attention, experts chosen within groups and by a learned correction, and one that sees every token."""
+    sizes = {key: value for key, value in DECODER.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = transformers.DeepseekV3Config(
+        **sizes, num_hidden_layers=layers, num_key_value_heads=12, q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=2,
+        n_shared_experts=1, moe_intermediate_size=32, first_k_dense_replace=0, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config), tokens()
+
+
+def gpt_oss(attention: str, layers: int) -> Model:
+    """Experts with biases, attention with a sink for each head."""
+    config = transformers.GptOssConfig(
+        **DECODER, num_hidden_layers=layers, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, attn_implementation=attention,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config), tokens()
+
+
+def with_default_experts(net: str) -> Model:
+    """A model of one layer, with a mixture of experts as the library computes it by default."""
+    if net == "mixtral":
+        return mixtral("sdpa", 1, experts=None)
+    return MIXTURES[net]("eager" if net == "gpt_oss" else "sdpa", 1)
+
+
 MODELS: dict[str, Callable[[str, int], Model]] = {
     made.__name__: made for made in (gpt2, llama, qwen, bert, t5, vit, mixtral)
 }
+MIXTURES: dict[str, Callable[[str, int], Model]] = {made.__name__: made for made in (mixtral, qwen_moe, deepseek, gpt_oss)}

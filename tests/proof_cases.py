@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from sbpc.graph.random_bits import BITS
-from sbpc.rules.proof.prove import Case
+from sbpc.rules.proof.prove import STAND_INS, Case
 from tests import cuda_cases, layer_cases
 from tests.samples import case, close, f, x, y
 
@@ -20,6 +22,22 @@ def h(*shape: int) -> Tensor:
 
 def ends(*rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **rest: None) -> Tensor:
+    """The op, and for float64, which it does not take, its definition: group by group, and zeros behind the last end."""
+    if a.dtype != torch.float64:
+        return torch._grouped_mm(a, b, offs, **rest)
+    if offs is None:
+        return a @ b
+    parts = [slice(*part) for part in itertools.pairwise([0, *offs.tolist()])]
+    if b.dim() == 2:
+        return torch.stack([a[:, part] @ b[part] for part in parts])
+    rows = [a[part] @ matrix for part, matrix in zip(parts, b)]
+    return torch.cat([*rows, a.new_zeros(len(a) - parts[-1].stop, b.shape[-1])])
+
+
+STAND_INS[aten._grouped_mm.default] = grouped
 
 
 def matmul() -> list[Case]:
@@ -50,6 +68,10 @@ def matmul() -> list[Case]:
         case(aten._grouped_mm.default, h(10, 48), h(3, 24, 48).mT, ends(0, 7, 10)),
         case(aten._grouped_mm.default, h(10, 48).t(), h(10, 24), ends(4, 4, 10)),
         case(aten._grouped_mm.default, h(3, 10, 48), h(3, 48, 24)),
+        case(aten._grouped_mm.default, h(10, 48).float(), h(3, 48, 24).float(), ends(4, 4, 10)),
+        case(aten._grouped_mm.default, x(10, 8), x(3, 8, 6), ends(4, 4, 9)),
+        case(aten._grouped_mm.default, x(8, 10), x(10, 6), ends(4, 4, 9)),
+        case(aten._grouped_mm.default, x(3, 4, 8), x(3, 8, 6)),
         case(aten.linear.default, x(2, 3, 4), x(5, 4)),
         case(aten.linear.default, x(2, 3, 4), x(5, 4), x(5)),
         case(aten.linear.default, x(3, 4), x(5, 4), x(5)),

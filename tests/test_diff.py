@@ -12,6 +12,7 @@ from sbpc import Mesh
 from sbpc.api.planning import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
+from sbpc.plans.staged.staged_plan import StagedPlan
 from tests.models import gpt2, mlp
 
 TEXT = """\
@@ -114,3 +115,22 @@ def test_the_command_says_by_its_code_whether_plans_differ(free: sbpc.Plan, pinn
     found = json.loads(capsys.readouterr().out)
     assert not found["same"] and found["parameters"]["blocks.3.up.weight"] == ["[B, B]", "[B, S(0)]"]
     assert main(["diff", one, str(tmp_path)]) == 2 and "is no file of a plan" in capsys.readouterr().err
+
+
+def sent_within_stages(plan: StagedPlan) -> float:
+    counted = ((plan.times_of(key), axes) for part in plan.parts for key, axes in part.sent.items())
+    return sum(times * sum(axes.values()) for times, axes in counted)
+
+
+def test_plans_with_stages_are_compared_with_each_other_and_with_others() -> None:
+    net, mesh = mlp(batch=8, layers=2), Mesh(pipe=2, data=2)
+    one = sbpc.plan(*net, mesh, stages="pipe", microbatches=4)
+    other = sbpc.plan(*net, mesh, stages="pipe", microbatches=2, schedule="gpipe", pin={"ups.0.weight": "S(0)@data", "downs.*": "B"})
+    found = one.diff(other)
+    assert not one.diff(one) and list(found.asked) == ["schedule", "microbatches", "pin"]
+    assert found.asked["schedule"] == ("1f1b", "gpipe") and found.parameters.keys() <= set(one.parameters)
+    sent = sum(each.bytes_sent[1] - each.bytes_sent[0] for each in found.collectives)
+    assert sent == pytest.approx(sent_within_stages(other) - sent_within_stages(one)) and sent > 0
+    plain = one.diff(sbpc.plan(*net, Mesh(data=4)))
+    figures = {name: (mine, its) for name, _, mine, its in plain.figures}
+    assert plain.values == {} and figures["bubble"][0] > figures["bubble"][1] == 0 and plain.asked["stages"] == ("pipe", "")

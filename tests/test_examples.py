@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from sbpc.cli import demo_run as demo
 from sbpc.cli.main import parser
 from sbpc.errors import SbpcError
 from sbpc.inspect.picture import graph_svg
+from sbpc.inspect.tables import quantity
 from sbpc.mesh.states import parse_state, whole
 from sbpc.rules import registry
+from tests.models import mlp
 from tests.processes import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -48,6 +51,19 @@ def test_the_picture_of_the_readme_is_the_one_that_the_first_example_draws():
     plan = sbpc.plan(*module["two_layers"](), module["MESH"], pin=module["PINS"], objective="serial")
     title = f"{plan.options['model']} on {plan.mesh}: boxed graph"  # as `sbpc show` has it
     assert graph_svg(plan.boxed, plan.mesh, title) == (EXAMPLES / "two_layers.svg").read_text()
+
+
+def test_pictures_of_plans_are_small_and_hold_their_figures():
+    module = runpy.run_path(str(EXAMPLES / "08_pictures.py"))
+    plan = sbpc.plan(*mlp(batch=8, layers=2), sbpc.Mesh(data=2, tensor=2, cluster="h100"))
+    stages = sbpc.plan(*mlp(batch=8, layers=2), sbpc.Mesh(pipe=2, data=2), stages="pipe", microbatches=4)
+    drawn = {"map": module["map_picture"](plan), "timeline": module["timeline_picture"](plan), "schedule": module["schedule_picture"](stages)}
+    for name, svg in drawn.items():
+        seconds = quantity((stages if name == "schedule" else plan).cost.seconds, "s")
+        assert ElementTree.fromstring(svg).tag.endswith("svg") and seconds in svg
+        committed = (EXAMPLES / f"{name}.svg").read_text()
+        assert ElementTree.fromstring(committed).tag.endswith("svg") and len(committed) < 150_000
+    assert all(name.rpartition(".")[2] in drawn["map"] for name in plan.parameters) and drawn["schedule"].count(">3</text>") == 4
 
 
 def test_options_of_a_plan_change_it(capsys):

@@ -38,7 +38,7 @@ it saves 288 ps a step against [B], the best of the other layouts
 layout  a step  difference  bytes sent    memory  proof
 [S(0)]  298 ns                 13.8 kB   40.6 kB  this plan
 [B]     299 ns     +288 ps      +288 B  +6.91 kB  exact
-[S(1)]  299 ns     +432 ps      +432 B  -1.15 kB  exact
+[S(1)]  299 ns     +432 ps      +432 B            exact
 
 in [B], +288 ps:
 what                     where               boxing              bytes      time
@@ -158,3 +158,18 @@ def test_the_command_prints_the_text_and_json(small: sbpc.Plan, tmp_path, capsys
     found = json.loads(capsys.readouterr().out)
     rows = small.explain(NAME).alternatives
     assert [(each["layout"], each["seconds"]) for each in found["alternatives"]] == [(str(row.layout), row.seconds) for row in rows]
+
+
+def test_a_plan_with_stages_explains_layouts_within_a_stage() -> None:
+    net, mesh = mlp(batch=16, layers=2), Mesh(pipe=2, data=2, cluster="h100")
+    asked = {"stages": "pipe", "microbatches": 2, "pin": {"downs.*": "B"}}
+    plan = sbpc.plan(*net, mesh, **asked)
+    explained = plan.explain(NAME)
+    assert explained.layout == plan.layout(NAME) and explained.alternatives[0].difference > 0
+    assert "pin 'downs.*': 'B' names others; without the pin " in explained.decided[0]
+    assert str(explained).endswith("on the mesh of one stage, for one of 2 micro-batches, which passes through all stages\n")
+    best = explained.alternatives[0]
+    parts = sum(m.seconds for m in best.appear) - sum(m.seconds for m in best.gone) + sum(best.computing.values())
+    assert best.difference == pytest.approx(parts, abs=1e-12)
+    pinned = sbpc.plan(*net, mesh, **{**asked, "pin": {**asked["pin"], NAME: str(best.layout)}})
+    assert pinned.explain(NAME).seconds == pytest.approx(best.seconds, rel=1e-6) and pinned.cost.seconds > plan.cost.seconds

@@ -65,15 +65,15 @@ def steps_of(space: Space, edge: Edge) -> tuple[Step, ...]:
 
 
 def moved_by(space: Space, edge: Edge, step: Step, labels: Sequence[int]) -> Moved:
-    """Returns what a step of a boxing sends, for whom."""
-    mesh, (node, index) = space.mesh, space.keys[edge[0]]
+    """Returns what a step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
+    mesh, (node, index), share = space.mesh, space.keys[edge[0]], space.shares[edge[0]]
     rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
     taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
     reader = reader_of(space, edge, labels)
     about = node if reader >= len(space.nodes) or space.nodes[reader].op == "placeholder" else space.nodes[reader]
     module = module_of(space, space.number[about])
-    phase = about.meta.get("phase", "forward")
-    return Moved(step.collective, mesh.key(step.axes), node.name, module, phase, str(step.before), str(step.after), float(sent), taken)
+    phase, states = about.meta.get("phase", "forward"), (str(step.before), str(step.after))
+    return Moved(step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken)
 
 
 def reader_of(space: Space, edge: Edge, labels: Sequence[int]) -> int:

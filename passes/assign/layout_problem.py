@@ -58,6 +58,7 @@ class LayoutProblem:
         self.values: list[Value] = []
         self.codes: list[np.ndarray] = []  # by value the codes of its layouts
         self.keys: list[Key] = []
+        self.shares: list[float] = []  # by value what part of its seconds a boxing counts
         self.ports: list[int | None] = []  # by output the variable in whose layout it is left
         self.left: dict[int, Tensors] = {}  # by variable of an output what that is
         readers = self.add_outputs(outputs)
@@ -198,6 +199,7 @@ class LayoutProblem:
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
+        self.shares.append(share)
 
     def boxings(
         self, ports: list[np.ndarray], shape: tuple[int, ...], itemsize: int

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.rewrite import Writer, permute, rewrite, view
+from sbpc.passes.canonicalize import grouped_products
 from sbpc.passes.canonicalize.foreach_ops import LISTS
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def normalize(gm: GraphModule) -> GraphModule:
     Before: as captured. After: no op of `REWRITES` is left but where its row says so; no node without a use; meta and
     ports as before, `val` new for the new nodes.
     """
-    return rewrite(gm, REWRITES)
+    return rewrite(gm, {**REWRITES, **grouped_products.found_in(gm)})
 
 
 def same(_: Writer, x: Node) -> Node:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, slots, storage_of
+from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, quiet_fakes, slots, storage_of
 from sbpc.errors import CaptureError
 from sbpc.graph import ports
 from sbpc.graph.ports import Port, Ports
@@ -151,7 +151,7 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
 @contextlib.contextmanager
 def environment(train: bool) -> Iterator[None]:
     """Sets the modes in which a forward runs, whatever those of the caller are."""
-    with torch.inference_mode(False), torch.set_grad_enabled(train), composite_ops():
+    with torch.inference_mode(False), torch.set_grad_enabled(train), composite_ops(), quiet_fakes():
         yield
 
 

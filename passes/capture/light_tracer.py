@@ -144,7 +144,8 @@ class Light(Watch):
         self.kept: list[tuple[Node, Any]] = []  # every node with its value: ids stay unique while the values live
         self.constants: dict[str, Tensor] = {}
         self.fakes: dict[int, Tensor] = {}  # by id of a known real tensor
-        self.owners: dict[int, int] = {}  # by storage: how many tensors share it
+        self.sharing: dict[int, list[Tensor]] = {}  # by storage: the tensors that share it
+        self.given: set[int] = set()  # storages that were there before the forward
         self.by_number: dict[int, Node] = {}  # by autograd sequence number: the forward op that made the autograd node
         self.last: Node | None = None
 
@@ -155,7 +156,7 @@ class Light(Watch):
         node.meta.update(module="", stack_trace="", phase=self.phase)
         self.ports.append(port)
         self._keep(node, value)
-        self.owners[storage_of(value)] += 1
+        self.given.add(storage_of(value))
 
     def seed(self) -> Tensor:
         """Returns the seed of the step. The first draw makes it an input."""
@@ -232,8 +233,7 @@ class Light(Watch):
         self.kept.append((node, value))
         self.nodes[id(value)] = node
         self.check_memory(value)
-        storage = storage_of(value)
-        self.owners[storage] = self.owners.get(storage, 0) + 1
+        self.sharing.setdefault(storage_of(value), []).append(value)
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an in-place op whose target nothing else can see, and records its functional form instead."""
@@ -244,7 +244,8 @@ class Light(Watch):
         if not simple or functional is None or not isinstance(target, Tensor):
             raise NeedsAot(f"{func} has no functional form")
         self.node_of(target)
-        if self.owners[storage_of(target)] != 1:
+        sharing = self.sharing[storage_of(target)]  # a detached tensor is the whole of the other: a write is one of both
+        if storage_of(target) in self.given or any(place_of(value) != place_of(target) for value in sharing):
             raise NeedsAot(f"{func} writes into memory that others can see")
         fresh = run(functional, args, kwargs, self.stack())
         if fresh.shape != target.shape or fresh.stride() != target.stride():
@@ -256,8 +257,9 @@ class Light(Watch):
             put(cast, "meta", dict(node.meta))
             node = cast
         run(func, args, kwargs, self.stack())
-        self.kept.append((node, target))
-        self.nodes[id(target)] = node
+        for value in sharing:
+            self.kept.append((node, value))
+            self.nodes[id(value)] = node
         return target
 
     def _fresh_constant(self, func: Any, value: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ class Light(Watch):
             if fake is None:
                 fake = self.source.mode.from_tensor(value)
                 self._keep(self._constant(value), fake)
-                self.owners[storage_of(fake)] += 1
+                self.given.add(storage_of(fake))
             self.fakes[id(value)] = fake
         return self.fakes[id(value)]
 
@@ -328,6 +330,11 @@ def functional_form(func: Any) -> Any:
     packet = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
     op = getattr(packet, func._overloadname, None)
     return None if op is None or op._schema.is_mutable else op
+
+
+def place_of(value: Tensor) -> tuple[Any, ...]:
+    """Returns which elements of its storage a tensor has, and in which order."""
+    return value.shape, value.stride(), value.storage_offset(), value.dtype
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

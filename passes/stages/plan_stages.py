@@ -56,7 +56,7 @@ def staged(
         places = places_of(whole.graph)
         stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
-        plan = StagedPlan(mesh, axis, loop, chunks_of(whole, pieces, made), schedule, 0.0, frozenset(once), options)
+        plan = StagedPlan(mesh, axis, loop, chunks_of(whole, pieces, made), schedule, 0.0, frozenset(once), options, body=whole)
         plan.bound = count * whole.lower_bound / plan.stages  # of the mean stage: no layouts of the body take less in all
         return plan, whole
 

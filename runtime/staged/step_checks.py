@@ -14,7 +14,8 @@ from sbpc.errors import PlanError
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
-from sbpc.runtime.step import check_autocast, other_mode
+from sbpc.runtime.module_weights import other_mode
+from sbpc.runtime.step import check_autocast
 
 
 def check_step(plan: StagedPlan, module: nn.Module, leaves: Sequence[Tensor], where: torch.device) -> None:

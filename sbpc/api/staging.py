@@ -46,10 +46,12 @@ def plan_stages(
     count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
     asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
 
-    def solve(body: GraphModule, inner: Mesh, limit: float | None) -> Plan:
-        asked = wishes(body, inner, Requests(pins))
+    def solve(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
+        asked = wishes(body, inner, Requests(pin))
         experts = partial(expert_alternatives, body, inner, asked.nodes)
-        return finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit}, clocks, experts)
+        plan = finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit, "pin": pin}, clocks, experts)
+        plan.again = partial(solve, body, inner, limit)
+        return plan
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)

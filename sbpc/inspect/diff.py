@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.fx import Node
+
 from sbpc.boxing.steps import WIRE
 from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
@@ -15,12 +17,18 @@ from sbpc.inspect.graph_text import bytes_sent
 from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.staged.staged_plan import StagedPlan
 
+AnyPlan = Plan | StagedPlan
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
-ASKED = ("objective", "memory", "optimizer", "dtype", "train", "spread", "baseline", "pin")  # options that are compared
+ASKED = (  # options that are compared
+    "objective", "memory", "optimizer", "dtype", "train", "spread", "baseline", "stages", "schedule", "microbatches", "recompute", "pin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,19 @@ class Diff:
         return self.report.html()
 
 
-def diff(one: Plan, other: Plan) -> Diff:
-    """Returns what differs between two plans. Raises PlanError if they are of different models."""
-    if not isinstance(other, Plan):
+def diff(one: AnyPlan, other: AnyPlan) -> Diff:
+    """Returns what differs between two plans. Raises PlanError if they are of different models.
+
+    Of plans of which one alone has stages, values are not compared: the other has them for the whole batch, not for a micro-batch.
+    """
+    if not isinstance(other, AnyPlan):
         raise PlanError(f"a plan is compared with a {type(other).__name__}\n  Give another plan of the same model.")
     if not one.parameters.keys() & other.parameters.keys() and one.parameters.keys() | other.parameters.keys():
         raise PlanError("the plans are of different models: no parameter has the same name\n  Compare plans of one model.")
     plans = one, other
-    alike = one.mesh.axes == other.mesh.axes
-    values, modules = zip(*(value_layouts(plan, alike) for plan in plans))
+    alike = mesh_of(one).axes == mesh_of(other).axes
+    both = type(one) is type(other)
+    values, modules = zip(*(value_layouts(plan, alike) if both else ({}, {}) for plan in plans))
     homes = [{name: text(home, alike) for name, home in plan.parameters.items()} for plan in plans]
     asked = {name: (mine, asked_of(other)[name]) for name, mine in asked_of(one).items() if mine != asked_of(other)[name]}
     return Diff(
@@ -103,11 +115,35 @@ def diff(one: Plan, other: Plan) -> Diff:
     )  # fmt: skip
 
 
-def asked_of(plan: Plan) -> dict[str, str]:
+def asked_of(plan: AnyPlan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
     options = {name: "" if plan.options.get(name) in (None, {}, False) else str(plan.options.get(name)) for name in ASKED}
+    if isinstance(plan, StagedPlan):
+        options["objective"] = "seconds"  # layouts within a stage are chosen for the sum
+    if options["memory"]:
+        options["memory"] = quantity(plan.options["memory"], "B")
     return {"model": str(plan.options.get("model")), "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
+
+
+def mesh_of(plan: AnyPlan) -> Mesh:
+    """Returns the mesh on which layouts are: of a plan with stages that of one stage."""
+    return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
+
+
+def plans_in(plan: AnyPlan) -> list[Plan]:
+    """Returns the plan itself, or those of its chunks."""
+    return [chunk.plan for chunk in plan.chunks] if isinstance(plan, StagedPlan) else [plan]
+
+
+def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
+    """Yields the boxings of a plan that send, and how often each runs in a step."""
+    for each in plans_in(plan):
+        gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
+        parts = parts_of(gm, plan.once) if isinstance(plan, StagedPlan) else {}
+        for node in gm.graph.nodes:
+            if "step" in node.meta and node.meta["step"].collective in WIRE:
+                yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1
 
 
 def text(layout: Layout, alike: bool) -> str:
@@ -115,14 +151,16 @@ def text(layout: Layout, alike: bool) -> str:
     return str(layout) if alike or any(state != B for state in layout.states) else "whole"
 
 
-def value_layouts(plan: Plan, alike: bool) -> tuple[dict[str, str], dict[str, str]]:
+def value_layouts(plan: AnyPlan, alike: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Returns layouts (see `text`) and modules of all values but parameters, by name."""
-    stored = {node for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER}
-    layouts, modules = {}, {}
-    for node in plan.graph.graph.nodes:
-        if node not in stored and node.name in plan.layouts:
-            layouts[node.name] = text(plan.layouts[node.name], alike)
-            modules[node.name] = str(value_of(node)[0].meta.get("module", INPUT if node.op == "placeholder" else ""))
+    layouts: dict[str, str] = {}
+    modules: dict[str, str] = {}
+    for each in plans_in(plan):
+        stored = {node for port, node in placeholders(each.graph).items() if port.kind == PARAMETER}
+        for node in each.graph.graph.nodes:
+            if node not in stored and node.name in each.layouts and node.name not in layouts:  # made by one chunk, read by others
+                layouts[node.name] = text(each.layouts[node.name], alike)
+                modules[node.name] = str(value_of(node)[0].meta.get("module", INPUT if node.op == "placeholder" else ""))
     return layouts, modules
 
 
@@ -132,12 +170,15 @@ def differing(both: Sequence[dict[str, str]]) -> dict[str, tuple[str | None, str
     return {name: (one.get(name), other.get(name)) for name in {**one, **other} if one.get(name) != other.get(name)}
 
 
-def figures(one: Plan, other: Plan) -> Iterator[tuple[str, str, float, float]]:
+def figures(one: AnyPlan, other: AnyPlan) -> Iterator[tuple[str, str, float, float]]:
     """Yields name, unit, and the numbers of either plan."""
     mine, others = one.cost, other.cost
     for name, key in (("a step", ""), ("computing", "compute_"), ("communicating", "comm_"), ("exposed", "exposed_")):
         yield name, "s", getattr(mine, f"{key}seconds"), getattr(others, f"{key}seconds")
-    yield "lower bound", "B" if mine.objective == "bytes" else "s", mine.lower_bound, others.lower_bound
+    bubbles = [plan.cost.bubble_seconds if isinstance(plan, StagedPlan) else 0.0 for plan in (one, other)]
+    if any(bubbles):
+        yield "bubble", "s", bubbles[0], bubbles[1]
+    yield "lower bound", "B" if getattr(mine, "objective", "") == "bytes" else "s", mine.lower_bound, others.lower_bound
     yield "flops", "", mine.flops, others.flops
     for axis in {**mine.bytes_sent, **others.bytes_sent}:
         yield f"sent over {axis}", "B", mine.bytes_sent.get(axis, 0.0), others.bytes_sent.get(axis, 0.0)
@@ -145,7 +186,7 @@ def figures(one: Plan, other: Plan) -> Iterator[tuple[str, str, float, float]]:
         yield "peak memory" if kind == "total" else kind, "B", mine.memory[kind], others.memory[kind]
 
 
-def traffic(one: Plan, other: Plan) -> Iterator[Traffic]:
+def traffic(one: AnyPlan, other: AnyPlan) -> Iterator[Traffic]:
     """Yields the collectives that are not the same in both plans, the largest difference of bytes first."""
     counted = [traffic_of(plan) for plan in (one, other)]
     rows = [
@@ -156,16 +197,18 @@ def traffic(one: Plan, other: Plan) -> Iterator[Traffic]:
     yield from sorted(rows, key=lambda row: -abs(row.bytes_sent[0] - row.bytes_sent[1]))
 
 
-def traffic_of(plan: Plan) -> dict[tuple[str, str, str, str], tuple[int, float]]:
-    """Returns, by module (with * for numbers), phase, collective and axis, how many collectives there are and what a rank sends."""
+def traffic_of(plan: AnyPlan) -> dict[tuple[str, str, str, str], tuple[int, float]]:
+    """Returns, by module (with * for numbers), phase, collective and axis, how many collectives there are and what a rank sends.
+
+    Of a plan with stages these are the collectives within its stages.
+    """
+    mesh = mesh_of(plan)
     found: dict[tuple[str, str, str, str], tuple[int, float]] = {}
-    for node in plan.boxed.graph.nodes:
-        step = node.meta.get("step")
-        if step is not None and step.collective in WIRE:
-            module = numberless(str(node.meta.get("module", "")))
-            key = module, str(node.meta.get("phase", "forward")), step.collective, plan.mesh.key(step.axes)
-            count, sent = found.get(key, (0, 0.0))
-            found[key] = count + 1, sent + bytes_sent(node, plan.mesh)
+    for node, times in boxings(plan):
+        step, module = node.meta["step"], numberless(str(node.meta.get("module", "")))
+        key = module, str(node.meta.get("phase", "forward")), step.collective, mesh.key(step.axes)
+        count, sent = found.get(key, (0, 0.0))
+        found[key] = count + times, sent + times * bytes_sent(node, mesh)
     return found
 
 

@@ -14,8 +14,10 @@ from sbpc.mesh.layout import Layout
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Plan
 
-FULL = 2  # alternatives whose whole plans are counted in the text
+FULL = 1  # alternatives whose whole plans are counted in the text, with their memory and what overlaps
+CHANGED = 2  # alternatives whose collectives the text lists
 CLOSE = 1e-6  # seconds that differ by a smaller fraction are those of the same step
+STEP = "a step"
 SHOWN = 8  # collectives of an alternative in the text
 
 
@@ -74,7 +76,7 @@ class Explanation:
 
     seconds: of a step of the plan, one thing after the other (bytes, where it was made for few bytes). alternatives: whole plans
     with other layouts, best first. beyond: layouts that were not solved again, with the least difference that the multipliers prove.
-    decided: what pins, limits and options have to do with it. how: how the alternatives were found.
+    decided: what pins, limits and options have to do with it. how: how the alternatives were found. time: what takes the seconds.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Explanation:
     decided: tuple[str, ...]
     how: str
     plan: Plan = field(repr=False, compare=False)
+    time: str = STEP
 
     @property
     @uncollected()
@@ -92,11 +95,12 @@ class Explanation:
         """The explanation as tables and lines."""
         unit = "B" if self.plan.objective == "bytes" else "s"
         title = f"{self.name} is laid out {self.layout}"
-        sent, held = sum(self.plan.cost.bytes_sent.values()), self.plan.cost.memory["total"]
-        rows = [[str(self.layout), quantity(self.seconds, unit), "", quantity(sent, "B"), quantity(held, "B"), "this plan"]]
-        rows += [self.row(each, unit, number < FULL) for number, each in enumerate(self.alternatives)]
-        heads = ("layout", "a step", "difference", "bytes sent", "memory", "proof")
-        tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:FULL])]
+        cost, full = self.plan.cost, FULL if self.time == STEP else 0
+        counted = [quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])]
+        rows = [[str(self.layout), quantity(self.seconds, unit), "", *counted, "this plan"]]
+        rows += [self.row(each, unit, number < full) for number, each in enumerate(self.alternatives)]
+        heads = ("layout", self.time, "difference", "bytes sent", "memory", "proof")
+        tables = [Table("", heads, rows, ("layout", "proof")), *(changes(each, unit) for each in self.alternatives[:CHANGED])]
         beyond = []
         if self.beyond:
             least = min(difference for _, difference in self.beyond)
@@ -105,23 +109,23 @@ class Explanation:
         above = []
         if self.alternatives:
             runner = self.alternatives[0]
-            above = [f"it saves {quantity(runner.difference, unit)} a step against {runner.layout}, the best of the other layouts"]
-        if not math.isclose(self.seconds, self.plan.cost.paid, rel_tol=CLOSE):
-            taken = [quantity(cost.paid, unit) for cost in (self.plan.cost, *(each.cost for each in self.alternatives[:FULL]))]
+            above = [f"it saves {quantity(runner.difference, unit)} {self.time} against {runner.layout}, the best of the other layouts"]
+        if full and not math.isclose(self.seconds, cost.paid, rel_tol=CLOSE):
+            taken = [quantity(paid.paid, unit) for paid in (cost, *(each.cost for each in self.alternatives[:FULL]))]
             above.append(f"seconds are one after the other; where streams overlap, a step takes, from the top, {', '.join(taken)}")
         return Report(title, above, tables, [*beyond, *decided, f"how       {self.how}"])
 
     def row(self, each: Alternative, unit: str, full: bool) -> list[str]:
-        """Returns the line of an alternative. full: with the bytes and the memory of its whole plan, compared with the plan."""
+        """Returns the line of an alternative. full: with the memory of its whole plan, compared with the plan."""
         sure = "exact" if each.exact else f"at least {quantity(each.at_least, unit, sign=True)}" if each.at_least > 0 else ""
-        counted = ["", ""]
+        sent, held = math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone), ""
         if full:
             cost, mine, limit = each.cost, self.plan.cost, self.plan.options.get("memory")
-            sent = sum(cost.bytes_sent.values()) - sum(mine.bytes_sent.values())
-            counted = [quantity(sent, "B", sign=True), quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)]
+            held = quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)
             sure += " over the limit" if limit is not None and cost.memory["total"] > limit else ""
         difference = quantity(each.difference, unit, sign=True)
-        return [str(each.layout), quantity(each.seconds, unit), difference, *counted, sure.strip()]
+        moved = quantity(sent, "B", sign=True)
+        return [str(each.layout), quantity(each.seconds, unit), difference, moved, held, sure.strip()]
 
     def as_json(self) -> dict[str, Any]:
         """Returns what `sbpc explain --json` prints."""

@@ -11,6 +11,7 @@ from sbpc.inspect.picture import clean
 from sbpc.inspect.report import numberless
 from sbpc.inspect.tables import quantity
 from sbpc.inspect.trace import WAITING
+from sbpc.plans.memory import turn_of
 from sbpc.plans.memory_curve import MemoryCurve
 from sbpc.plans.timeline import COMPUTE, STREAMS, Event, makespan
 
@@ -130,12 +131,12 @@ def memory(curve: MemoryCurve, device: float) -> dict[str, Any]:
             areas.append({"group": group, "hue": hue, "path": area(x, below, above, most), "bytes": quantity(rows[curve.peak], "B")})
         below = above
     phases = [curve.phases[moment] for moment in at]
-    starts = [number for number, phase in enumerate(phases) if number == 0 or phases[number - 1] != phase]
+    starts = {"forward": 0, "backward": turn_of(phases)}
     return {
         "width": WIDE, "height": TALL, "areas": areas, "peak": (x[at.index(curve.peak)], height(total[curve.peak], most)),
         "peak_text": quantity(total[curve.peak], "B"), "call": clean(curve.calls[curve.peak]) or "the optimizer's step",
         "device": height(device, most) if device <= most else None, "device_text": quantity(device, "B"),
-        "phases": [(x[number], phases[number]) for number in starts if phases[number] in ("forward", "backward")][:2],
+        "phases": [(x[number], phase) for phase, number in starts.items() if number is not None],
         "moments": [[round(x[number], 2), total[moment], curve.calls[moment]] for number, moment in enumerate(at)],
         "ticks": [(height(most * part / 4, most), quantity(most * part / 4, "B")) for part in range(1, 5)],
     }  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.page import chip_of, chips_of, parts
+from sbpc.inspect.page_charts import curves
 from sbpc.inspect.picture import clean, template
 from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
@@ -71,11 +72,14 @@ def staged_html(plan: StagedPlan) -> str:
     return Report(title_of(plan), summary(plan), tables).html()
 
 
-def staged_page(plan: StagedPlan) -> str:
-    """Returns one HTML page about a plan: figures, the schedule with its bubbles, memory by stage, chunks with their parameters."""
+def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None = None) -> str:
+    """Returns one HTML page about a plan: figures, the schedule with its bubbles, memory by stage, chunks with their parameters.
+
+    losses: by name of a run, the loss of every step.
+    """
     page = {
         "title": clean(title_of(plan)), "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
-        "cards": cards(plan), "schedule": picture(plan), "memory": memory(plan),
+        "losses": curves(losses) if losses else None, "cards": cards(plan), "schedule": picture(plan), "memory": memory(plan),
         "chunks": [chunk(plan, at) for at in range(len(plan.chunks))],
         "axes": list(zip(plan.inner.axes, plan.inner.sizes)), "chip": chip_of, "seconds": quantity(plan.cost.seconds, "s"),
         "bubble": f"{100 * plan.cost.bubble_seconds / plan.cost.seconds:.1f} %" if plan.cost.seconds else "0 %",

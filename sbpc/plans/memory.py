@@ -13,7 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -71,11 +71,15 @@ def sizes_of(node: Node, mesh: Mesh) -> list[int]:
     value, sbp = node.meta.get("val"), node.meta.get("sbp")
     pairs = zip(value, sbp) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else [(value, sbp)]
     return [
-        v.element_size() * int(numel(v.shape, [layout.cuts.get(dim, ()) for dim in range(v.dim())], mesh.sizes))
-        if isinstance(v, torch.Tensor) and isinstance(layout, Layout)
-        else 0
+        shard_bytes(layout, v.shape, v.dtype, mesh.sizes) if isinstance(v, torch.Tensor) and isinstance(layout, Layout) else 0
         for v, layout in pairs
     ]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def shard_bytes(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+    """Returns the bytes of the largest shard of a tensor."""
+    return dtype.itemsize * int(numel(shape, [layout.cuts.get(dim, ()) for dim in range(len(shape))], sizes))
 
 
 @dataclass
@@ -220,10 +224,10 @@ class Life:
         dying: dict[float, int] = {}
         for size, last in zip(self.size, self.last):
             dying[last] = dying.get(last, 0) + size
-        live, backward = always, False
+        live, turn = always, turn_of([phase_of(moment.node) for moment in self.moments])
         for at, moment in enumerate(self.moments):
-            if moment.node.op == "call_function" and moment.node.meta.get("phase") == "backward" and not backward:
-                backward, self.saved = True, live - always
+            if at == turn:
+                self.saved = live - always
             live += sum(size for _, size in moment.makes)
             self.live.append(live)
             live -= dying.get(at, 0)
@@ -237,6 +241,23 @@ class Life:
         """Yields what is alive at the peak: the node that made it, and its bytes."""
         for storage in self.alive(self.live.index(self.peak)):
             yield self.owner[storage], self.size[storage]
+
+
+def phase_of(node: Node) -> str:
+    """Returns the phase of a call; what is stored is there before the forward."""
+    return "stored" if node.op == "placeholder" else str(node.meta.get("phase", "forward"))
+
+
+def turn_of(phases: Sequence[str]) -> int | None:
+    """Returns the moment at which the backward begins: fewest calls of it stand before, and of the forward behind. None without one.
+
+    A schedule may start early what the backward only sends, and end late what the forward only sends.
+
+    >>> turn_of(["stored", "backward", "forward", "forward", "backward", "forward", "backward"])
+    4
+    """
+    misplaced = list(accumulate(({"forward": -1, "backward": 1}.get(phase, 0) for phase in phases), initial=0))
+    return misplaced.index(min(misplaced)) if "backward" in phases else None
 
 
 def is_view(node: Node) -> bool:

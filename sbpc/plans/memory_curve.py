@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders, results
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.memory import POSITION, Life, local_bytes
+from sbpc.plans.memory import POSITION, Life, local_bytes, phase_of
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters", "gradients", "optimizer", "activations", "gathered copies", "inputs",
@@ -114,8 +114,3 @@ def held_by(life: Life, storage: int, group: str, names: Mapping[Node, str]) -> 
     name = names.get(owner, owner.name)
     module = name.rpartition(".")[0] if owner in names else str(owner.meta.get("module", ""))
     return Held(name, group, module, life.size[storage])
-
-
-def phase_of(node: Node) -> str:
-    """Returns the phase of a call; what is stored is there before the forward."""
-    return "stored" if node.op == "placeholder" else str(node.meta.get("phase", "forward"))

@@ -54,7 +54,7 @@ class Rewriter:
     text: Callable[[Plan], str]
     html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
-    diff: Callable[[Plan, Plan], Any]
+    diff: Callable[[Any, Any], Any]
     page: Callable[[Any, Mapping[str, Sequence[float]] | None, Sequence[Event]], str]
 
 
@@ -189,11 +189,11 @@ class Plan:
         """
         return self.rewriter.explain(self, name)
 
-    def diff(self, other: Plan) -> Any:
+    def diff(self, other: Any) -> Any:
         """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
 
-        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. Raises PlanError for a
-        plan of another model.
+        It is true where anything differs: layouts, collectives, seconds, bytes, memory, or what was asked for. The other plan may have
+        pipeline stages. Raises PlanError for a plan of another model.
         """
         return self.rewriter.diff(self, other)
 

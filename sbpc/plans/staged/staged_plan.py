@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,10 @@ from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
-ANEW = "Plan with and without stages, and compare the printed plans."
 PROOF = "What bounds it is plan.cost.lower_bound: no layouts of these stages take less."
+EXPLAINED = "Plan the model with these stages here, without a memory limit, and explain that plan."
 LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
-    "explain": "Plan without stages on the mesh of one stage, and let that plan explain: layouts are chosen there.",
-    "diff": ANEW,
     "export": "Write it with plan.save, and run it with `sbpc run TARGET --plan FILE`.",
     "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
 }  # fmt: skip
@@ -74,7 +72,8 @@ class StagedPlan(Pipeline):
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
     schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. once: which of
-    "parameter" and "gradient" are boxed once for all micro-batches, others for each.
+    "parameter" and "gradient" are boxed once for all micro-batches, others for each. body: the plan of a micro-batch through all stages,
+    in which layouts were chosen; None where the plan was read from a file.
     """
 
     mesh: Mesh
@@ -86,6 +85,7 @@ class StagedPlan(Pipeline):
     once: frozenset[str] = frozenset((PARAMETER, GRADIENT))
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
+    body: Plan | None = field(default=None, repr=False, compare=False)
 
     @property
     def count(self) -> int:
@@ -261,12 +261,34 @@ class StagedPlan(Pipeline):
     ) -> None:
         """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
 
-        Raises PlanError if it cannot be written, and for losses or a trace, which only the page of a plan without stages draws.
+        losses: by name of a run, the loss of every step. Raises PlanError if the page cannot be written, and for a trace, which only
+        the page of a plan without stages draws.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        if losses is not None or trace is not None:
-            raise PlanError("the page of a plan with stages draws no losses and no measured trace\n  Leave losses= and trace= out.")
-        write_page(self.rewriter.page(self, None, ()), Path(path))
+        if trace is not None:
+            raise PlanError("the page of a plan with stages draws no measured trace\n  Leave trace= out.")
+        write_page(self.rewriter.page(self, losses, ()), Path(path))
+
+    def explain(self, name: str) -> Any:
+        """Returns why a parameter or a value has its layout on the mesh of its stage: an `sbpc.inspect.explain.Explanation`.
+
+        Its seconds are those of one micro-batch through all stages, where layouts were chosen. Raises PlanError for a name that is
+        neither, and for a plan under a memory limit or one that was read from a file.
+        """
+        self.layout(name)
+        if self.body is None or self.options.get("memory") is not None:
+            lost = "that was read from a file" if self.body is None else "under a memory limit"
+            raise PlanError(f"a plan with stages {lost} does not hold the problem that it solves\n  {EXPLAINED}")
+        found = self.rewriter.explain(self.body, name)
+        how = f"{found.how}\n          on the mesh of one stage, for one of {self.count} micro-batches, which passes through all stages"
+        return replace(found, how=how, time="a micro-batch")
+
+    def diff(self, other: Plan | StagedPlan) -> Any:
+        """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
+
+        The other plan may have stages or none. Raises PlanError for a plan of another model.
+        """
+        return self.rewriter.diff(self, other)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""

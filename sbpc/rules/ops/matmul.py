@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def grouped_local(shard: Shard) -> Any:
     """A shard of the rows has its own ends of groups. Where groups are split, their rows are rolled to the front."""
     call, local, offsets, text = shard.call, shard.local, shard.offsets, shard.match.rule.text
     if text == GROUPED[3, 3]:
-        return shard.plain()
+        return product(shard, shard.given)
     given, turned, sums = dict(shard.given), text == GROUPED[2, 2], text == GROUPED[2, 3]
     rows = call(aten.permute.default, given["self"], [1, 0]) if turned else given["self"]
     number = start = None
@@ -109,13 +110,35 @@ def grouped_local(shard: Shard) -> Any:
     given["self"] = call(aten.permute.default, rows, [1, 0]) if turned else rows
     if turned:
         given["mat2"] = dense(call, given["mat2"], local["m"], number, start)
-    made = shard.plain(**given)
+    made = product(shard, given)
     if start is None or not sums:
         return made
     last = call(aten.slice.Tensor, given["offs"], 0, local["g"] - 1, local["g"])
     behind = call(aten.unsqueeze.default, call(aten.ge.Tensor, number, last), 1)
     made = call(aten.masked_fill.Scalar, made, behind, 0)
     return dense(call, made, local["m"], number, call(aten.neg.default, start))
+
+
+def product(shard: Shard, given: Mapping[str, Any]) -> Any:
+    """The op itself, or for float64, which its kernels do not take, one product for each group, of all rows with zeros for the others."""
+    if shard.match.bound.outputs[0].dtype != torch.float64:
+        return shard.plain(**given)
+    call, local, x, y, text = shard.call, shard.local, given["self"], given["mat2"], shard.match.rule.text
+    if text == GROUPED[3, 3]:
+        return call(aten.bmm.default, x, y)
+    number = numbers(call, given["offs"], local["m"])
+    below = call(aten.lt.Tensor, number, call(aten.unsqueeze.default, given["offs"], 1))  # [g, m]
+    first = call(aten.slice.Tensor, below, 0, 0, local["g"] - 1)  # behind the end of one group is the start of the next
+    behind = call(aten.constant_pad_nd.default, first, [0, 0, 1, 0])
+    other = call(aten.unsqueeze.default, call(aten.eq.Tensor, below, behind), 2)
+
+    def alone(rows: Any) -> Any:
+        return call(aten.masked_fill.Scalar, call(aten.unsqueeze.default, rows, 0), other, 0)
+
+    if text == GROUPED[2, 3]:
+        return call(aten.sum.dim_IntList, call(aten.bmm.default, alone(x), y), [0])
+    rows = alone(call(aten.permute.default, x, [1, 0]))
+    return call(aten.bmm.default, call(aten.permute.default, rows, [0, 2, 1]), alone(y))
 
 
 def numbers(call: Call, like: Any, count: int) -> Any:

@@ -1,0 +1,155 @@
+"""The weights of a parallel module, and which of its plans runs a call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
+
+from sbpc._compat import HOOKS, local_of, slots
+from sbpc.errors import PlanError
+from sbpc.graph.ports import BUFFER, PARAMETER, Port
+from sbpc.graph.pytree import flatten, plain, unflatten
+from sbpc.plans.plan import Plan
+from sbpc.plans.rank_programs import Programs
+from sbpc.runtime import bind
+from sbpc.runtime.accumulate import Sums
+from sbpc.runtime.step import Runner
+
+
+@dataclass
+class ModuleWeights:
+    """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
+
+    accepted: what `by_port` last found as planned, by runner and whether it trains. modes, in_mode: the last modes of the
+    submodules, and the runners of plans made in them. sums: the gradients that `no_sync` keeps.
+    """
+
+    places: dict[Port, tuple[dict[str, Any], str]]
+    tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
+    submodules: dict[str, nn.Module]
+    accepted: dict[tuple[Runner, bool], Sequence[Any]] = field(default_factory=dict)
+    modes: Sequence[bool] = ()
+    in_mode: Sequence[Runner] = ()
+    sums: Sums = field(default_factory=Sums)
+
+    @classmethod
+    def of(cls, module: nn.Module, plan: Plan | Programs) -> ModuleWeights:
+        """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan."""
+        named = {name: (table, key) for name, table, key in slots(module)}
+        ports = {port.name: port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)}
+        lost = [name for name in ports if name not in named]
+        if lost:
+            raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
+        places = {port: named[name] for name, port in ports.items()}
+        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
+        return cls(places, tied, dict(module.named_modules()))
+
+    def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+        """Returns the runner of the plan for this call. Raises PlanError if there is none.
+
+        It was made in the modes in which the submodules are now, and for arguments of these shapes. Among several, it is one
+        that trains if gradients are on.
+        """
+        modes = [module.training for module in self.submodules.values()]
+        if not self.in_mode or modes != self.modes:
+            self.in_mode, self.modes = self.of_modes(runners), modes
+        if len(self.in_mode) == 1:  # which says itself what does not fit
+            return self.in_mode[0]
+        leaves, structure = flatten((tuple(args), kwargs), "the arguments")
+        found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
+        if not found:
+            raise other_shapes(self.in_mode, leaves, structure)
+        return next((runner for runner in found if runner.trains == torch.is_grad_enabled()), found[0])
+
+    def of_modes(self, runners: list[Runner]) -> list[Runner]:
+        """Returns the runners of plans made in the modes in which the submodules are now."""
+        modes = frozenset(name for name, module in self.submodules.items() if not module.training)
+        found = [runner for runner in runners if modes == runner.modes & self.submodules.keys()]
+        if not found:
+            raise other_mode(modes, runners[0].modes & self.submodules.keys())
+        return found
+
+    def step(
+        self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], function: type[Function]
+    ) -> Any:
+        """Runs the forward of a module, and records its backward with autograd; see `Runner.run`."""
+        train = runner.trains and torch.is_grad_enabled()
+        given = self.by_port(runner, train)
+        for port, leaf in zip(runner.inputs, bind.arguments(runner.plan, args, kwargs)):
+            given[port] = runner.shard_of(port, leaf, train)
+        return runner.run(given, random, train, function, self.sums)
+
+    def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
+        """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.
+
+        The check takes as long as a small model's step, so it is done again only when something is another object.
+        """
+        tensors = [table[key] for table, key in self.places.values()]
+        tied = (table[key] for _, (table, key), _ in self.tied)
+        trained = (getattr(value, "requires_grad", None) for value in tensors)  # a parameter may have become None
+        now = [RemovableHandle.next_id, *tensors, *map(local_of, tensors), *trained, *tied]
+        given = dict(zip(self.places, tensors))
+        before = self.accepted.get((runner, train), ())
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            self.check(runner, train, given)
+            self.accepted[runner, train] = now
+        return given
+
+    def check(self, runner: Runner, train: bool, given: dict[Port, Any]) -> None:
+        """Raises PlanError for what is no longer as it was planned."""
+        for name, (table, key), port in self.tied:
+            if table[key] is not given[port]:
+                raise PlanError(
+                    f"{name} was tied to {port.name}, and is not any more\n  Tie them again: both names, one tensor."
+                )
+        for port, value in given.items():
+            runner.check_weight(port, value, train)
+        self.refuse_hooks()
+
+    def refuse_hooks(self) -> None:
+        """Raises PlanError for a hook on a submodule: nothing would call it."""
+        for name, module in self.submodules.items():
+            for kind in HOOKS if name else ():
+                if getattr(module, kind, None):
+                    raise PlanError(
+                        f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
+                        "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
+                    )
+
+
+def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
+    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
+    name = min(modes ^ planned)
+    mode = {True: "eval", False: "train"}
+    return PlanError(
+        f"the module is in another mode (train or eval) than when it was planned:"
+        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
+        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
+        " and give it as parallelize(..., evaluate=)."
+    )
+
+
+def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure: Any) -> PlanError:
+    """Returns the error about arguments for which none of the plans in the mode of the module is."""
+
+    def text(kinds: Sequence[tuple[torch.dtype, Sequence[int]]], structure: Any) -> str:
+        texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in kinds]
+        args, kwargs = unflatten(plain(structure), texts)
+        named = [f"{name}={value}" for name, value in kwargs.items()]
+        return f"({', '.join([*map(str, args), *named])})".replace("'", "")
+
+    known = [
+        text([(runner.shapes[port].dtype, runner.local_shapes[port]) for port in runner.inputs], runner.plan.ports.arguments)
+        for runner in runners
+    ]
+    given = text([(leaf.dtype, leaf.shape) for leaf in leaves], structure)
+    lines = ["no plan is for arguments of these shapes", f"given:   {given}", *(f"planned: {each}" for each in known)]
+    todo = "Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...])"
+    return PlanError("\n  ".join([*lines, f"{todo}; or pad them to planned shapes."]))

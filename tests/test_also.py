@@ -1,0 +1,125 @@
+"""One parallel module with several plans: each call runs the plan of its mode and its shapes, on one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import sbpc
+from sbpc import Mesh
+from tests.module_checks import Stats, batch, seeded
+from tests.processes import run_ranks
+
+SIZES = (8, 8, 3, 8, 3)  # rows of the batches of an epoch and a half
+
+
+def trained(module: Any, step: Callable[..., Tensor]) -> list[float]:
+    """Losses of training on batches of two sizes, with an evaluation on a third one after each."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    found = []
+    for number, rows in enumerate(SIZES):
+        optimizer.zero_grad()
+        loss = step(module.train(), *batch(number, rows))
+        optimizer.step()
+        with torch.no_grad():
+            found += [loss.item(), module.eval()(*batch(9, 5)).item(), module.train()(*batch(8, 8)).item()]
+    return found
+
+
+def backward(module: Any, *args: Tensor) -> Tensor:
+    """A step as torch has it."""
+    loss: Tensor = module(*args)
+    loss.backward()
+    return loss.detach()
+
+
+def plans_of(model: Any) -> list[sbpc.Plan]:
+    """Plans for training on 8 and on 3 rows, for a forward alone on 8, and for evaluation on 5."""
+    mesh = Mesh(x=2)
+    first = sbpc.plan(model.train(), batch(0, 8), mesh, pin={"inner.weight": "S(0)"})
+    homes = first.parameters
+    small = sbpc.plan(model, batch(0, 3), mesh, pin=homes)
+    forward = sbpc.plan(model, batch(0, 8), mesh, train=False, pin=homes)
+    return [first, small, forward, sbpc.plan(model.eval(), batch(0, 5), mesh, train=False, pin=homes)]
+
+
+def on_ranks() -> dict[str, Any]:
+    """Losses of training by backward and by step, and what is said of calls that were not planned."""
+    torch.set_default_dtype(torch.float64)
+    model = seeded(Stats)
+    first, *others = plans_of(model)
+    model.train()
+    found: dict[str, Any] = {"backward": trained(sbpc.parallelize(model, first, also=others), backward)}
+    module: Any = sbpc.parallelize(model, first, also=others[:2], evaluate=others[2])
+    found["step"] = trained(module, lambda module, *args: module.step(*args))
+    found["state"] = {name: whole(value) for name, value in module.state_dict().items()}
+    found["errors"] = [said(call) for call in misuses(model, module, first, others)]
+    return found
+
+
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def misuses(model: Any, module: Any, first: sbpc.Plan, others: list[sbpc.Plan]) -> list[Callable[[], Any]]:
+    x, y = batch(0, 4)
+
+    def other_sums() -> None:
+        with module.no_sync():
+            module.step(*batch(0, 8))
+        module.step(*batch(0, 3))
+
+    return [
+        lambda: module.train()(x, y),
+        lambda: module.train()(x, y=y.float()),
+        lambda: module.eval()(x, y),
+        lambda: sbpc.parallelize(model, first, also=others[0]),  # type: ignore[arg-type]
+        lambda: sbpc.parallelize(model, first, also=[sbpc.plan(model, (x, y), first.mesh, pin={"inner.weight": "B"})]),
+        lambda: module.train() and other_sums(),
+    ]
+
+
+def said(call: Callable[[], Any]) -> str:
+    """What the error says."""
+    with pytest.raises(sbpc.SbpcError) as error:
+        call()
+    return str(error.value)
+
+
+ERRORS = [
+    """no plan is for arguments of these shapes
+  given:   (float64[4, 5], float64[4, 3])
+  planned: (float64[8, 5], float64[8, 3])
+  planned: (float64[3, 5], float64[3, 3])
+  planned: (float64[8, 5], float64[8, 3])
+  Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...]); or pad them to planned shapes.""",
+    """no plan is for arguments of these shapes
+  given:   (float64[4, 5], y=float32[4, 3])
+  planned: (float64[8, 5], float64[8, 3])
+  planned: (float64[3, 5], float64[3, 3])
+  planned: (float64[8, 5], float64[8, 3])
+  Plan the model on such arguments, too, with pin=plan.parameters, and give it as parallelize(..., also=[...]); or pad them to planned shapes.""",
+    """argument 0 is torch.float64 (4, 5), the plan is for torch.float64 (5, 5)
+  Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one.""",
+    "also is a Plan\n  Give a list of plans.",
+    "inner.weight is stored in [S(0)] by one plan, in [B] by the other\n  Make the other one with pin=plan.parameters.",
+    """no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval), or its arguments have other shapes
+  Call backward outside of no_sync before that, or module.zero_grad().""",
+]
+
+
+def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
+    torch.set_default_dtype(torch.float64)
+    alone = seeded(Stats)
+    expected = trained(alone, backward)
+    for found in run_ranks(on_ranks, 2):
+        assert found["backward"] == pytest.approx(expected, rel=1e-12)
+        assert found["step"] == pytest.approx(expected, rel=1e-12)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
+        assert found["errors"] == ERRORS
