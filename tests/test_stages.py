@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.ports import Port
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
 from sbpc.runtime.start.mail import Mail
 from tests import models
@@ -202,7 +203,14 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     assert plan.cost.memory["total"] <= limit and plan.cost.seconds >= free.cost.seconds
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
-    for once in (("parameter",), ("gradient",), ()):
-        other = replace(plan, once=frozenset(once))
+    names = list(plan.parameters)
+    for in_loop in (names_of("parameter", names), names_of("gradient", names), names_of("parameter", names[::3]) | names_of("gradient", names[1::2])):
+        other = replace(plan, in_loop=in_loop)
         assert compare(other, model, args, *eager(model, args)) <= 1e-10
-        assert sbpc.simulate(other, model, args).bytes_sent == other.cost.bytes_sent
+        run, memory = sbpc.simulate(other, model, args), other.cost.memory
+        assert run.bytes_sent == other.cost.bytes_sent
+        assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
+
+
+def names_of(kind: str, names: Sequence[str]) -> frozenset[Port]:
+    return frozenset(Port(kind, name) for name in names)

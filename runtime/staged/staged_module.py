@@ -57,7 +57,7 @@ class StageRunner:
     def programs(self) -> dict[int, StagePrograms]:
         """By chunk of this rank its programs."""
         chunks = self.plan.chunks
-        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where), self.plan.once) for at in self.mine}
+        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where), self.plan.in_loop) for at in self.mine}
 
     def function(self, at: int, part: str) -> BoxedFunction:
         """Returns the compiled program of a part of a chunk."""

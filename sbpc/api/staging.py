@@ -66,7 +66,8 @@ def units_of(
 ) -> list[Chunk]:  # fmt: skip
     """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own.
 
-    spread: every parameter is stored once over the ranks of a stage. once: see `StagedPlan`. baseline: the expert to follow.
+    spread: every parameter is stored once over the ranks of a stage. once: kinds of what is priced as boxed once for all micro-batches.
+    baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
     loop = loop_of(gm, count, inner.cluster)
