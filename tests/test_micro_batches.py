@@ -47,6 +47,18 @@ def test_micro_batches_have_the_numbers_of_the_whole_batch(net: str, count: int)
         assert plan.options["microbatches"] == count and plan.layouts.keys() >= dict(model.named_parameters()).keys()
 
 
+def test_gradients_are_sent_once_for_any_number_of_micro_batches() -> None:
+    """What an expert splits is split in every micro-batch, and gradients add up before they are sent."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=16, layers=1)
+    mesh = Mesh(data=2, cluster="ethernet")
+    plans = [sbpc.baseline("data", model, args, mesh, microbatches=m, objective="serial") for m in (1, 4, 8)]
+    sent = [plan.cost.bytes_sent["data"] for plan in plans]
+    assert sent[0] > 0 and sent[1:] == pytest.approx(2 * sent[:1], rel=0.01)
+    assert compare(plans[-1], model, args, *eager(model, args)) <= 1e-10
+
+
 def test_means_are_over_all_targets_that_count() -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -67,7 +67,7 @@ HOSTILE: list[tuple[str, Any]] = [
     ("micro-batches that do not divide", lambda body: body["stages"].update(count=7)),
     ("no micro-batches", lambda body: body["stages"].update(count=0)),
     ("micro-batches that are no number", lambda body: body["stages"].update(count="4")),
-    ("something else boxed once", lambda body: body["stages"].update(once=["input"])),
+    ("something else boxed in the loop", lambda body: body["stages"].update(in_loop=[["input", "0"]])),
     ("a bound that is none", lambda body: body["stages"].update(bound=None)),
     ("no chunks", lambda body: body["stages"].update(chunks=[])),
     ("chunks in another order", lambda body: body["stages"]["chunks"].reverse()),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.ports import Port
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
 from sbpc.runtime.start.mail import Mail
 from tests import models
@@ -192,6 +193,25 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
         sbpc.plan(net, images, Mesh(pipe=2), stages="pipe", microbatches=4)
 
 
+def test_an_expert_plans_every_stage_and_the_numbers_stay() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=2)
+    plan = sbpc.baseline("data", model, args, Mesh(pipe=2, data=2, cluster="ethernet"), stages="pipe", microbatches=4)
+    assert {str(layout) for layout in plan.parameters.values()} == {"[B]"} and plan.options["baseline"] == "data"
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+    assert sbpc.simulate(plan, model, args).bytes_sent == plan.cost.bytes_sent and plan.cost.bytes_sent["data"] > 0
+
+
+def test_every_stage_has_a_trained_parameter_where_that_can_be() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), *(nn.Tanh() for _ in range(12)))
+    plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
+    assert all(chunk.plan.parameters for chunk in plan.chunks)
+    model[0].requires_grad_(False)  # now one stage has none
+    plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
+    assert len(plan.chunks) == 2
+
+
 def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -202,7 +222,14 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     assert plan.cost.memory["total"] <= limit and plan.cost.seconds >= free.cost.seconds
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
-    for once in (("parameter",), ("gradient",), ()):
-        other = replace(plan, once=frozenset(once))
+    names = list(plan.parameters)
+    for in_loop in (names_of("parameter", names), names_of("gradient", names), names_of("parameter", names[::3]) | names_of("gradient", names[1::2])):
+        other = replace(plan, in_loop=in_loop)
         assert compare(other, model, args, *eager(model, args)) <= 1e-10
-        assert sbpc.simulate(other, model, args).bytes_sent == other.cost.bytes_sent
+        run, memory = sbpc.simulate(other, model, args), other.cost.memory
+        assert run.bytes_sent == other.cost.bytes_sent
+        assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
+
+
+def names_of(kind: str, names: Sequence[str]) -> frozenset[Port]:
+    return frozenset(Port(kind, name) for name in names)

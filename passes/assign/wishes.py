@@ -48,25 +48,35 @@ class Wishes:
     outputs: dict[int, Wish]
 
 
-def wishes(gm: GraphModule, mesh: Mesh, requests: Requests) -> Wishes:
-    """Returns the wishes that requests state.
+def wishes(gm: GraphModule, mesh: Mesh, requests: Requests, whole: GraphModule | None = None) -> Wishes:
+    """Returns the wishes that requests state. whole: the step in one piece, if `gm` is the same in micro-batches.
 
     Raises PinError if one names nothing, or two contradict each other, and PlanError if the baseline does not fit.
     """
     stored = placeholder_wishes(gm, mesh, requests.inputs, requests.outputs, requests.spread)
     nodes = both(stored, pin_wishes(gm, mesh, requests.pins, stored), mesh)
     if requests.baseline is not None:
-        nodes = both(nodes, expert_wishes(Model(gm), mesh, requests.baseline), mesh)
+        scheme = expert_wishes(Model(whole or gm), mesh, requests.baseline)
+        nodes = both(nodes, scheme if whole is None else of_copies(gm, scheme), mesh)
     nodes = with_recomputed(gm, nodes)
     return Wishes(nodes, output_wishes(gm, mesh, requests.outputs, requests.spread))
 
 
-def expert_alternatives(gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish]) -> Iterator[dict[str, Wish]]:
+def expert_alternatives(
+    gm: GraphModule, mesh: Mesh, asked: Mapping[str, Wish], whole: GraphModule | None = None
+) -> Iterator[dict[str, Wish]]:
     """Yields what was asked together with the scheme of each expert that fits the model, the mesh and what was asked."""
-    model = Model(gm)
+    model = Model(whole or gm)
     for name in EXPERTS:
         with suppress(PinError, PlanError):
-            yield with_recomputed(gm, both(asked, expert_wishes(model, mesh, name), mesh))
+            scheme = expert_wishes(model, mesh, name)
+            yield with_recomputed(gm, both(asked, scheme if whole is None else of_copies(gm, scheme), mesh))
+
+
+def of_copies(gm: GraphModule, wishes: Mapping[str, Wish]) -> dict[str, Wish]:
+    """Returns the wishes for nodes of a step as wishes for what stands for them in the same step in micro-batches."""
+    origins = {node.name: node.meta.get("origin", node.name if node.op == "placeholder" else "") for node in gm.graph.nodes}
+    return {name: wishes[origin] for name, origin in origins.items() if origin in wishes}
 
 
 def with_recomputed(gm: GraphModule, wishes: Mapping[str, Wish]) -> dict[str, Wish]:

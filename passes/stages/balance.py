@@ -83,9 +83,9 @@ def at_producer(node: Node, known: Places, new: int) -> int:
 def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[int]:
     """Returns the first place of every stage but the first, so that the slowest stage takes the least time with what it sends.
 
-    Between equals, what all stages send is least. Cuts are between blocks (the modules of a list, such as "layers.3"); in a model
-    with fewer blocks than stages, where less is sent than before and behind. mesh: that of one stage. Raises PlanError if there are
-    fewer places to cut.
+    Between equals, what all stages send is least. Where that can be, every stage has a trained parameter. Cuts are between blocks (the
+    modules of a list, such as "layers.3"); in a model with fewer blocks than stages, where less is sent than before and behind. mesh:
+    that of one stage. Raises PlanError if there are fewer places to cut.
     """
     work, sent = work_at(places, mesh), sent_at(places)
     here = between_blocks(places)
@@ -99,8 +99,20 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     border = np.array([0.0, *(2 * sent[p] / bandwidth for p in here), 0.0])
     took = np.maximum(total[None, :] - total[:, None], np.maximum(border[:, None], border[None, :]))  # it sends while it computes
     took[np.tril_indices(len(ends))] = np.inf
+    count = np.cumsum([0, *np.bincount(trained_at(gm, places), minlength=len(work))])[ends]  # of trained parameters before each end
+    idle = count[None, :] == count[:, None]
+    if np.isfinite(least_maximum(np.where(idle, np.inf, took), stages)):
+        took[idle] = np.inf
     most = least_maximum(took, stages)
     return [int(ends[at]) for at in least_sum(took <= most * (1 + 1e-9), border, stages)]
+
+
+def trained_at(gm: GraphModule, places: Places) -> list[int]:
+    """Returns the places at which trained parameters are first read."""
+    stored = placeholders(gm)
+    trained = [stored[Port(PARAMETER, port.name)] for port in gm.meta["ports"].outputs if port.kind == GRADIENT]
+    readers = ([places[user] for user in node.users if user in places and not is_late(user)] for node in trained)
+    return [min(each) for each in readers if each]
 
 
 def between_blocks(places: Places) -> list[int]:

@@ -18,8 +18,9 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
+from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.pipeline_cost import bytes_at
+from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.schedules import CHUNKS
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 from sbpc.rules.choices import Candidates, Choice, of_stored
@@ -27,6 +28,7 @@ from sbpc.rules.choices import Candidates, Choice, of_stored
 Made = Callable[[GraphModule, Assignment], Plan]
 Solve = Callable[[GraphModule, Mesh, float | None], Plan]
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
+ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
 
 def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
@@ -50,45 +52,53 @@ def staged(
     """
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
 
-    def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan]:
+    def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan, Build]:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
         whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
         stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
-        plan = StagedPlan(mesh, axis, loop, chunks_of(whole, pieces, made), schedule, 0.0, frozenset(once), options, body=whole)
-        plan.bound = count * whole.lower_bound / plan.stages  # of the mean stage: no layouts of the body take less in all
-        return plan, whole
+        bound = count * whole.lower_bound / mesh.sizes[mesh.axis(axis)]  # of the mean stage: no layouts of the body take less in all
+
+        def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
+            body = replace(whole, assignment=assignment)
+            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, bound, in_loop, options, body=body)
+
+        return build(whole.assignment, frozenset()), whole, build
 
     memory = options.get("memory")
-    plan, whole = attempt((PARAMETER, GRADIENT), None)
+    plan, whole, build = attempt((PARAMETER, GRADIENT), None)
     if memory is None or plan.cost.memory["total"] <= memory:
         return plan
-    return within_memory(plan, whole, memory, attempt)
+    return within_memory(plan, whole, build, memory, attempt)
 
 
-Attempt = Callable[[Sequence[str], float | None], tuple[StagedPlan, Plan]]
+Attempt = Callable[[Sequence[str], float | None], tuple[StagedPlan, Plan, Build]]
 
 
-def within_memory(plan: StagedPlan, whole: Plan, memory: float, attempt: Attempt) -> StagedPlan:
-    """Returns a plan that fits into `memory` bytes on each rank. plan, whole: without a limit, with its body.
+def within_memory(free: StagedPlan, whole: Plan, build: Build, memory: float, attempt: Attempt) -> StagedPlan:
+    """Returns a plan that fits into `memory` bytes on each rank. free, whole, build: without a limit, with its body.
 
-    Parameters are then boxed for every micro-batch, and the body is planned under a limit that is lowered until the busiest stage
-    fits; what may then be boxed once after all, is. Raises MemoryLimitError.
+    The layouts of `free` are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`). Unless that costs almost nothing, the
+    body is planned under a limit, too, which is lowered until the busiest stage fits. Raises MemoryLimitError.
     """
-    total = plan.cost.memory["total"]
+    plans = [within_levels(whole, free.count, memory, build)]
+    if plans[0].cost.memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * free.cost.seconds:
+        return plans[0]
+    total = free.cost.memory["total"]
     for _ in range(TRIES):
-        limit = LESS * whole.cost.memory["total"] * memory / total
         try:
-            plan, whole = attempt((GRADIENT,), limit)
+            plan, whole, build = attempt((GRADIENT,), LESS * whole.cost.memory["total"] * memory / total)
         except MemoryLimitError:
             break
-        ways = [replace(plan, once=frozenset(once)) for once in ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())]
-        fitting = [way for way in ways if way.cost.memory["total"] <= memory]
-        if fitting:
-            return min(fitting, key=lambda way: way.cost.seconds)
-        total = min(way.cost.memory["total"] for way in ways)
-    raise too_large(plan, memory)
+        plans += [plan, within_levels(whole, plan.count, memory, build)]
+        total = plans[-1].cost.memory["total"]
+        if min(plan.cost.memory["total"] for plan in plans) <= memory:
+            break
+    fitting = [plan for plan in plans if plan.cost.memory["total"] <= memory]
+    if not fitting:
+        raise too_large(min(plans, key=lambda plan: plan.cost.memory["total"]), memory)
+    return min(fitting, key=lambda plan: plan.cost.seconds)
 
 
 def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:

@@ -40,7 +40,7 @@ class PipelineSimulation:
     def stage_run(self, at: int, rank: int) -> StageRun:
         """Returns a chunk on one rank, with its shards of what is stored."""
         chunk = self.plan.chunks[at]
-        programs = stage_programs(chunk.plan.local_at(rank), self.plan.once)
+        programs = stage_programs(chunk.plan.local_at(rank), self.plan.in_loop)
         given, sizes = chunk.plan.given, self.inner.sizes
         fixed: dict[str, Any] = {}
         for port, name in programs.fixed.items():

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc.graph.operands import ancestors, nodes_in
+from sbpc.graph.operands import nodes_in
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.graph.rewrite import copied
-from sbpc.plans.staged.pipeline_cost import summand
+from sbpc.plans.staged.part_memory import summand
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, calls_in, parts_of
 from sbpc.runtime.partition import extract
 
 aten = torch.ops.aten
@@ -46,9 +46,9 @@ class StagePrograms:
     home: dict[Port, str]
 
 
-def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
-    """Cuts the local program of a stage into its parts. once: see `parts_of`."""
-    parts = parts_of(gm, once)
+def stage_programs(gm: GraphModule, in_loop: Container[Port]) -> StagePrograms:
+    """Cuts the local program of a stage into its parts. in_loop: see `parts_of`."""
+    parts = parts_of(gm, in_loop)
     ends = [(port, node) for port, node in zip(gm.meta["ports"].outputs, results(gm)) if node is not None]
     added = {port: summand(node, parts) for port, node in ends if port.kind == GRADIENT}
     kept = {node for _, node in ends} | set(added.values())
@@ -70,11 +70,10 @@ def stage_programs(gm: GraphModule, once: Container[str]) -> StagePrograms:
 
 def program_of(gm: GraphModule, part: str, parts: dict[Node, str], kept: set[Node]) -> Program:
     """Returns the program of a part: from what it reads of other parts to what they, or the results, read of it."""
-    mine = [node for node, its in parts.items() if its == part and node.op != "placeholder"]
-    needed = ancestors(mine)
-    body = [node for node in parts if parts[node] in (part, FREE) and node in needed and node.op != "placeholder"]
+    body = calls_in(parts, part)
     inside = set(body)
     reads = list(dict.fromkeys(used for node in body for used in node.all_input_nodes if used not in inside))
+    mine = [node for node in body if parts[node] == part]
     gives = [node for node in mine if node in kept or any(parts.get(user) not in (part, None) for user in node.users)]
     program = extract(gm, reads, body, [*gives])
     return Program(program, tuple(node.name for node in reads), tuple(node.name for node in gives))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from sbpc.runtime.state.dtensors import sharded, take_state
 from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
 from sbpc.runtime.step import no_autocast
 
+log = logging.getLogger("sbpc")
+IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
 
 Every rank gives the whole batch, the same on all. Gradients of the whole batch are added to `.grad`. Results are the same on every rank."""
@@ -57,7 +60,7 @@ class StageRunner:
     def programs(self) -> dict[int, StagePrograms]:
         """By chunk of this rank its programs."""
         chunks = self.plan.chunks
-        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where), self.plan.once) for at in self.mine}
+        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where), self.plan.in_loop) for at in self.mine}
 
     def function(self, at: int, part: str) -> BoxedFunction:
         """Returns the compiled program of a part of a chunk."""
@@ -261,6 +264,8 @@ def parallelize_stages(
     own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].plan.parameters.items()}
     fill_stages(result, plan, own, value, where)
     result.__class__ = staged_class(type(model), runner)
+    if not any(each.requires_grad for each in result.parameters()):
+        log.warning(IDLE, runner.stage)
     return result
 
 

@@ -147,7 +147,13 @@ def plan(  # type: ignore[misc]  # it names its options
     return task.plan(mesh, **options)
 
 
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
+@overload
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
+@overload
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
+def baseline(
+    name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str | None = None, schedule: str = "1f1b", **options: Any
+) -> Plan | StagedPlan:
     """Returns the plan that an expert would make by hand, under the same cost model. options are those of `sbpc.plan`.
 
     "data"              every axis splits the batch, parameters are whole
@@ -168,7 +174,13 @@ def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **opt
     check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
     check_options(**options)
-    return prepare(model, args, **about).plan(mesh, **options, baseline=name)
+    if stages is None:
+        return prepare(model, args, **about).plan(mesh, **options, baseline=name)
+    check_staged(mesh, stages, schedule, train=about.get("train", True), **options)
+    task = prepare(model, args, **about)
+    given = {"microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, **options}
+    asked = (given["microbatches"], given["recompute"], given["optimizer"], given["memory"], given["pin"] or {})
+    return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, *asked, name)
 
 
 @dataclass
@@ -205,10 +217,11 @@ class Task:
         if forms:
             with self.stages.timed("recompute"):
                 gm = compute_again(gm, forms)
+        whole = None
         if microbatches is not None and microbatches > 1:
             check_parts(gm, pin or {}, dynamic)
             with self.stages.timed("microbatches"):
-                gm = micro_batches(gm, microbatches, mesh.cluster)
+                whole, gm = gm, micro_batches(gm, microbatches, mesh.cluster)
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
@@ -220,8 +233,8 @@ class Task:
             options["dynamic"] = name_dims(gm, mesh, dynamic)
         requests = Requests(pins, inputs, outputs, spread, baseline)
         try:
-            asked = wishes(gm, mesh, requests)
-            experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes)
+            asked = wishes(gm, mesh, requests, whole)
+            experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes, whole)
             plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
             made = self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
         except PinError as error:

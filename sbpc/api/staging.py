@@ -32,23 +32,26 @@ from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 @uncollected()
 def plan_stages(
     gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
-    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout],
+    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], baseline: str | None = None,
 ) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along an axis of `mesh`.
 
-    about: what every plan's options say of the step. The other options are those of `sbpc.plan`, already checked.
+    about: what every plan's options say of the step. baseline: the expert to follow in each stage. The other options are those of
+    `sbpc.plan`, already checked.
     """
     if recompute == AUTO:
-        return least(lambda form: plan_stages(gm, clocks, about, mesh, axis, schedule, microbatches, form, optimizer, memory, pin))
+        asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
+        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline))
     gm = compute_again(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in pin.items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
+    options |= {"baseline": baseline} if baseline else {}
     count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
     asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
 
     def solve(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
-        asked = wishes(body, inner, Requests(pin))
-        experts = partial(expert_alternatives, body, inner, asked.nodes)
+        asked = wishes(body, inner, Requests(pin, baseline=baseline))
+        experts = None if baseline else partial(expert_alternatives, body, inner, asked.nodes)
         plan = finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit, "pin": pin}, clocks, experts)
         plan.again = partial(solve, body, inner, limit)
         return plan
@@ -68,7 +71,8 @@ def units_of(
 ) -> list[Chunk]:  # fmt: skip
     """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own.
 
-    spread: every parameter is stored once over the ranks of a stage. once: see `StagedPlan`. baseline: the expert to follow.
+    spread: every parameter is stored once over the ranks of a stage. once: kinds of what is priced as boxed once for all micro-batches.
+    baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
     loop = loop_of(gm, count, inner.cluster)
@@ -111,7 +115,7 @@ def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **optio
     if not train:
         raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     given = [name for name in ("inputs", "outputs", "dynamic") if options.get(name) is not None]
-    given += ["spread"] if options["spread"] else []
-    given += ["objective"] if options["objective"] == "bytes" else []
+    given += ["spread"] if options.get("spread") else []
+    given += ["objective"] if options.get("objective") == "bytes" else []
     if given:
         raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")

@@ -27,12 +27,13 @@ from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.balance import block_of
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.estimate import Estimate, Unit
-from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost, bytes_at
+from sbpc.plans.staged.part_memory import bytes_at
+from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost
 from sbpc.plans.staged.schedules import CHUNKS
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
-ONCE = ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())
+IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
 Progress = Callable[[int, int, Any], None]
 
 
@@ -174,8 +175,8 @@ class Search:
         """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
         if spread and self.memory is None:
             return
-        for once in ONCE if self.memory is not None else ONCE[:1]:
-            units = self.measured(each, form, spread, once)
+        for kinds in IN_LOOP if self.memory is not None else IN_LOOP[:1]:
+            units = self.measured(each, form, spread, kinds)
             options = {"optimizer": self.optimizer}
             made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, 0.0, options)
             if len(made.row) < len(made.owners):
@@ -185,7 +186,7 @@ class Search:
             if self.memory is None or made.cost.memory["total"] <= self.memory:
                 return
 
-    def measured(self, each: Candidate, form: str, spread: bool, once: Sequence[str]) -> list[Unit]:
+    def measured(self, each: Candidate, form: str, spread: bool, kinds: Sequence[str]) -> list[Unit]:
         """Returns the units of the model on the mesh of a stage, planned once for each size of micro-batch."""
         key = each.mesh.sizes[1:], each.microbatches, form, spread
         if key not in self.chunks:
@@ -195,7 +196,9 @@ class Search:
             share = () if spread else (PARAMETER, GRADIENT)
             self.chunks[key] = units_of(gm, self.short.stages, self.short.about, inner, each.microbatches, spread, share)
         chunks = self.chunks[key]
-        costs = [PartCost.of(chunk.plan, once) for chunk in chunks]
+        ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
+        in_loop = {port for port in ports if port.kind in kinds}
+        costs = [PartCost.of(chunk.plan, in_loop) for chunk in chunks]
         names = [name_of(chunk) for chunk in chunks]
         borders = [crossing(chunks, at) for at in range(len(chunks))]
         units = []

@@ -140,7 +140,7 @@ def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
     """Yields the boxings of a plan that send, and how often each runs in a step."""
     for each in plans_in(plan):
         gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
-        parts = parts_of(gm, plan.once) if isinstance(plan, StagedPlan) else {}
+        parts = parts_of(gm, plan.in_loop) if isinstance(plan, StagedPlan) else {}
         for node in gm.graph.nodes:
             if "step" in node.meta and node.meta["step"].collective in WIRE:
                 yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1

@@ -65,7 +65,7 @@ def units(row: dict[str, Any]) -> list[Unit]:
     baseline = "data" if row["tp"] == 1 else "megatron+sp" if row.get("sp") else "megatron"
     key = mesh.sizes[1:], count, "none", False
     search.chunks[key] = units_of(gm, task.stages, task.about, inner, count, False, ONCE, baseline)
-    return search.measured(candidate, "none", False, ONCE)
+    return search.measured(candidate, "none", False, ())
 
 
 def predicted(row: dict[str, Any], parts: list[Unit], computing: float, communicating: float) -> float:

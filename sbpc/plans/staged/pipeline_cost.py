@@ -5,23 +5,18 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-from torch import Tensor
-from torch.fx import Node
-
-from sbpc.graph.ports import GRADIENT, PARAMETER, results
+from sbpc.graph.ports import Port
 from sbpc.graph.recomputed import is_recomputed
-from sbpc.mesh.layout import Layout
-from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, numel
+from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, transfer_of
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.part_memory import memory_of
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, spans
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE, parts_of
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, calls_in, parts_of
 from sbpc.plans.timeline import COMPUTE, works
 
 
@@ -83,16 +78,14 @@ class PartCost:
         return self.compute.get(part, 0.0) + self.comm.get(part, 0.0)
 
     @classmethod
-    def of(cls, plan: Plan, once: Container[str]) -> PartCost:
-        """Measures the boxed graph of a chunk. once: what is boxed once for all micro-batches."""
+    def of(cls, plan: Plan, in_loop: Container[Port]) -> PartCost:
+        """Measures the boxed graph of a chunk. in_loop: parameters and gradients that are boxed for every micro-batch."""
         boxed, mesh = plan.unscheduled, plan.mesh
-        parts, every = parts_of(boxed, once), works(boxed, mesh)
-        groups: dict[str, list[Node]] = {}
-        for node, part in parts.items():
-            groups.setdefault(FORWARD if part == FREE else part, []).append(node)
+        parts, every = parts_of(boxed, in_loop), works(boxed, mesh)
         compute, comm = dict[str, float](), dict[str, float]()
         flops, sent = dict[str, float](), dict[str, dict[str, float]]()
-        for part, nodes in groups.items():
+        for part in PARTS:
+            nodes = calls_in(parts, part)
             moved = Counter(transfer_of(node) for node in nodes if "step" in node.meta)
             kernels = Counter(kernel_of(n) for n in nodes if "choice" in n.meta and n.op == "call_function")
             compute[part] = sum(every[node].seconds for node in nodes if every[node].stream == COMPUTE)
@@ -100,67 +93,6 @@ class PartCost:
             flops[part] = compute_totals(kernels, mesh)[1]
         again = sum(work.seconds for node, work in every.items() if is_recomputed(node))
         return cls(compute, comm, flops, sent, *memory_of(plan, parts), again)
-
-
-def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int]:
-    """Returns the memory of a chunk as `PartCost` has it, from `homes` on."""
-    boxed, mesh, life = plan.unscheduled, plan.mesh, plan.life
-    ends = list(zip(plan.ports.outputs, results(boxed)))
-    homes = {
-        port.name: bytes_at(value, plan.given[port], mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER
-    }
-    trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
-    sums = {summand(node, parts) for port, node in ends if port.kind == GRADIENT and node is not None}
-    added = sum(bytes_at(node.meta["val"], node.meta["sbp"], mesh) for node in sums)
-    last, readers = dict[int, int](), dict[int, set[str]]()
-    for at, moment in enumerate(life.moments):
-        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
-            last[storage] = at
-            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
-    added_up = {storage for node in sums for storage in life.values[node]}
-    kept = {
-        storage: kind
-        for storage, owner in enumerate(life.owner)
-        if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
-    }
-    saved, gathered = (sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED))
-    alive, most = 0, {AFTER: 0, FORWARD: 0}
-    dying: dict[int, int] = {}
-    for at, moment in enumerate(life.moments):
-        for storage, size in moment.makes:
-            if storage not in kept:
-                alive += size
-                end = last[storage] if storage in added_up or life.last[storage] < inf else len(life.moments)
-                dying[end] = dying.get(end, 0) + size
-        key = AFTER if parts.get(moment.node) == AFTER else FORWARD
-        most[key] = max(most[key], alive)
-        alive -= dying.pop(at, 0)
-    return homes, trained, added, gathered, saved, most[FORWARD], most[AFTER]
-
-
-FIXED, SAVED, GATHERED = "fixed", "saved", "gathered"
-
-
-def kind_of(part: str, readers: set[str], given: bool) -> str | None:
-    """Returns as what a storage is counted, None if it is alive for a moment. part: that makes it. given: a placeholder."""
-    if given and part in (BEFORE, FREE):
-        return FIXED
-    if part == BEFORE and readers - {BEFORE}:
-        return GATHERED
-    return SAVED if part == FORWARD and readers & {INPUTS, WEIGHTS, AFTER} else None
-
-
-def summand(node: Node, parts: Mapping[Node, str]) -> Node:
-    """Returns what goes into the boxings of a gradient on its way home."""
-    while parts[node] == AFTER:
-        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
-    return node
-
-
-def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:
-    """Returns the bytes of a tensor in a layout on the busiest rank."""
-    cuts = {} if layout is None else layout.cuts
-    return value.element_size() * int(numel(value.shape, [cuts.get(dim, ()) for dim in range(value.dim())], mesh.sizes))
 
 
 class Pipeline(ABC):

@@ -5,42 +5,46 @@ It reads a boxed graph or the program of a rank, so that what is predicted, simu
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.operands import ancestors, value_of
-from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, placeholders, results
+from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
-BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: neither of a micro-batch nor of a parameter, computed wherever it is read
+BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
+PARTS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)
 
 
-def parts_of(gm: GraphModule, once: Container[str] = ()) -> dict[Node, str]:
+def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
     """Returns the part of every node but the output: BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER or FREE.
 
     BEFORE: what depends on parameters and buffers alone, their boxings among it. FORWARD. INPUTS: the backward of what the stage
     received. WEIGHTS: the rest of the backward. AFTER: the boxings of gradients on their way home; gradients add up before these.
-    once: PARAMETER, GRADIENT, both or none; what it lacks is boxed for every micro-batch, and then no node is BEFORE or AFTER.
+    in_loop: parameters that are boxed wherever a micro-batch reads them, forward and backward, and gradients that are boxed in every
+    micro-batch and then add up.
     """
     parts: dict[Node, str] = {}
-    kinds = {node: port.kind for port, node in placeholders(gm).items()}
+    ports = {node: port for port, node in placeholders(gm).items()}
     late: set[Node] = set()
+    loose = {node for node, port in ports.items() if port in in_loop}  # and what is made of them alone
+    ends = set(results(gm))
     for node in gm.graph.nodes:
         if node.op == "output":
             break
+        kind = ports[node].kind if node in ports else None  # None of a placeholder: a rank's position
         given = {parts[used] for used in node.all_input_nodes}
         if node.op == "placeholder":
-            kind = kinds.get(node)  # None: a rank's position
             fixed = BEFORE if kind in (PARAMETER, BUFFER) else FREE
             parts[node] = fixed if kind in (PARAMETER, BUFFER, SEED, None) else FORWARD
-        elif given <= {FREE}:
-            parts[node] = FREE
-        elif given <= {FREE, BEFORE} and PARAMETER in once:
-            parts[node] = BEFORE
+        elif given <= {FREE, BEFORE}:
+            reads_loose = bool(loose.intersection(node.all_input_nodes))
+            loose |= {node} if reads_loose and node not in ends else set()
+            parts[node] = FREE if node in loose else BEFORE if reads_loose or BEFORE in given else FREE
         else:
             parts[node] = FORWARD
-        if kinds.get(node) == TANGENT or (parts[node] == FORWARD and is_late(node, late)):
+        if kind == TANGENT or (parts[node] == FORWARD and is_late(node, late)):
             late.add(node)
     sent = [node for port, node in zip(gm.meta["ports"].outputs, results(gm)) if port.kind == OUTPUT and node in late]
     needed = ancestors(sent)
@@ -48,7 +52,23 @@ def parts_of(gm: GraphModule, once: Container[str] = ()) -> dict[Node, str]:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
             parts[node] = parts[value_of(node)[0]] if value_of(node)[0] is not node else own
-    return parts | {node: AFTER for node in boxings_home(gm, parts) if GRADIENT in once}
+    return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
+
+
+def calls_in(parts: Mapping[Node, str], part: str) -> list[Node]:
+    """Returns the calls that a part runs, in order: those that are FREE right in front of the first that reads them."""
+    placed: dict[Node, None] = {}
+
+    def place(node: Node) -> None:
+        for used in node.all_input_nodes:
+            if parts[used] == FREE and used.op != "placeholder" and used not in placed:
+                place(used)
+        placed[node] = None
+
+    for node, its in parts.items():
+        if its == part and node.op != "placeholder":
+            place(node)
+    return list(placed)
 
 
 def is_late(node: Node, late: set[Node]) -> bool:
@@ -56,11 +76,11 @@ def is_late(node: Node, late: set[Node]) -> bool:
     return node.meta.get("phase") == "backward" or any(used in late for used in node.all_input_nodes)
 
 
-def boxings_home(gm: GraphModule, parts: dict[Node, str]) -> set[Node]:
-    """Returns the nodes of boxings that end in a gradient and that nothing else reads."""
+def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
+    """Returns the nodes of boxings that end in a gradient which is not `in_loop`, and that nothing else reads."""
     end, found = gm.graph.output_node(), set[Node]()
     for port, node in zip(gm.meta["ports"].outputs, results(gm)):
-        if port.kind != GRADIENT or node is None:
+        if port.kind != GRADIENT or node is None or port in in_loop:
             continue
         readers = {end}
         while is_boxing(node) and set(node.users) <= readers:

@@ -45,7 +45,7 @@ def encode(plan: StagedPlan) -> dict[str, Any]:
             "axis": plan.axis,
             "schedule": plan.schedule,
             "count": loop.count,
-            "once": sorted(plan.once),
+            "in_loop": sorted(map(list, map(astuple, plan.in_loop))),
             "bound": plan.bound,
             "before": plan_file.encode_graph(loop.before),
             "after": plan_file.encode_graph(loop.after),
@@ -71,8 +71,8 @@ def decode(decoder: Decoder, plan_in: Callable[[Decoder], Plan]) -> StagedPlan:
     before, after = decoder.bare_graph(body["before"]), decoder.bare_graph(body["after"])
     loop = Loop(body["count"], None, before, after, inputs, tuple(body["joins"]), decoder.ports(), shapes)
     chunks = [decode_chunk(Decoder(chunk["plan"], decoder.path), chunk, plan_in) for chunk in body["chunks"]]
-    options, once = dict(decoder.body["options"]), frozenset(body["once"])
-    plan = StagedPlan(mesh, body["axis"], loop, chunks, body["schedule"], float(body["bound"]), once, options)
+    options, in_loop = dict(decoder.body["options"]), frozenset(Port(*each) for each in body["in_loop"])
+    plan = StagedPlan(mesh, body["axis"], loop, chunks, body["schedule"], float(body["bound"]), in_loop, options)
     for mistake in chain(wrong_mesh(plan), wrong_loop(plan), wrong_chunks(plan), wrong_crossings(plan), wrong_parameters(plan)):
         raise decoder.fail(mistake)
     in_turn(plan.actions, plan.needs)
@@ -92,8 +92,8 @@ def wrong_mesh(plan: StagedPlan) -> Iterator[str]:
     """Yields what is wrong with the meshes, the schedule and the number of chunks."""
     if plan.schedule not in CHUNKS or plan.axis not in plan.mesh.axes:
         yield f"{plan.schedule!r} along {plan.axis!r} of {plan.mesh}"
-    if type(plan.loop.count) is not int or plan.loop.count < 1 or not plan.once <= {PARAMETER, GRADIENT}:
-        yield f"{plan.loop.count} micro-batches, and {sorted(plan.once)} boxed once"
+    if type(plan.loop.count) is not int or plan.loop.count < 1:
+        yield f"{plan.loop.count} micro-batches"
     if len(plan.chunks) != plan.stages * CHUNKS[plan.schedule]:
         yield f"{len(plan.chunks)} chunks for {plan.stages} stages"
     sizes = {name: size for name, size in zip(plan.mesh.axes, plan.mesh.sizes) if name != plan.axis} or {plan.axis: 1}
@@ -177,6 +177,9 @@ def alike(value: Tensor) -> tuple[Any, ...]:
 
 def wrong_parameters(plan: StagedPlan) -> Iterator[str]:
     """Yields parameters and buffers of chunks that the step has not, or in another shape or layout."""
+    for port in sorted(plan.in_loop, key=str):
+        if port.kind not in (PARAMETER, GRADIENT) or port.name not in plan.parameters:
+            yield f"{port.kind} {port.name} boxed for every micro-batch"
     for at, chunk in enumerate(plan.chunks):
         for port, value in chunk.plan.shapes.items():
             if port.kind in set(INPUTS) - {INPUT, TANGENT} and (port not in plan.shapes or alike(plan.shapes[port]) != alike(value)):

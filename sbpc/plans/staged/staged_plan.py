@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import PlanError, check_kinds, closest
-from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports, results
+from sbpc.graph.ports import TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan, Rewriter, write_page
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, bytes_at
+from sbpc.plans.staged.part_memory import bytes_at
+from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
 from sbpc.plans.staged.stage_parts import BEFORE, parts_of
 from sbpc.plans.timeline import Event
@@ -71,9 +72,9 @@ class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
-    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. once: which of
-    "parameter" and "gradient" are boxed once for all micro-batches, others for each. body: the plan of a micro-batch through all stages,
-    in which layouts were chosen; None where the plan was read from a file.
+    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. in_loop: parameters
+    and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all stages, in
+    which layouts were chosen; None where the plan was read from a file.
     """
 
     mesh: Mesh
@@ -82,7 +83,7 @@ class StagedPlan(Pipeline):
     chunks: list[Chunk]
     schedule: str
     bound: float
-    once: frozenset[str] = frozenset((PARAMETER, GRADIENT))
+    in_loop: frozenset[Port] = frozenset()
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     body: Plan | None = field(default=None, repr=False, compare=False)
@@ -186,7 +187,7 @@ class StagedPlan(Pipeline):
     @functools.cached_property
     def parts(self) -> list[PartCost]:
         """What the parts of each chunk cost."""
-        return [PartCost.of(chunk.plan, self.once) for chunk in self.chunks]
+        return [PartCost.of(chunk.plan, self.in_loop) for chunk in self.chunks]
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""

@@ -1,0 +1,229 @@
+"""ZeRO, parameter by parameter (Rajbhandari et al. 2020): what every rank holds whole is cut, and gathered when it is needed.
+
+A parameter is at a level, and each holds fewer bytes and sends more than the one before:
+
+0  it is stored as the fastest layouts of the body have it; its gradient adds up over the micro-batches and is boxed once
+1  it and its optimizer state are cut over all ranks; it is gathered once before the micro-batches, its gradient scattered once after them
+2  its gradient is scattered in every micro-batch, so that the sum is cut, too
+3  it is gathered in every micro-batch, once for the forward and once for the backward
+
+Under a memory limit parameters move to higher levels, first those that save the most bytes for each second, until the step fits.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from sbpc.boxing.paths import seconds
+from sbpc.graph.operands import operands, shape_of, value_of
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish, exactly
+from sbpc.mesh.states import B, Split
+from sbpc.passes.assign.space import Space
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.part_memory import bytes_at
+from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.rules.choices import Choice, of_stored
+
+LEVELS = range(4)
+Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
+Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
+
+
+def within_levels(whole: Plan, count: int, memory: float, build: Build) -> StagedPlan:
+    """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, that of all moves.
+
+    whole: the plan of the body. count: micro-batches. build: makes the plan of a step from layouts of the body and what is in the loop.
+    """
+    zero = Zero(whole, groups_of(whole.graph), count)
+    moves = zero.moves()
+    best = zero.built(moves, build)
+    if best.cost.memory["total"] > memory:
+        return best
+    least, most = 0, len(moves)
+    while least < most:  # fewer moves are faster, and take more bytes
+        middle = (least + most) // 2
+        plan = zero.built(moves[:middle], build)
+        if plan.cost.memory["total"] <= memory:
+            best, most = plan, middle
+        else:
+            least = middle + 1
+    return best
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that go together, since a call reads them and nothing else. nodes: these, and what is made of them alone."""
+
+    names: tuple[str, ...]
+    nodes: tuple[Node, ...]
+
+
+def groups_of(gm: GraphModule) -> list[Group]:
+    """Returns the groups of all parameters of a body."""
+    group: dict[Node, list[Node]] = {node: [node] for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    names = {node: port.name for port, node in placeholders(gm).items()}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(used in group for used in node.all_input_nodes):
+            joined = list(dict.fromkeys(itertools.chain(*(group[used] for used in node.all_input_nodes), [node])))
+            group |= dict.fromkeys(joined, joined)
+    each = {id(nodes): nodes for nodes in group.values()}.values()
+    return [Group(tuple(names[node] for node in nodes if node in names), tuple(nodes)) for nodes in each]
+
+
+@dataclass
+class Zero:
+    """The levels of the groups of parameters of a body. plan: the body, its layouts those of level 0. count: micro-batches."""
+
+    plan: Plan
+    groups: list[Group]
+    count: int
+
+    def built(self, moves: list[tuple[int, int]], build: Build) -> StagedPlan:
+        """Returns the plan of a step after some moves, each of a group to a level."""
+        levels = dict(moves)
+        return build(self.assignment(levels), self.in_loop(levels))
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Returns all moves of groups to higher levels, first those that save the most bytes for each second more."""
+        found: list[tuple[float, int, int]] = []
+        for number in range(len(self.groups)):
+            ways = [(self.bytes(number, level), self.seconds(number, level)) for level in LEVELS]
+            level = 0
+            while level < LEVELS[-1]:
+                rates = {to: rate(ways[level], ways[to]) for to in LEVELS[level + 1 :]}
+                level = max(rates, key=rates.__getitem__)
+                if rates[level] > 0:
+                    found.append((rates[level], number, level))
+        return [(number, level) for _, number, level in sorted(found, key=lambda move: (-move[0], move[2]))]
+
+    def in_loop(self, levels: Levels) -> frozenset[Port]:
+        """Returns the parameters and gradients that are boxed in every micro-batch."""
+        names = [(name, levels.get(number, 0)) for number, group in enumerate(self.groups) for name in group.names]
+        gradients = {Port(GRADIENT, name) for name, level in names if level >= 2}
+        return frozenset(gradients | {Port(PARAMETER, name) for name, level in names if level >= 3})
+
+    def assignment(self, levels: Levels) -> Assignment:
+        """Returns the layouts of the body with groups at these levels."""
+        level_of = {name: levels.get(number, 0) for number, group in enumerate(self.groups) for name in group.names}
+        ours, cut = self.plan.assignment, self.cut
+        moved = {node.name for number, group in enumerate(self.groups) if levels.get(number, 0) for node in group.nodes}
+        choices = {name: cut.choices[name] if name in moved else choice for name, choice in ours.choices.items()}
+        boxed = {(name, 0) for name in moved}
+        outputs = []
+        for at, (port, node) in enumerate(zip(self.plan.ports.outputs, results(self.plan.graph))):
+            moves = port.kind == GRADIENT and level_of[port.name] > 0
+            outputs.append(cut.outputs[at] if moves else ours.outputs[at])
+            boxed |= {name_of(node)} if moves and node is not None else set()
+        aliases = {key: cut.aliases[key] if key in boxed else layout for key, layout in ours.aliases.items()}
+        return Assignment(choices, aliases, tuple(outputs))
+
+    @cached_property
+    def cut(self) -> Assignment:
+        """The layouts of the levels from 1 on: those of the plan, but parameters are cut over all ranks where they can be and no pin
+        says otherwise, and what is made of them alone is as is best then."""
+        gm, mesh = self.plan.graph, self.plan.mesh
+        ours = {node for group in self.groups for node in group.nodes}
+        layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
+        others = [node.name for node in gm.graph.nodes if node.name in layouts and node not in ours]
+        wishes = {name: exactly(layouts[name], "as in the plan") for name in others}
+        axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
+        for port, node in placeholders(gm).items():
+            if port.kind == PARAMETER:
+                free = not any(fnmatch.fnmatchcase(port.name, pattern) for pattern in self.plan.options.get("pin", {}))
+                able = free and may_be_cut(tuple(node.meta["val"].shape), mesh, axes)
+                wishes[node.name] = Wish(spread=axes) if able else exactly(layouts[node.name], "as in the plan")
+        return Space(gm, mesh, wishes, {}).solve()[0]
+
+    def seconds(self, number: int, level: int) -> float:
+        """Returns the seconds of a step in which the parameters of a group and their gradients are boxed."""
+        assignment = self.cut if level else self.plan.assignment
+        gathering = sum(self.boxing(assignment, node) for node in self.groups[number].nodes)
+        home = sum(self.boxing(assignment, node) for node in self.gradients(number))
+        return gathering * (2 * self.count if level == 3 else 1) + home * (self.count if level >= 2 else 1)
+
+    def bytes(self, number: int, level: int) -> int:
+        """Returns about what a rank holds of the parameters of a group: stored, gathered, optimizer state and sums of gradients."""
+        assignment, mesh = self.cut if level else self.plan.assignment, self.plan.mesh
+        axes, copies = mesh.axes, OPTIMIZER_STATE[self.plan.options.get("optimizer")]
+        total = 0
+        for node in self.groups[number].nodes:
+            home = assignment.choices[node.name].output(0, axes)
+            wanted = self.wanted(assignment, node)
+            total += bytes_at(node.meta["val"], home, mesh) * (1 + copies) if node.op == "placeholder" else 0
+            total += sum(bytes_at(node.meta["val"], layout, mesh) for layout in wanted) if level < 3 else 0
+        for node in self.gradients(number):
+            producer, index = value_of(node)
+            made = assignment.choices[producer.name].output(index, axes)
+            left = next(iter(self.wanted(assignment, node)), made)
+            total += bytes_at(node.meta["val"], left if level >= 2 else made, mesh)
+        return total
+
+    def gradients(self, number: int) -> list[Node]:
+        """Returns the nodes of the gradients of a group that are boxed on their way home."""
+        names = self.groups[number].names
+        ends = zip(self.plan.ports.outputs, results(self.plan.graph))
+        nodes = [node for port, node in ends if node is not None and port.kind == GRADIENT and port.name in names]
+        return [node for node in nodes if self.wanted(self.cut, node)]
+
+    def wanted(self, assignment: Assignment, node: Node) -> list[Layout]:
+        """Returns the other layouts in which a value is read or left."""
+        producer, index = value_of(node)
+        axes, choices = self.plan.mesh.axes, assignment.choices
+        ends = zip(results(self.plan.graph), assignment.outputs)
+        found = [layout for end, layout in ends if end is node and layout is not None]
+        for user in node.users:
+            if user.name in choices:
+                found += [
+                    choices[user.name].input(slot, axes) for slot, used in enumerate(operands(user)) if used is node
+                ]
+        made = choices[producer.name].output(index, axes)
+        return [layout for layout in dict.fromkeys(found) if layout != made]
+
+    def boxing(self, assignment: Assignment, node: Node) -> float:
+        """Returns the seconds in which a value is boxed to all layouts in which it is read or left."""
+        wanted = self.wanted(assignment, node)
+        if not wanted:
+            return 0.0
+        producer, index = value_of(node)
+        made, alias = (
+            assignment.choices[producer.name].output(index, self.plan.mesh.axes),
+            assignment.aliases[producer.name, index],
+        )
+        about = (*shape_of(producer, index), self.plan.mesh)
+        return seconds(made, alias, *about) + sum(seconds(alias, layout, *about) for layout in wanted)
+
+
+def name_of(node: Node) -> tuple[str, int]:
+    """Returns the name of a value in an assignment."""
+    producer, index = value_of(node)
+    return producer.name, index
+
+
+def rate(now: tuple[float, float], then: tuple[float, float]) -> float:
+    """Returns the bytes that a way saves for each second more than another; both are bytes and seconds."""
+    saved, more = now[0] - then[0], then[1] - now[1]
+    return saved / more if more > 0 else inf if saved > 0 else -inf
+
+
+def may_be_cut(shape: tuple[int, ...], mesh: Mesh, axes: Collection[int]) -> bool:
+    """Returns whether a tensor may be cut over all of these axes."""
+    order = tuple(range(len(mesh.axes)))
+    candidates = of_stored(shape)
+    by_state: dict[Any, Any] = {signature.outputs[0]: signature for signature in candidates.signatures}
+    splits = [state for state in by_state if isinstance(state, Split)]
+    for states in itertools.product(*(splits if axis in axes else [B] for axis in order)):
+        if candidates.legal(Choice(tuple(by_state[state] for state in states), order), mesh.sizes):
+            return True
+    return False

@@ -1,0 +1,127 @@
+"""What a chunk holds on the busiest rank: stored, gathered before the micro-batches, kept by one of them, and for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+
+from torch import Tensor
+from torch.fx import Node
+
+from sbpc.graph.ports import GRADIENT, PARAMETER, results
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.cost import numel
+from sbpc.plans.memory import Life, Moment
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE
+
+FIXED, SAVED, GATHERED = "fixed", "saved", "gathered"
+Storage = tuple[int, str]  # its number, and the part that makes it where each makes its own, else ""
+
+
+def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int]:
+    """Returns the memory of a chunk as `PartCost` has it, from `homes` on."""
+    boxed, mesh, life = plan.unscheduled, plan.mesh, plan.life
+    ends = list(zip(plan.ports.outputs, results(boxed)))
+    homes = {
+        port.name: bytes_at(value, plan.given[port], mesh)
+        for port, value in plan.shapes.items()
+        if port.kind == PARAMETER
+    }
+    trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
+    sums = {summand(node, parts) for port, node in ends if port.kind == GRADIENT and node is not None}
+    added = sum(bytes_at(node.meta["val"], node.meta["sbp"], mesh) for node in sums)
+    readers = dict[int, set[str]]()
+    for moment in life.moments:
+        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
+            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
+    kept = {
+        storage: kind
+        for storage, owner in enumerate(life.owner)
+        if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
+    }
+    saved, gathered = (
+        sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED)
+    )
+    added_up = {storage for node in sums for storage in life.values[node]}
+    most = peaks(life, parts, kept, added_up)
+    return homes, trained, added, gathered, saved, most[FORWARD], most[AFTER]
+
+
+def peaks(life: Life, parts: Mapping[Node, str], kept: Mapping[int, str], added_up: set[int]) -> dict[str, int]:
+    """Returns the most bytes that are alive for a moment, in micro-batches (FORWARD) and AFTER them.
+
+    kept: storages that are counted otherwise. added_up: those of gradients, which end where they are added.
+    """
+    calls = list(in_order(life, parts))
+    last = {storage: at for at, (_, reads, makes) in enumerate(calls) for storage in (*reads, *makes)}
+    done = max((at for at, (part, _, _) in enumerate(calls) if part == WEIGHTS), default=0)
+    alive, most = 0, {AFTER: 0, FORWARD: 0}
+    dying: dict[int, int] = {}
+    for at, (part, _, makes) in enumerate(calls):
+        for storage in makes:
+            number = storage[0]
+            if number not in kept:
+                alive += life.size[number]
+                end = last[storage] if number in added_up or life.last[number] < inf else len(calls)
+                end = (
+                    done if part == INPUTS and end < len(calls) and calls[end][0] == WEIGHTS else end
+                )  # its program is given it
+                dying[end] = dying.get(end, 0) + life.size[number]
+        key = AFTER if part == AFTER else FORWARD
+        most[key] = max(most[key], alive)
+        alive -= dying.pop(at, 0)
+    return most
+
+
+def in_order(life: Life, parts: Mapping[Node, str]) -> Iterator[tuple[str, list[Storage], list[Storage]]]:
+    """Yields by call its part, what it reads and what it makes.
+
+    All INPUTS are before the WEIGHTS, as they run, and what is FREE is made where a part first reads it, in each part anew.
+    """
+    makers = {made: m for m in life.moments if free(m, parts) for made, _ in m.makes}
+    done: set[Storage] = set()
+
+    def of(part: str, storages: Sequence[int]) -> list[Storage]:
+        return [(storage, part if storage in makers else "") for storage in storages]
+
+    def call(part: str, moment: Moment) -> Iterator[tuple[str, list[Storage], list[Storage]]]:
+        for storage in of(part, moment.reads):
+            if storage[1] and storage not in done:
+                done.update(of(part, [made for made, _ in makers[storage[0]].makes]))
+                yield from call(part, makers[storage[0]])
+        yield part, of(part, moment.reads), of(part, [made for made, _ in moment.makes])
+
+    turn = {INPUTS: 1, WEIGHTS: 2, AFTER: 2}
+    named = [(parts.get(moment.node, FORWARD), moment) for moment in life.moments if not free(moment, parts)]
+    for part, moment in sorted(named, key=lambda each: turn.get(each[0], 0)):
+        yield from call(part, moment)
+
+
+def free(moment: Moment, parts: Mapping[Node, str]) -> bool:
+    """Returns whether a call runs wherever its value is read."""
+    return moment.node.op == "call_function" and parts[moment.node] == FREE
+
+
+def kind_of(part: str, readers: set[str], given: bool) -> str | None:
+    """Returns as what a storage is counted, None if it is alive for a moment. part: that makes it. given: a placeholder."""
+    if given and part in (BEFORE, FREE):
+        return FIXED
+    if part == BEFORE and readers - {BEFORE}:
+        return GATHERED
+    return SAVED if part == FORWARD and readers & {INPUTS, WEIGHTS, AFTER} else None
+
+
+def summand(node: Node, parts: Mapping[Node, str]) -> Node:
+    """Returns what goes into the boxings of a gradient on its way home."""
+    while parts[node] == AFTER:
+        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
+    return node
+
+
+def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:
+    """Returns the bytes of a tensor in a layout on the busiest rank."""
+    cuts = {} if layout is None else layout.cuts
+    return value.element_size() * int(numel(value.shape, [cuts.get(dim, ()) for dim in range(value.dim())], mesh.sizes))

@@ -1,0 +1,58 @@
+"""Under falling memory limits a loop over micro-batches goes from plain data parallelism through the three stages of ZeRO."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import sbpc
+from sbpc import Mesh
+from sbpc.graph.ports import GRADIENT, PARAMETER
+from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.staged.staged_plan import StagedPlan
+from tests import models
+
+MESH = Mesh(pipe=1, data=8, cluster="h100")
+LIMITS = None, 0.65, 0.5, 0.35
+SENT = "all_gather", "all_reduce", "reduce_scatter"
+
+
+@functools.cache
+def planned(limit: float | None = None) -> StagedPlan:
+    """A wide transformer in 4 micro-batches, whose parameters take more than its activations. limit: of the free plan's bytes."""
+    torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        model, args = models.gpt2(batch=128, seq=512, vocab=512, width=4096, heads=4, layers=1)
+    memory = None if limit is None else limit * planned().cost.memory["total"]
+    return sbpc.plan(model, args, MESH, stages="pipe", microbatches=4, memory=memory)
+
+
+def row(limit: float | None) -> str:
+    """What a plan takes, and its collectives of more than a megabyte by the part of the step in which they run."""
+    plan, sent = planned(limit), Counter[str]()
+    boxed = plan.chunks[0].plan.unscheduled
+    for node, part in parts_of(boxed, plan.in_loop).items():
+        if "step" in node.meta and node.meta["step"].collective in SENT and node.meta["val"].nbytes > 1e6:
+            sent[f"{part} {node.meta['step'].collective}"] += 1
+    inside = Counter(port.kind for port in plan.in_loop)
+    cost = plan.cost
+    figures = f"{cost.seconds * 1e3:5.1f} ms {cost.memory['total'] / 1e9:4.2f} GB, {inside[GRADIENT]:2} {inside[PARAMETER]:2} in the loop"
+    return f"{limit or 1:4} {figures}: {', '.join(f'{count} {name}' for name, count in sorted(sent.items()))}\n"
+
+
+def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit_and_between_them_parameters_mix() -> None:
+    """before: parameters are gathered once. after: gradients are sent home once. free: gathered in each forward and each backward."""
+    assert_expected_inline("".join(map(row, LIMITS)), """\
+   1  17.7 ms 4.89 GB,  0  0 in the loop: 6 after all_reduce
+0.65  17.7 ms 3.07 GB,  0  0 in the loop: 6 after reduce_scatter, 6 before all_gather
+ 0.5  22.2 ms 2.43 GB,  3  0 in the loop: 3 W reduce_scatter, 3 after reduce_scatter, 6 before all_gather
+0.35  33.3 ms 1.63 GB,  4  3 in the loop: 4 W reduce_scatter, 2 after reduce_scatter, 3 before all_gather, 3 free all_gather
+""")
+    free, first, second, third = map(planned, LIMITS)
+    assert first.cost.seconds == pytest.approx(free.cost.seconds, rel=1e-3)  # a scatter and a gather for each all-reduce
+    assert first.cost.seconds < second.cost.seconds < third.cost.seconds
+    assert all(planned(limit).cost.memory["total"] <= limit * free.cost.memory["total"] for limit in LIMITS[1:])
