@@ -20,7 +20,7 @@ from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.pipeline_cost import bytes_at
-from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.schedules import actions_of, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -48,14 +48,15 @@ def staged(
     a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
     plan fits.
     """
+    stages = mesh.sizes[mesh.axis(axis)]
+    actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
 
     def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan]:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
         whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
-        stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
-        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
+        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
         plan = StagedPlan(mesh, axis, loop, chunks_of(whole, pieces, made), schedule, 0.0, frozenset(once), options)
         plan.bound = count * whole.lower_bound / plan.stages  # of the mean stage: no layouts of the body take less in all
         return plan, whole

@@ -28,11 +28,12 @@ from sbpc.passes.stages.balance import block_of
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost, bytes_at
-from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
 ONCE = ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())
+MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
 Progress = Callable[[int, int, Any], None]
 
 
@@ -243,7 +244,7 @@ def candidates(
     """Returns the strategies of `devices` ranks, those that may be fastest first.
 
     Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
-    1, 2, 4, ... samples.
+    1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
     """
     batch = Model(task.gm).batch
     blocks = sum(lengths.values()) or 1
@@ -257,11 +258,8 @@ def candidates(
             if tensor > mesh.cluster.ranks_per_node and mesh.cluster.ranks_per_node < devices:
                 continue
             for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
-                for schedule in ("1f1b", "interleaved") if pipe > 1 else ("1f1b",):
-                    chunks = pipe * CHUNKS[schedule]
-                    if chunks > blocks + 2 or count < pipe or (schedule == "interleaved" and count % pipe):
-                        continue
-                    bubble = (pipe - 1) / (count * CHUNKS[schedule])
+                for schedule in schedules(pipe, count, blocks):
+                    bubble = (pipe - 1) / (count * chunks_in(schedule))
                     least = work / (mesh.cluster.peak * devices) * (1 + bubble)
                     share = stored / (pipe * tensor)
                     whole = share * (2 + OPTIMIZER_STATE[optimizer])
@@ -269,6 +267,17 @@ def candidates(
                     guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
                     found.append(Candidate(mesh, schedule, count, least, guess, whole))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
+
+
+def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
+    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on each stage.
+
+    >>> list(schedules(4, 8, 12)), list(schedules(4, 6, 12))
+    (['1f1b', 'interleaved:2', 'interleaved:3'], ['1f1b'])
+    """
+    yield from ("1f1b",) if count >= pipe else ()
+    if pipe > 1 and count % pipe == 0:
+        yield from (f"{INTERLEAVED}:{each}" for each in range(2, MOST + 1) if pipe * each <= blocks + 2)
 
 
 def counts(batch: int, data: int) -> list[int]:

@@ -37,12 +37,12 @@ def rows_of(tables: dict[str, Any]) -> list[dict[str, Any]]:
     for row in tables["megatron_sc21_table1"]["rows"]:
         h, layers, batch = row["h"], row["L"], row["gbs"]
         flops = 96 * batch * SEQ * layers * h**2 * (1 + SEQ / (6 * h) + VOCAB / (16 * layers * h))
-        chunks = 2 if row["layers_per_virtual_stage"] else 1
+        chunks = layers // (row["pp"] * row["layers_per_virtual_stage"]) if row["layers_per_virtual_stage"] else 1
         rows.append({**row, "seconds": flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"]), "form": "full", "chunks": chunks})
     for row in tables["korthikanti_table5"]["rows"]:
-        chunks = 2 if row["interleave"] > 1 else 1
-        rows.append({**row, "seconds": row["full_recompute_s"], "form": "full", "chunks": chunks})
-        rows.append({**row, "seconds": row["seqpar_selective_s"], "form": "selective", "chunks": chunks, "sp": True})
+        row = {**row, "chunks": row["interleave"]}
+        rows.append({**row, "seconds": row["full_recompute_s"], "form": "full"})
+        rows.append({**row, "seconds": row["seqpar_selective_s"], "form": "selective", "sp": True})
     about = tables["mtnlg_530B_iteration"]
     for row in about["rows"]:
         dp = row["gpus"] // (about["tp"] * about["pp"])
@@ -79,8 +79,8 @@ def predicted(row: dict[str, Any], parts: list[Unit], computing: float, communic
     ]  # fmt: skip
     mesh = Mesh(cluster="a100", pipe=row["pp"], data=row["dp"], tensor=row["tp"])
     count = row["gbs"] // (row["dp"] * row["mbs"])
-    interleaved = row["chunks"] > 1 and row["pp"] > 1 and count % row["pp"] == 0
-    return Estimate(mesh, "pipe", scaled, "interleaved" if interleaved else "1f1b", count).cost.seconds
+    schedule = f"interleaved:{row['chunks']}" if row["chunks"] > 1 else "1f1b"
+    return Estimate(mesh, "pipe", scaled, schedule, count).cost.seconds
 
 
 def main() -> None:

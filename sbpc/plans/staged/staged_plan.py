@@ -73,7 +73,7 @@ class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
-    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. once: which of
+    schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. once: which of
     "parameter" and "gradient" are boxed once for all micro-batches, others for each.
     """
 
