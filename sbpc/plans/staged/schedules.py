@@ -5,8 +5,9 @@ A schedule gives every rank of the axis of stages a list of actions. One list se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sbpc._compat import torch_zbv_order
 from sbpc.errors import PlanError, SbpcError, VerifyError
@@ -36,8 +37,7 @@ def chunks_in(schedule: str) -> int:
     return int(given) if colon else SCHEDULES[name]
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """Runs a part of a chunk's program, FORWARD to WEIGHTS, for a micro-batch."""
 
     kind: str
@@ -135,6 +135,7 @@ def spans(
 ) -> dict[Action, tuple[float, float]]:
     """Returns when every action starts and ends. seconds: by kind and chunk. sending: from one action to one that needs it."""
     found: dict[Action, tuple[float, float]] = {}
+    needs = functools.cache(needs)
     free = [0.0] * len(actions)
     for rank, action in in_turn(actions, needs):
         start = max([free[rank], *(found[need][1] + sending(need, action) for need in needs(action))])
