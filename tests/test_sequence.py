@@ -13,7 +13,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.boxing.steps import WIRE
 from sbpc.mesh.cluster import CLUSTERS, Rate
-from sbpc.mesh.states import B, Split
+from sbpc.mesh.states import Split
 from tests.compare import largest_error
 
 
