@@ -32,6 +32,7 @@ from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+FASTEST, SPREAD, EXPERT = "fastest", "spread", ("megatron+sp",)  # kinds of layouts inside a stage
 ONCE = ((PARAMETER, GRADIENT), (GRADIENT,), (PARAMETER,), ())
 MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
 Progress = Callable[[int, int, Any], None]
@@ -152,49 +153,60 @@ class Search:
         return [replace(row, lower_bound=bound) for row in found]
 
     def row(self, each: Candidate) -> StrategyRow:
-        """Returns the fastest way of a candidate that fits: with parameters whole or spread, without or with recompute."""
+        """Returns the fastest way of a candidate that fits: of each kind, without or with recompute."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
         closest: Estimate | None = None
         for form in forms:
-            kinds = (True,) if self.memory is not None and each.whole > self.memory else (False, True)
-            ways = [way for spread in kinds for way in self.ways(each, form, spread)]
-            fitting = [way for way in ways if self.memory is None or way.cost.memory["total"] <= self.memory]
+            ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
+            fitting = [way for way in ways if self.memory is None or way.memory["total"] <= self.memory]
             if fitting:
                 best = min(fitting, key=lambda way: way.cost.seconds)
                 make = functools.partial(self.planned, each, form)
                 return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
-            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.cost.memory["total"])
+            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"])
         assert closest is not None and self.memory is not None
-        least = closest.cost.memory["total"]
+        least = closest.memory["total"]
         raise MemoryLimitError(
             f"the strategy that needs least, {closest.mesh} with {closest.count} micro-batches, takes {least:,} bytes a rank, the limit is "
             f"{self.memory:,.0f}\n  Give more devices, or more memory."
         )
 
-    def ways(self, each: Candidate, form: str, spread: bool) -> Iterator[Estimate]:
+    def kinds(self, each: Candidate) -> Sequence[str]:
+        """Returns what layouts inside a stage to look at: the fastest ones; under a limit also those that store least, and the expert's."""
+        if self.memory is None:
+            return (FASTEST,)
+        experts = EXPERT if each.mesh.sizes[2] > 1 else ()
+        return (*((FASTEST,) if each.whole <= self.memory else ()), SPREAD, *experts)
+
+    def ways(self, each: Candidate, form: str, kind: str) -> Iterator[Estimate]:
         """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
-        if spread and self.memory is None:
-            return
         for once in ONCE if self.memory is not None else ONCE[:1]:
-            units = self.measured(each, form, spread, once)
+            try:
+                units = self.measured(each, form, kind, once)
+            except PlanError:
+                if kind in EXPERT:  # whose scheme does not fit the model
+                    return
+                raise
             options = {"optimizer": self.optimizer}
             made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, 0.0, options)
             if len(made.row) < len(made.owners):
                 raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
             made.bound = each.microbatches * sum(unit.seconds * unit.times for unit in units) / each.stages
             yield made
-            if self.memory is None or made.cost.memory["total"] <= self.memory:
+            if self.memory is None or made.memory["total"] <= self.memory:
                 return
 
-    def measured(self, each: Candidate, form: str, spread: bool, once: Sequence[str]) -> list[Unit]:
+    def measured(self, each: Candidate, form: str, kind: str, once: Sequence[str]) -> list[Unit]:
         """Returns the units of the model on the mesh of a stage, planned once for each size of micro-batch."""
-        key = each.mesh.sizes[1:], each.microbatches, form, spread
+        key = each.mesh.sizes[1:], each.microbatches, form, kind
         if key not in self.chunks:
             gm = self.short.again().gm
             gm = compute_again(gm, forms_of(gm, form))
             inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
-            share = () if spread else (PARAMETER, GRADIENT)
-            self.chunks[key] = units_of(gm, self.short.stages, self.short.about, inner, each.microbatches, spread, share)
+            share = () if kind == SPREAD else (PARAMETER, GRADIENT)
+            expert = kind if kind in EXPERT else None
+            about = self.short.stages, self.short.about, inner, each.microbatches
+            self.chunks[key] = units_of(gm, *about, kind == SPREAD, share, expert)
         chunks = self.chunks[key]
         costs = [PartCost.of(chunk.plan, once) for chunk in chunks]
         names = [name_of(chunk) for chunk in chunks]

@@ -24,7 +24,7 @@ from sbpc import Mesh
 from sbpc.api.planning import prepare
 from sbpc.api.recompute import forms_of
 from sbpc.api.staging import units_of
-from sbpc.api.strategies import Candidate, Search
+from sbpc.api.strategies import FASTEST, Candidate, Search
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.passes.loop.recompute import recompute
@@ -112,9 +112,9 @@ def measured(row: dict[str, Any]) -> Measured:
     mesh = mesh_of(row, named_cluster("a100"))
     search = Search(lambda: task, task, {"blocks": row["L"]}, "adamw", None, "none", 0.0)
     baseline = "data" if row["tp"] == 1 else "megatron+sp" if row.get("sp") else "megatron"
-    key = mesh.sizes[1:], count, "none", False
+    key = mesh.sizes[1:], count, "none", FASTEST
     search.chunks[key] = units_of(gm, task.stages, task.about, inner(mesh), count, False, ONCE, baseline)
-    units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0), "none", False, ONCE)
+    units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0), "none", FASTEST, ONCE)
     return Measured(units, [calls_of(chunk) for chunk in search.chunks[key]])
 
 

@@ -237,13 +237,17 @@ class Pipeline(ABC):
         communicate = [self.totals(stage, "comm") for stage in stages]
         most = max(stages, key=lambda stage: compute[stage] + communicate[stage])
         busy = compute[most] + communicate[most]
-        memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
         flops = max(self.totals(stage, "flops") for stage in stages)
         bound = min(self.bound, seconds)
         mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
         again = self.count * sum(part.again for part in mine)
         sent = self.bytes_sent
-        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, memory, flops, bound, again)
+        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, self.memory, flops, bound, again)
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """The bytes that a rank of the stage that takes most has, by kind."""
+        return max((self.memory_of(stage) for stage in range(self.stages)), key=lambda each: each["total"])
 
     def last_ends(self) -> list[float]:
         """Returns by stage when its last action ends."""

@@ -42,7 +42,7 @@ def _place(given: Arguments) -> str:
 
 
 def written_mask(name: str) -> Kernel:
-    """Runs the op where the queries are split with its causal mask written out, as argument `name`: -inf where a key comes later, else 0."""
+    """Runs the op where the queries are split with its causal mask written out as argument `name`: -inf where a key comes later."""
 
     def local(shard: Shard) -> Any:
         if not shard.offsets:
