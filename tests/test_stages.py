@@ -48,6 +48,8 @@ def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: 
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent
+    memory = plan.cost.memory  # nothing is kept of an optimizer in the simulation
+    assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
 
 
 @pytest.mark.parametrize("net", [net for net in NETS if net != "gpt2"])

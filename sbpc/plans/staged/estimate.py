@@ -169,6 +169,7 @@ def together(costs: Sequence[PartCost]) -> PartCost:
             sent.setdefault(part, Counter()).update(axes)
     whole = {name: sum(getattr(cost, name) for cost in costs) for name in ("trained", "added", "gathered", "saved", "again")}
     whole |= {name: max(getattr(cost, name) for cost in costs) for name in ("transient", "ending")}
+    whole["first"] = whole["added"] + max(cost.first - cost.added for cost in costs)
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
     by_part = {part: dict(axes) for part, axes in sent.items()}
     return PartCost(added("compute"), added("comm"), added("flops"), by_part, homes, **whole)

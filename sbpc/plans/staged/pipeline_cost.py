@@ -62,7 +62,8 @@ class PartCost:
 
     homes: by parameter. trained: of trained ones. added: of gradients while they add up. gathered: of what is boxed before the
     micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak of one;
-    ending: of what else is alive at the end. again: seconds in a micro-batch of computing values again.
+    first: at that of the first one to come back, with the gradients that it makes; ending: before or behind all of them.
+    again: seconds in a micro-batch of computing values again.
     """
 
     compute: dict[str, float]
@@ -75,6 +76,7 @@ class PartCost:
     gathered: int
     saved: int
     transient: int
+    first: int
     ending: int
     again: float = 0.0
 
@@ -102,7 +104,7 @@ class PartCost:
         return cls(compute, comm, flops, sent, *memory_of(plan, parts), again)
 
 
-def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int]:
+def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int, int]:
     """Returns the memory of a chunk as `PartCost` has it, from `homes` on."""
     boxed, mesh, life = plan.unscheduled, plan.mesh, plan.life
     ends = list(zip(plan.ports.outputs, results(boxed)))
@@ -112,30 +114,40 @@ def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], in
     trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
     sums = {summand(node, parts) for port, node in ends if port.kind == GRADIENT and node is not None}
     added = sum(bytes_at(node.meta["val"], node.meta["sbp"], mesh) for node in sums)
-    last, readers = dict[int, int](), dict[int, set[str]]()
-    for at, moment in enumerate(life.moments):
-        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
-            last[storage] = at
-            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
     added_up = {storage for node in sums for storage in life.values[node]}
+    phase = [PROGRAMS.index(FORWARD if part == FREE else part) for part in (parts.get(moment.node, FORWARD) for moment in life.moments)]
+    order = sorted(range(len(phase)), key=phase.__getitem__)
+    close = {phase[number]: at for at, number in enumerate(order)}
+    last, readers = dict[int, int](), dict[int, set[str]]()
+    for at, number in enumerate(order):
+        moment = life.moments[number]
+        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
+            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
+            if storage not in added_up or PROGRAMS[phase[number]] != AFTER:  # behind the micro-batches it is the sum that is read
+                last[storage] = at
     kept = {
         storage: kind
         for storage, owner in enumerate(life.owner)
         if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
     }
     saved, gathered = (sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED))
-    alive, most = 0, {AFTER: 0, FORWARD: 0}
+    alive, most = 0, [0] * len(PROGRAMS)
+    made = first = 0  # gradients so far
     dying: dict[int, int] = {}
-    for at, moment in enumerate(life.moments):
-        for storage, size in moment.makes:
+    for at, number in enumerate(order):
+        for storage, size in life.moments[number].makes:
             if storage not in kept:
                 alive += size
-                end = last[storage] if storage in added_up or life.last[storage] < inf else len(life.moments)
+                end = last[storage] if storage in added_up or life.last[storage] < inf else close[phase[number]]
                 dying[end] = dying.get(end, 0) + size
-        key = AFTER if parts.get(moment.node) == AFTER else FORWARD
-        most[key] = max(most[key], alive)
+        most[phase[number]] = max(most[phase[number]], alive)
+        first = max(first, alive + made) if PROGRAMS[phase[number]] in (INPUTS, WEIGHTS) else first
         alive -= dying.pop(at, 0)
-    return homes, trained, added, gathered, saved, most[FORWARD], most[AFTER]
+        made += sum(life.size[storage] for storage in added_up if last[storage] == at)
+    return homes, trained, added, gathered, saved, max(most[1:-1]), first, max(most[0], most[-1])
+
+
+PROGRAMS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)  # the order in which parts run, whatever that of the graph
 
 
 FIXED, SAVED, GATHERED = "fixed", "saved", "gathered"
@@ -265,25 +277,31 @@ class Pipeline(ABC):
     def memory_of(self, stage: int) -> dict[str, int]:
         """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step.
 
-        Activations are those of the micro-batches in flight, with what waits to be sent on.
+        Activations are those of the micro-batches in flight, and gradients are there from a chunk's first backward on: not every kind
+        has its most at the peak.
         """
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        parts = [self.parts[at] for at in mine]
-        alive = most = 0
+        parts = [self.parts[at] for at, owner in enumerate(self.owners) if owner == stage]
+        kinds = {
+            "parameters": sum(sum(part.homes.values()) for part in parts),
+            "gradients": sum(part.added for part in parts),
+            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts),
+            "activations": 0,
+            "temporaries": sum(part.gathered for part in parts),
+        }
+        held = kinds["parameters"] + kinds["optimizer"] + kinds["temporaries"]
+        beside = max(part.ending for part in parts)  # what is alive for a moment
+        peak = kinds["gradients"] + beside
+        alive = added = 0
+        begun: set[int] = set()
         for action in self.actions[stage]:
             part = self.parts[action.chunk]
             alive += part.saved if action.kind == FORWARD else 0
-            most = max(most, alive)
-            alive -= part.saved if action.kind == (WEIGHTS if self.split else BACKWARD) else 0
-        parameters = sum(sum(part.homes.values()) for part in parts)
-        trained = sum(part.trained for part in parts)
-        total = {
-            "parameters": parameters,
-            "gradients": sum(part.added for part in parts),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * trained,
-            "activations": most,
-        }
-        gathered = sum(part.gathered for part in parts)
-        peak = max(most + max(part.transient for part in parts), max(part.ending for part in parts))
-        total["temporaries"] = gathered + peak - most
-        return total | {"total": sum(total.values())}
+            now = part.transient if action.kind == FORWARD or action.chunk in begun else part.first
+            kinds["activations"], beside = max(kinds["activations"], alive), max(beside, part.transient)
+            peak = max(peak, alive + added + now)
+            if action.kind == (WEIGHTS if self.split else BACKWARD):
+                alive -= part.saved
+                added += 0 if action.chunk in begun else part.added
+                begun.add(action.chunk)
+        kinds["temporaries"] += beside
+        return kinds | {"total": held + peak}
