@@ -1,7 +1,7 @@
 """Attention and softmax: no rank can normalise over a shard; the dim of a softmax is split through a function.
 
-A causal mask speaks of places in the whole sequence: a rank that has a part of the queries reads all keys, and its mask is written
-out from where its part begins. The pairs that a causal mask hides are among the flops: with a written mask they are computed.
+A causal mask speaks of places in the whole sequence: on a rank that has a part of the queries, or in the backward of the keys, it is
+written out from where that part begins. The pairs that it hides are among the flops: with a written mask they are computed.
 
 Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
@@ -37,20 +37,23 @@ def _fixed(given: Arguments, mask: str, lse: str) -> str:
 
 
 def _place(given: Arguments) -> str:
-    """A causal mask needs to know where a rank's queries begin."""
-    return " ; idx s" if given["is_causal"] else ""
+    """A causal mask needs to know where a rank's queries and keys begin."""
+    return " ; idx s ; idx t" if given["is_causal"] else ""
 
 
 def written_mask(name: str) -> Kernel:
-    """Runs the op where the queries are split with its causal mask written out as argument `name`: -inf where a key comes later."""
+    """Runs the op where queries or keys are split with its causal mask written out as argument `name`: -inf where a key comes later."""
 
     def local(shard: Shard) -> Any:
         if not shard.offsets:
             return shard.plain()
         call, query = shard.call, shard.given["query"]
-        queries, keys = (call(aten.new_ones.default, query, [shard.local[dim]], dtype=torch.int64) for dim in "st")
-        places = call(aten.add.Tensor, call(aten.cumsum.default, queries, 0), shard.offsets["s"])
-        later = call(aten.gt.Tensor, call(aten.cumsum.default, keys, 0), call(aten.unsqueeze.default, places, 1))
+
+        def places(dim: str) -> Any:
+            here = call(aten.cumsum.default, call(aten.new_ones.default, query, [shard.local[dim]], dtype=torch.int64), 0)
+            return call(aten.add.Tensor, here, shard.offsets[dim]) if dim in shard.offsets else here
+
+        later = call(aten.gt.Tensor, places("t"), call(aten.unsqueeze.default, places("s"), 1))
         mask = call(aten.new_zeros.default, query, [1, 1, shard.local["s"], shard.local["t"]])
         mask = call(aten.masked_fill.Scalar, mask, later, -math.inf)
         if shard.given[name] is not None:
@@ -76,7 +79,7 @@ def forward(mask: str, lse: str, absent: int = 0) -> Write:
 def backward(mask: str, lse: str, more: str = "") -> Write:
     """Linear in grad_out, and jointly in value and out: dS = P (grad_out value^T - rowsum(grad_out out)).
 
-    Since P comes from the whole logsumexp, the keys may be split where no causal mask speaks of their positions.
+    Since P comes from the whole logsumexp, the keys may be split, unless the mask is causal and the op takes no other.
     """
 
     def write(given: Arguments, outputs: Any) -> str:
@@ -89,7 +92,7 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
             results.append(str(dims) if wanted else "_")
             linear += ",3" if wanted else ""
             summed += [name for name in ("b", "g") if wanted and name not in str(dims)]
-        fixed = " ".join(name for name in _fixed(given, mask, lse).split() if name != "t" or given["is_causal"])
+        fixed = " ".join(name for name in _fixed(given, mask, lse).split() if name != "t" or (given["is_causal"] and not mask))
         summed += [name for name in ("s", "t") if name not in fixed.split()]
         seeds = " p o" if more else ""
         sign = f"{', '.join(operands)}{more} -> {', '.join(results)}"
