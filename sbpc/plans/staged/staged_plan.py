@@ -32,7 +32,6 @@ LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
     "explain": "Plan without stages on the mesh of one stage, and let that plan explain: layouts are chosen there.",
     "diff": ANEW,
-    "export": "Write it with plan.save, and run it with `sbpc run TARGET --plan FILE`.",
     "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
 }  # fmt: skip
 
@@ -272,6 +271,14 @@ class StagedPlan(Pipeline):
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
+
+    def export(self, path: str | Path) -> None:
+        """Writes the plan to a file that `sbpc.load_module` and `sbpc run` run without planning and without the model's source.
+
+        It is that of `save`: each rank writes its programs from the chunks in it. The file holds no weights: put them beside it, as
+        `sbpc export` does. Raises PlanError if it cannot be written.
+        """
+        self.save(path)
 
     @property
     def rewriter(self) -> Rewriter:
