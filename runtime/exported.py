@@ -19,6 +19,7 @@ from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.plan import Plan
 from sbpc.plans.program_check import verify_local
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.state.weight_files import reader, tree
 
@@ -78,29 +79,6 @@ def check_structures(programs: Programs) -> None:
             unflatten(structure, [None] * count)
 
 
-def load_module(
-    path: str | Path,
-    step: str | None = None,
-    *,
-    weights: str | Path | None = None,
-    executor: str = "code",
-    device: str | None = None,
-) -> nn.Module:
-    """Returns the module that an exported file holds, as each rank runs it under torchrun, with DTensor parameters.
-
-    Neither planning nor the model's source is needed; see `Plan.export` and examples/04_export_and_run.py. step, executor and device:
-    as for `load_programs` and `sbpc.parallelize`. weights: a safetensors file, by default the one beside, with the same name and
-    .safetensors at its end; "zeros" for none, where a checkpoint is loaded afterwards.
-
-    Files of weights that sbpc writes hold the SHA-256 of each tensor, and each that is read is held to it (0.9 s for a GiB). Other
-    weights of the same shapes will do too, such as those of a converted checkpoint or of a stranger's file. A parameter that nothing
-    which the model returns depends on is not in the module, as no program reads it.
-
-    Raises PlanError as `load_programs` does, and if the weights are not those of the programs.
-    """
-    return module_of(load_programs(path, step), weights_beside(path) if weights is None else weights, executor, device)
-
-
 def weights_beside(path: str | Path) -> Path:
     """Returns where the weights of an exported file lie."""
     return Path(path).with_suffix(".safetensors")
@@ -111,7 +89,7 @@ def inputs_beside(path: str | Path) -> Path:
     return Path(path).with_suffix(".inputs.safetensors")
 
 
-def module_of(programs: Plan | Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
+def module_of(programs: Plan | Programs | StagedPlan, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
     """Returns the parallel module of programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)

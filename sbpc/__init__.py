@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sbpc.api.loading import load
+    from sbpc.api.loading import load, load_module
     from sbpc.api.planning import baseline, plan
     from sbpc.api.sweep import sweep
     from sbpc.errors import SbpcError
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from sbpc.rules.proof.probe import probe
     from sbpc.rules.proof.rule_files import load_rules
     from sbpc.rules.proof.user_rules import rule
-    from sbpc.runtime.exported import load_module, load_programs
+    from sbpc.runtime.exported import load_programs
     from sbpc.runtime.module import parallelize
     from sbpc.runtime.one_process.simulate import simulate
     from sbpc.runtime.start.process_groups import start, stop
     from sbpc.runtime.state.checkpoint import Checkpoints
 
 FILES = {
-    "api.loading": ("load",),
+    "api.loading": ("load", "load_module"),
     "api.planning": ("baseline", "plan"),
     "api.sweep": ("sweep",),
     "errors": ("SbpcError",),
@@ -41,7 +41,7 @@ FILES = {
     "rules.proof.probe": ("probe",),
     "rules.proof.rule_files": ("load_rules",),
     "rules.proof.user_rules": ("rule",),
-    "runtime.exported": ("load_module", "load_programs"),
+    "runtime.exported": ("load_programs",),
     "runtime.module": ("parallelize",),
     "runtime.one_process.simulate": ("simulate",),
     "runtime.start.process_groups": ("start", "stop"),

@@ -315,16 +315,15 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def torch_pipeline_order(schedule: str, stages: int, count: int, owners: list[int]) -> dict[int, list[tuple[str, int, int]]]:
-    """Returns by rank torch's actions of a schedule, as (kind, chunk, micro-batch). It raises ValueError for counts that do not fit.
+def torch_zbv_order(stages: int, count: int, owners: list[int]) -> dict[int, list[tuple[str, int, int]]]:
+    """Returns by rank torch's actions of ZBV zero bubble, as (kind, chunk, micro-batch). It raises ValueError for counts that do not fit.
 
-    The schedule classes need no process group: plain objects with the fields of a stage will do.
+    The schedule needs no process group: plain objects with the fields of a stage will do.
     """
     from types import SimpleNamespace
 
     from torch.distributed.pipelining import schedules
 
-    classes: dict[str, Any] = {"interleaved": schedules.ScheduleInterleaved1F1B, "zbv": schedules.ScheduleZBVZeroBubble}
     fields = {
         "num_stages": len(owners), "group_size": stages, "group_rank": 0, "has_backward": True, "submod": torch.nn.Identity(),
         "stage_index_to_group_rank": dict(enumerate(owners)), "device": torch.device("cpu"), "group": None,
@@ -334,7 +333,8 @@ def torch_pipeline_order(schedule: str, stages: int, count: int, owners: list[in
         for at, owner in enumerate(owners)
         if owner == 0
     ]
-    made: Any = classes[schedule](mine, count, loss_fn=lambda output, target: output)
+    zbv: Any = schedules.ScheduleZBVZeroBubble
+    made = zbv(mine, count, loss_fn=lambda output, target: output)
     kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     return {
         rank: [

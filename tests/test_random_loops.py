@@ -25,7 +25,7 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage
-from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.schedules import chunks_in
 from sbpc.plans.staged.staged_plan import StagedPlan
 from tests import models
 from tests.compare import relative_error
@@ -78,7 +78,7 @@ def random_loop(gm: GraphModule, generator: random.Random, count: int) -> Staged
     assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)
     whole = make_plan(loop.body, inner, assignment, 0.0, OPTIONS, Stages())
     places = places_of(whole.graph)
-    pieces = cut(whole.graph, places, cuts_of(whole.graph, places, mesh.sizes[0] * CHUNKS[schedule], inner))
+    pieces = cut(whole.graph, places, cuts_of(whole.graph, places, mesh.sizes[0] * chunks_in(schedule), inner))
     chunks = chunks_of(whole, pieces, lambda piece, layouts: make_plan(piece, inner, layouts, 0.0, OPTIONS, Stages()))
     ports = [port for each in (loop.body.meta["ports"].inputs, loop.body.meta["ports"].outputs) for port in each]
     in_loop = {port for port in ports if port.kind in (PARAMETER, GRADIENT) and generator.random() < 0.5}

@@ -13,33 +13,35 @@ import sbpc
 from sbpc import Mesh
 from sbpc.boxing.steps import WIRE
 from sbpc.mesh.cluster import CLUSTERS, Rate
-from sbpc.mesh.states import B, Split
+from sbpc.mesh.states import Split
 from tests.compare import largest_error
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with its norm and its residual."""
+    """Attention, with a head of keys for every `group` heads, and a feed-forward layer, each with its norm and its residual."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, group: int = 1) -> None:
         super().__init__()
-        self.heads = heads
+        self.size, self.group = width // heads, group
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, width // group, bias=False) for _ in range(2))
         self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (layer(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.group > 1)
+        x = x + self.o(out.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Model(nn.Module):
     """Blocks and a last norm; the loss is the sum of squares."""
 
-    def __init__(self, width: int, heads: int, hidden: int, layers: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, layers: int, group: int = 1) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, hidden, group) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,16 +129,46 @@ def test_sequence_parallelism_that_the_solver_finds_equals_one_device() -> None:
 
 @pytest.mark.parametrize(("ranks", "split"), [(2, False), (3, True), (4, False)])
 def test_heads_that_do_not_divide_are_refused_by_signature_and_not_by_model(ranks: int, split: bool) -> None:
-    """Of 24 numbers that are 3 heads each of 2 ranks would hold one and a half heads: the view needs them whole, and no
-    more than the view."""
+    """Of 24 numbers that are 3 heads each of 2 ranks would hold one and a half heads: the view cannot have them split,
+    and no more than the view."""
     torch.manual_seed(0)
     model, x = Model(24, 3, 96, 1).double(), torch.randn(1, 5, 24, dtype=torch.float64)
     plan = sbpc.plan(model, (x,), Mesh(tensor=ranks), pin=COLUMN_ROW, objective="serial")
     views = [node for node in plan.graph.graph.nodes if node.target is torch.ops.aten.view.default]
     states = {plan.layout(node.name).states[0] for node in views if node.meta["val"].shape == (1, 5, 3, 8)}
-    assert states == {Split(2) if split else B}
+    assert states == {Split(2)} if split else Split(2) not in states
     assert str(plan.layout("gelu")) == "[S(2)]"
     for name in ("q", "o", "up", "down"):  # their weights and the gradients of these are split as they were pinned
         assert plan.layout(f"blocks.0.{name}.weight").states[0] == (Split(0) if name in ("q", "up") else Split(1))
     assert plan.cost.flops <= 0.52 * plan.cost.flops_one_device
+    assert plan.verify() > 100 and largest_error(plan, model, (x,)) <= 1e-10
+
+
+CONTEXT = """\
+forward  all_gather     [S(0)] -> [B]  (32768, 512)
+forward  all_gather     [S(0)] -> [B]  (32768, 512)
+backward reduce_scatter [P] -> [S(2)]  (1, 1, 32768, 512)
+backward reduce_scatter [P] -> [S(2)]  (1, 1, 32768, 512)
+"""  # of a block: keys and values whole, their gradients summed; the queries, and all else of the tokens, stay where they are
+
+
+def test_the_solver_splits_a_long_sequence_of_which_heads_and_batch_are_few() -> None:
+    """Nothing is pinned: each of 8 ranks has a part of the queries of causal attention, and reads all keys and values."""
+    with torch.device("meta"):
+        model, x = Model(2048, 4, 4 * 2048, 1, group=4), torch.randn(1, 32768, 2048)
+    plan = sbpc.plan(model, (x,), Mesh(sequence=8, cluster="h100"), objective="serial")
+    steps = [node for node in plan.boxed.graph.nodes if "step" in node.meta and 32768 in node.meta["val"].shape]
+    moved = [(node.meta["phase"], node.meta["step"], tuple(node.meta["val"].shape)) for node in steps]
+    lines = [f"{phase:8} {s.collective:14} {s.before} -> {s.after}  {shape}\n" for phase, s, shape in moved if s.collective in WIRE]
+    assert "".join(lines) == CONTEXT
+    assert plan.cost.flops <= 1.01 * plan.cost.flops_one_device / 8
+
+
+@pytest.mark.parametrize("axes", [{"s": 2}, {"s": 3}, {"s": 2, "t": 2}], ids=str)
+def test_causal_attention_over_a_split_sequence_equals_one_device(axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Model(8, 2, 32, 2, group=2).double(), torch.randn(1, 13, 8, dtype=torch.float64)
+    plan = sbpc.plan(model, (x,), Mesh(**axes), pin={"_scaled_dot_product*": ", ".join(f"S(2)@{axis}" for axis in axes)})
+    attention = [node for node in plan.boxed.graph.nodes if "_scaled_dot_product" in str(node.target)]
+    assert len(attention) == 4 and all(all(s.outputs[0] == Split(2) for s in node.meta["choice"].signatures) for node in attention)
     assert plan.verify() > 100 and largest_error(plan, model, (x,)) <= 1e-10

@@ -164,19 +164,18 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
         (("run", target, "--plan", file, "--trace", tmp_path / "t.json"), "--trace measures no stages"),
         (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "draws no measured trace"),
-        (("run", file), "a plan alone: export it, or run it by sbpc run TARGET --plan FILE"),
+        (("run", file, "--infer"), "holds stages of a pipeline, which train"),
         (("explain", file, "blocks.0.0.weight"), "that was read from a file does not hold the problem that it solves"),
-        (("export", target, *ASKED, "-o", tmp_path / "b.sbpc"), "a plan with stages has no export"),
     ):
         assert run(*arguments) == 2 and message in capsys.readouterr().err, message
 
 
-def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_trains_stages_from_an_exported_file_and_goes_on(target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.sbpc"
-    assert run("plan", target, *ASKED, "-o", file) == 0
+    assert run("export", target, *ASKED, "-o", file) == 0
     always = ("--lr", "0.01", "--checkpoint", tmp_path / "saved", "--json")
     capfd.readouterr()
-    assert run("run", target, "--plan", file, "--steps", "2", *always) == 0
+    assert run("run", file, "--steps", "2", *always) == 0  # without the target
     first = json.loads(capfd.readouterr().out)
     assert run("run", target, "--mesh", "pipe=4", "--stages", "pipe", "--steps", "4", *always) == 0
     second = json.loads(capfd.readouterr().out)
@@ -194,11 +193,11 @@ def test_run_trains_stages_from_a_plan_and_goes_on(target: str, tmp_path: Path, 
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
     plan, file = written
     for call in (
-        lambda: plan.export("x"), lambda: plan.certify(seconds=1.0), lambda: plan.proof, lambda: plan.check_bound(),
+        lambda: plan.certify(seconds=1.0), lambda: plan.proof, lambda: plan.check_bound(),
         lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
     ):  # fmt: skip
         assert "a plan with stages has no " in refused(PlanError, call)
-    assert "holds no step 'train'" in refused(PlanError, lambda: sbpc.load_module(file))
+    assert "holds stages of a pipeline, which train" in refused(PlanError, lambda: sbpc.load_module(file, "inference"))
     with pytest.raises(AttributeError):
         plan.nothing  # noqa: B018
     assert not hasattr(plan, "nothing") and copy.copy(plan).axis == "pipe"

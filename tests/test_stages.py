@@ -38,7 +38,7 @@ class Dropping(nn.Module):
         return F.cross_entropy(self.layers(x), target, ignore_index=-1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved:3"])
 @pytest.mark.parametrize("mesh", ["2x2", "3"])
 def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: str) -> None:
     torch.set_default_dtype(torch.float64)
@@ -49,6 +49,8 @@ def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: 
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent
+    memory = plan.cost.memory  # nothing is kept of an optimizer in the simulation
+    assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
 
 
 @pytest.mark.parametrize("net", [net for net in NETS if net != "gpt2"])
@@ -93,7 +95,7 @@ def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
     assert counted["1f1b"] < 0.7 * counted["gpipe"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved:3"])
 def test_actions_can_run_in_their_order(schedule: str) -> None:
     actions = actions_of(schedule, 4, 8)
     last = max(action.chunk for mine in actions for action in mine)
@@ -154,7 +156,7 @@ def test_messages_are_let_go_as_soon_as_the_schedule_tells_that_they_are_there()
 
 def train_all() -> list[list[Any]]:
     """What `train` gives for some meshes and schedules."""
-    return [train(*case) for case in (({"pipe": 2, "data": 2}, "1f1b"), ({"pipe": 2, "data": 2}, "zbv"), ({"pipe": 4}, "interleaved"))]
+    return [train(*case) for case in (({"pipe": 2, "data": 2}, "1f1b"), ({"pipe": 4}, "zbv"), ({"pipe": 2, "data": 2}, "interleaved:3"))]
 
 
 def test_adam_on_four_ranks_does_what_it_does_in_one_process() -> None:
@@ -178,6 +180,8 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
     for options, words in (
         ({"mesh": Mesh(data=2)}, "no axis 'pipe'"),
         ({"schedule": "2f2b"}, "no schedule '2f2b'"),
+        ({"schedule": "interleaved:1"}, "how many chunks of the model each stage has"),
+        ({"mesh": Mesh(pipe=3), "schedule": "interleaved", "microbatches": 16}, "rounds of 3 do not divide"),
         ({"microbatches": 7}, "a batch of 96 in 7 micro-batches"),
         ({"memory": 1e3}, "the limit is 1,000"),
         ({"spread": True}, "spread= with stages="),

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api.loading import load_module
 from sbpc.errors import PlanError
 from sbpc.graph.pytree import flatten
-from sbpc.runtime.exported import load_module
 from sbpc.runtime.state.weight_files import save_weights, weights_of
 from tests.processes import run_ranks
 

@@ -205,6 +205,8 @@ class Follower:
         if self.gathered is None or not is_product(node):
             return states
         activation = [key[0] not in self.model.views for key in keys]
+        if all(activation) and any(s.inputs == tuple(states) and isinstance(s.outputs[0], Split) for s in node.meta["signatures"]):
+            return states  # attention that is written out: its heads may be the same dim as the sequence of activations
         return [B if state == self.gathered and whole else state for state, whole in zip(states, activation)]
 
 

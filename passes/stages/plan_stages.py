@@ -21,7 +21,7 @@ from sbpc.passes.stages.cut import Piece, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.schedules import actions_of, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -50,15 +50,16 @@ def staged(
     a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
     plan fits.
     """
+    stages = mesh.sizes[mesh.axis(axis)]
+    actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
 
     def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan, Build]:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
         whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
-        stages = mesh.sizes[mesh.axis(axis)] * CHUNKS[schedule]
-        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages, inner))
-        bound = count * whole.lower_bound / mesh.sizes[mesh.axis(axis)]  # of the mean stage: no layouts of the body take less in all
+        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
+        bound = count * whole.lower_bound / stages  # of the mean stage: no layouts of the body take less in all
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)

@@ -108,8 +108,8 @@ def plan(  # type: ignore[misc]  # it names its options
     stages     the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an
                `sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
                microbatches is by default the largest divisor of the batch up to four for each stage.
-    schedule   the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage) or "zbv"
-               (two, there and back, and the backward in two parts).
+    schedule   the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so
+               many as "interleaved:3" says) or "zbv" (two, there and back, and the backward in two parts).
     recompute  what a backward computes again instead of having it kept since the forward: "none"; "selective", in each repeated block
                what is cheap, or where attention is written out its values between the products; "full", all but the inputs of
                each block; "auto", nothing where `memory` allows it, else what makes the fastest plan that fits. A block is a module

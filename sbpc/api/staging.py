@@ -25,7 +25,7 @@ from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.schedules import SCHEDULES
+from sbpc.plans.staged.schedules import chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 
@@ -110,8 +110,7 @@ def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **optio
     """Raises SbpcError for what cannot be asked of a plan with stages."""
     check_kinds(stages=(stages, "a text"), schedule=(schedule, "a text"))
     mesh_of_stage(mesh, stages)
-    if schedule not in SCHEDULES:
-        raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
+    chunks_in(schedule)
     if not train:
         raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     given = [name for name in ("inputs", "outputs", "dynamic") if options.get(name) is not None]

@@ -29,11 +29,13 @@ from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost
-from sbpc.plans.staged.schedules import CHUNKS
+from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+FASTEST, SPREAD, EXPERT = "fastest", "spread", ("megatron+sp",)  # kinds of layouts inside a stage
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
+MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
 Progress = Callable[[int, int, Any], None]
 
 
@@ -152,49 +154,60 @@ class Search:
         return [replace(row, lower_bound=bound) for row in found]
 
     def row(self, each: Candidate) -> StrategyRow:
-        """Returns the fastest way of a candidate that fits: with parameters whole or spread, without or with recompute."""
+        """Returns the fastest way of a candidate that fits: of each kind, without or with recompute."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
         closest: Estimate | None = None
         for form in forms:
-            kinds = (True,) if self.memory is not None and each.whole > self.memory else (False, True)
-            ways = [way for spread in kinds for way in self.ways(each, form, spread)]
-            fitting = [way for way in ways if self.memory is None or way.cost.memory["total"] <= self.memory]
+            ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
+            fitting = [way for way in ways if self.memory is None or way.memory["total"] <= self.memory]
             if fitting:
                 best = min(fitting, key=lambda way: way.cost.seconds)
                 make = functools.partial(self.planned, each, form)
                 return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
-            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.cost.memory["total"])
+            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"])
         assert closest is not None and self.memory is not None
-        least = closest.cost.memory["total"]
+        least = closest.memory["total"]
         raise MemoryLimitError(
             f"the strategy that needs least, {closest.mesh} with {closest.count} micro-batches, takes {least:,} bytes a rank, the limit is "
             f"{self.memory:,.0f}\n  Give more devices, or more memory."
         )
 
-    def ways(self, each: Candidate, form: str, spread: bool) -> Iterator[Estimate]:
+    def kinds(self, each: Candidate) -> Sequence[str]:
+        """Returns what layouts inside a stage to look at: the fastest ones; under a limit also those that store least, and the expert's."""
+        if self.memory is None:
+            return (FASTEST,)
+        experts = EXPERT if each.mesh.sizes[2] > 1 else ()
+        return (*((FASTEST,) if each.whole <= self.memory else ()), SPREAD, *experts)
+
+    def ways(self, each: Candidate, form: str, kind: str) -> Iterator[Estimate]:
         """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
-        if spread and self.memory is None:
-            return
         for kinds in IN_LOOP if self.memory is not None else IN_LOOP[:1]:
-            units = self.measured(each, form, spread, kinds)
+            try:
+                units = self.measured(each, form, kind, kinds)
+            except PlanError:
+                if kind in EXPERT:  # whose scheme does not fit the model
+                    return
+                raise
             options = {"optimizer": self.optimizer}
             made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, 0.0, options)
             if len(made.row) < len(made.owners):
                 raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
             made.bound = each.microbatches * sum(unit.seconds * unit.times for unit in units) / each.stages
             yield made
-            if self.memory is None or made.cost.memory["total"] <= self.memory:
+            if self.memory is None or made.memory["total"] <= self.memory:
                 return
 
-    def measured(self, each: Candidate, form: str, spread: bool, kinds: Sequence[str]) -> list[Unit]:
+    def measured(self, each: Candidate, form: str, kind: str, kinds: Sequence[str]) -> list[Unit]:
         """Returns the units of the model on the mesh of a stage, planned once for each size of micro-batch."""
-        key = each.mesh.sizes[1:], each.microbatches, form, spread
+        key = each.mesh.sizes[1:], each.microbatches, form, kind
         if key not in self.chunks:
             gm = self.short.again().gm
             gm = compute_again(gm, forms_of(gm, form))
             inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
-            share = () if spread else (PARAMETER, GRADIENT)
-            self.chunks[key] = units_of(gm, self.short.stages, self.short.about, inner, each.microbatches, spread, share)
+            share = () if kind == SPREAD else (PARAMETER, GRADIENT)
+            expert = kind if kind in EXPERT else None
+            about = self.short.stages, self.short.about, inner, each.microbatches
+            self.chunks[key] = units_of(gm, *about, kind == SPREAD, share, expert)
         chunks = self.chunks[key]
         ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
         in_loop = {port for port in ports if port.kind in kinds}
@@ -246,7 +259,7 @@ def candidates(
     """Returns the strategies of `devices` ranks, those that may be fastest first.
 
     Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
-    1, 2, 4, ... samples.
+    1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
     """
     batch = Model(task.gm).batch
     blocks = sum(lengths.values()) or 1
@@ -260,11 +273,8 @@ def candidates(
             if tensor > mesh.cluster.ranks_per_node and mesh.cluster.ranks_per_node < devices:
                 continue
             for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
-                for schedule in ("1f1b", "interleaved") if pipe > 1 else ("1f1b",):
-                    chunks = pipe * CHUNKS[schedule]
-                    if chunks > blocks + 2 or count < pipe or (schedule == "interleaved" and count % pipe):
-                        continue
-                    bubble = (pipe - 1) / (count * CHUNKS[schedule])
+                for schedule in schedules(pipe, count, blocks):
+                    bubble = (pipe - 1) / (count * chunks_in(schedule))
                     least = work / (mesh.cluster.peak * devices) * (1 + bubble)
                     share = stored / (pipe * tensor)
                     whole = share * (2 + OPTIMIZER_STATE[optimizer])
@@ -272,6 +282,17 @@ def candidates(
                     guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
                     found.append(Candidate(mesh, schedule, count, least, guess, whole))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
+
+
+def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
+    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on each stage.
+
+    >>> list(schedules(4, 8, 12)), list(schedules(4, 6, 12))
+    (['1f1b', 'interleaved:2', 'interleaved:3'], ['1f1b'])
+    """
+    yield from ("1f1b",) if count >= pipe else ()
+    if pipe > 1 and count % pipe == 0:
+        yield from (f"{INTERLEAVED}:{each}" for each in range(2, MOST + 1) if pipe * each <= blocks + 2)
 
 
 def counts(batch: int, data: int) -> list[int]:

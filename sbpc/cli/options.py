@@ -18,7 +18,7 @@ from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.staged.schedules import SCHEDULES
+from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
 PLANNING = (  # options that cannot change a finished plan
@@ -67,7 +67,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
     parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
     parser.add_argument("--stages", metavar="AXIS", help="cut the model into stages of a pipeline along this axis of the mesh")
-    order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE})"
+    order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE}); {INTERLEAVED}:3 has 3 chunks on each"
     parser.add_argument("--schedule", metavar="NAME", help=order)
     add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 

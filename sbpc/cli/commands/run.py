@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sbpc.api.loading import load
+from sbpc.api.loading import load, load_exported
 from sbpc.cli.options import (
     add_file,
     add_planning,
@@ -41,7 +41,7 @@ from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.staged.staged_plan import StagedPlan
-from sbpc.runtime.exported import inputs_beside, load_programs, module_of, weights_beside
+from sbpc.runtime.exported import inputs_beside, module_of, weights_beside
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank, launch
@@ -98,15 +98,15 @@ def run(options: argparse.Namespace) -> int:
         with as_rank():
             return run_rank(options)
     if is_plan(options.target):
-        ranks = load_programs(options.target, "inference" if options.infer else "train").mesh.ranks
-        launch(arguments(options), ranks)
+        exported = load_exported(options.target, "inference" if options.infer else "train")
+        check_traced(options, exported)
+        launch(arguments(options), exported.mesh.ranks)
         return 0
     with quiet(options):
         if options.plan:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
-        if options.trace and isinstance(plan, StagedPlan):
-            raise SbpcError("--trace measures no stages of a pipeline\n  Remove it; plan.save_trace writes what is predicted.")
+        check_traced(options, plan)
         if not options.json:
             print_plan(plan)
             sys.stdout.flush()
@@ -115,6 +115,12 @@ def run(options: argparse.Namespace) -> int:
         plan.save(file)
         launch([*arguments(options), "--plan", str(file)], plan.mesh.ranks)
     return 0
+
+
+def check_traced(options: argparse.Namespace, plan: Any) -> None:
+    """Raises SbpcError where stages of a pipeline are to be measured."""
+    if options.trace and isinstance(plan, StagedPlan):
+        raise SbpcError("--trace measures no stages of a pipeline\n  Remove it; plan.save_trace writes what is predicted.")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -226,7 +232,7 @@ class Job:
     """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how many differ."""
 
     module: nn.Module
-    plan: Plan | Programs
+    plan: Plan | Programs | StagedPlan
     batch: Callable[[int], Batch]
     batches: int = 1
 
@@ -249,7 +255,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 def job_of_file(options: argparse.Namespace, executor: str) -> Job:
     """Returns the job of an exported file. To be compared with its prediction, it runs the programs of the plan that the file holds."""
-    programs = load(options.target) if options.trace else load_programs(options.target, "inference" if options.infer else "train")
+    programs = load(options.target) if options.trace else load_exported(options.target, "inference" if options.infer else "train")
     resumed = options.checkpoint and whole_steps(Path(options.checkpoint))
     weights = options.weights or weights_beside(options.target)
     module = module_of(programs, "zeros" if resumed and not Path(weights).exists() else weights, executor)
@@ -257,7 +263,7 @@ def job_of_file(options: argparse.Namespace, executor: str) -> Job:
     return Job(module, programs, *batches_of(programs, tensors))
 
 
-def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
+def batches_of(programs: Plan | Programs | StagedPlan, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
     """Returns the arguments of every step, and how many steps differ, from tensors named "0", "1", ...
 
     A tensor with a further first dim holds one batch after another. Raises PlanError if they do not fit the programs.
@@ -276,6 +282,8 @@ def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> t
 
     def batch(step: int) -> Batch:
         whole = [tensor[step % batches] if batched[port] else tensor for port, tensor in given.items()]
+        if isinstance(programs, StagedPlan):  # every rank gives the whole batch
+            return unflatten(programs.ports.arguments, whole)
         shards = [programs.given[port].shard(tensor, sizes, coordinates) for port, tensor in zip(ports, whole)]
         return unflatten(programs.ports.arguments, shards)
 

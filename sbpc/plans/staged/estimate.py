@@ -96,18 +96,24 @@ class Estimate(Pipeline):
         """Returns the actions that one can begin only after: its neighbours' and its own."""
         last, back = len(self.owners) - 1, INPUTS if self.split else BACKWARD
         if action.kind == FORWARD:
-            return [replace(action, chunk=action.chunk - 1)] if action.chunk else []
+            return [Action(FORWARD, action.chunk - 1, action.micro_batch)] if action.chunk else []
         if action.kind == WEIGHTS:
-            return [replace(action, kind=INPUTS)]
-        own = [replace(action, kind=FORWARD)]
+            return [Action(INPUTS, action.chunk, action.micro_batch)]
+        own = [Action(FORWARD, action.chunk, action.micro_batch)]
         return own + ([Action(back, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
         if self.owners[source.chunk] == self.owners[action.chunk]:
             return 0.0
+        return self.crossings[source.chunk, action.chunk]
+
+    @functools.cached_property
+    def crossings(self) -> dict[tuple[int, int], float]:
+        """The seconds for what a chunk sends to the one behind it, and to the one before."""
         latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
-        return latency + self.border(source.chunk, action.chunk) / bandwidth
+        pairs = [pair for at in range(len(self.owners) - 1) for pair in ((at, at + 1), (at + 1, at))]
+        return {pair: latency + self.border(*pair) / bandwidth for pair in pairs}
 
     def border(self, source: int, target: int) -> float:
         """Returns the bytes that a rank sends from one chunk to the next or the one before."""
@@ -163,6 +169,7 @@ def together(costs: Sequence[PartCost]) -> PartCost:
             sent.setdefault(part, Counter()).update(axes)
     whole = {name: sum(getattr(cost, name) for cost in costs) for name in ("trained", "added", "gathered", "saved", "again")}
     whole |= {name: max(getattr(cost, name) for cost in costs) for name in ("transient", "ending")}
+    whole["first"] = whole["added"] + max(cost.first - cost.added for cost in costs)
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
     by_part = {part: dict(axes) for part, axes in sent.items()}
     return PartCost(added("compute"), added("comm"), added("flops"), by_part, homes, **whole)

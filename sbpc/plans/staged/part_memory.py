@@ -17,69 +17,59 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, FREE
 
+PROGRAMS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)  # the order in which parts run, whatever that of the graph
 FIXED, SAVED, GATHERED = "fixed", "saved", "gathered"
 Storage = tuple[int, str]  # its number, and the part that makes it where each makes its own, else ""
 
 
-def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int]:
+def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], int, int, int, int, int, int, int]:
     """Returns the memory of a chunk as `PartCost` has it, from `homes` on."""
     boxed, mesh, life = plan.unscheduled, plan.mesh, plan.life
     ends = list(zip(plan.ports.outputs, results(boxed)))
     homes = {
-        port.name: bytes_at(value, plan.given[port], mesh)
-        for port, value in plan.shapes.items()
-        if port.kind == PARAMETER
+        port.name: bytes_at(value, plan.given[port], mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER
     }
     trained = sum(homes[port.name] for port, _ in ends if port.kind == GRADIENT)
     sums = {summand(node, parts) for port, node in ends if port.kind == GRADIENT and node is not None}
     added = sum(bytes_at(node.meta["val"], node.meta["sbp"], mesh) for node in sums)
-    readers = dict[int, set[str]]()
-    for moment in life.moments:
-        for storage in (*moment.reads, *(made for made, _ in moment.makes)):
-            readers.setdefault(storage, set()).add(parts.get(moment.node, FORWARD))
+    added_up = {storage for node in sums for storage in life.values[node]}
+    calls = list(in_order(life, parts))
+    phase = [PROGRAMS.index(part) for part, _, _ in calls]
+    close = {each: at for at, each in enumerate(phase)}
+    last, readers = dict[Storage, int](), dict[int, set[str]]()
+    for at, (part, reads, makes) in enumerate(calls):
+        for storage in (*reads, *makes):
+            readers.setdefault(storage[0], set()).add(part)
+            if storage[0] not in added_up or part != AFTER:  # behind the micro-batches it is the sum that is read
+                last[storage] = at
     kept = {
         storage: kind
         for storage, owner in enumerate(life.owner)
         if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
     }
-    saved, gathered = (
-        sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED)
-    )
-    added_up = {storage for node in sums for storage in life.values[node]}
-    most = peaks(life, parts, kept, added_up)
-    return homes, trained, added, gathered, saved, most[FORWARD], most[AFTER]
-
-
-def peaks(life: Life, parts: Mapping[Node, str], kept: Mapping[int, str], added_up: set[int]) -> dict[str, int]:
-    """Returns the most bytes that are alive for a moment, in micro-batches (FORWARD) and AFTER them.
-
-    kept: storages that are counted otherwise. added_up: those of gradients, which end where they are added.
-    """
-    calls = list(in_order(life, parts))
-    last = {storage: at for at, (_, reads, makes) in enumerate(calls) for storage in (*reads, *makes)}
-    done = max((at for at, (part, _, _) in enumerate(calls) if part == WEIGHTS), default=0)
-    alive, most = 0, {AFTER: 0, FORWARD: 0}
+    saved, gathered = (sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED))
+    alive, most = 0, [0] * len(PROGRAMS)
+    made = first = 0  # gradients so far
     dying: dict[int, int] = {}
     for at, (part, _, makes) in enumerate(calls):
         for storage in makes:
             number = storage[0]
             if number not in kept:
                 alive += life.size[number]
-                end = last[storage] if number in added_up or life.last[number] < inf else len(calls)
-                end = (
-                    done if part == INPUTS and end < len(calls) and calls[end][0] == WEIGHTS else end
-                )  # its program is given it
+                end = last[storage] if number in added_up or life.last[number] < inf else close[phase[at]]
+                end = close[phase[end]] if (part, calls[end][0]) == (INPUTS, WEIGHTS) else end  # its program is given it
                 dying[end] = dying.get(end, 0) + life.size[number]
-        key = AFTER if part == AFTER else FORWARD
-        most[key] = max(most[key], alive)
+        most[phase[at]] = max(most[phase[at]], alive)
+        first = max(first, alive + made) if part in (INPUTS, WEIGHTS) else first
         alive -= dying.pop(at, 0)
-    return most
+        made += sum(life.size[storage[0]] for storage in {*calls[at][1], *makes} if storage[0] in added_up and last.get(storage) == at)
+    return homes, trained, added, gathered, saved, max(most[1:-1]), first, max(most[0], most[-1])
 
 
 def in_order(life: Life, parts: Mapping[Node, str]) -> Iterator[tuple[str, list[Storage], list[Storage]]]:
     """Yields by call its part, what it reads and what it makes.
 
-    All INPUTS are before the WEIGHTS, as they run, and what is FREE is made where a part first reads it, in each part anew.
+    The parts follow each other as they run, and what is FREE is made where a part first reads it, in each part anew.
     """
     makers = {made: m for m in life.moments if free(m, parts) for made, _ in m.makes}
     done: set[Storage] = set()
@@ -94,10 +84,15 @@ def in_order(life: Life, parts: Mapping[Node, str]) -> Iterator[tuple[str, list[
                 yield from call(part, makers[storage[0]])
         yield part, of(part, moment.reads), of(part, [made for made, _ in moment.makes])
 
-    turn = {INPUTS: 1, WEIGHTS: 2, AFTER: 2}
-    named = [(parts.get(moment.node, FORWARD), moment) for moment in life.moments if not free(moment, parts)]
-    for part, moment in sorted(named, key=lambda each: turn.get(each[0], 0)):
+    named = [(part_of(moment, parts), moment) for moment in life.moments if not free(moment, parts)]
+    for part, moment in sorted(named, key=lambda each: PROGRAMS.index(each[0])):
         yield from call(part, moment)
+
+
+def part_of(moment: Moment, parts: Mapping[Node, str]) -> str:
+    """Returns the part in which a call runs; what is given to a program of its own is there from the first on."""
+    part = parts.get(moment.node, FORWARD)
+    return FORWARD if part == FREE else part
 
 
 def free(moment: Moment, parts: Mapping[Node, str]) -> bool:

@@ -57,7 +57,8 @@ class PartCost:
 
     homes: by parameter. trained: of trained ones. added: of gradients while they add up. gathered: of what is boxed before the
     micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak of one;
-    ending: of what else is alive at the end. again: seconds in a micro-batch of computing values again.
+    first: at that of the first one to come back, with the gradients that it makes; ending: before or behind all of them.
+    again: seconds in a micro-batch of computing values again.
     """
 
     compute: dict[str, float]
@@ -70,6 +71,7 @@ class PartCost:
     gathered: int
     saved: int
     transient: int
+    first: int
     ending: int
     again: float = 0.0
 
@@ -169,13 +171,17 @@ class Pipeline(ABC):
         communicate = [self.totals(stage, "comm") for stage in stages]
         most = max(stages, key=lambda stage: compute[stage] + communicate[stage])
         busy = compute[most] + communicate[most]
-        memory = max((self.memory_of(stage) for stage in stages), key=lambda each: each["total"])
         flops = max(self.totals(stage, "flops") for stage in stages)
         bound = min(self.bound, seconds)
         mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
         again = self.count * sum(part.again for part in mine)
         sent = self.bytes_sent
-        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, memory, flops, bound, again)
+        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, self.memory, flops, bound, again)
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """The bytes that a rank of the stage that takes most has, by kind."""
+        return max((self.memory_of(stage) for stage in range(self.stages)), key=lambda each: each["total"])
 
     def last_ends(self) -> list[float]:
         """Returns by stage when its last action ends."""
@@ -193,25 +199,31 @@ class Pipeline(ABC):
     def memory_of(self, stage: int) -> dict[str, int]:
         """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step.
 
-        Activations are those of the micro-batches in flight, with what waits to be sent on.
+        Activations are those of the micro-batches in flight, and gradients are there from a chunk's first backward on: not every kind
+        has its most at the peak.
         """
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        parts = [self.parts[at] for at in mine]
-        alive = most = 0
+        parts = [self.parts[at] for at, owner in enumerate(self.owners) if owner == stage]
+        kinds = {
+            "parameters": sum(sum(part.homes.values()) for part in parts),
+            "gradients": sum(part.added for part in parts),
+            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts),
+            "activations": 0,
+            "temporaries": sum(part.gathered for part in parts),
+        }
+        held = kinds["parameters"] + kinds["optimizer"] + kinds["temporaries"]
+        beside = max(part.ending for part in parts)  # what is alive for a moment
+        peak = kinds["gradients"] + beside
+        alive = added = 0
+        begun: set[int] = set()
         for action in self.actions[stage]:
             part = self.parts[action.chunk]
             alive += part.saved if action.kind == FORWARD else 0
-            most = max(most, alive)
-            alive -= part.saved if action.kind == (WEIGHTS if self.split else BACKWARD) else 0
-        parameters = sum(sum(part.homes.values()) for part in parts)
-        trained = sum(part.trained for part in parts)
-        total = {
-            "parameters": parameters,
-            "gradients": sum(part.added for part in parts),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * trained,
-            "activations": most,
-        }
-        gathered = sum(part.gathered for part in parts)
-        peak = max(most + max(part.transient for part in parts), max(part.ending for part in parts))
-        total["temporaries"] = gathered + peak - most
-        return total | {"total": sum(total.values())}
+            now = part.transient if action.kind == FORWARD or action.chunk in begun else part.first
+            kinds["activations"], beside = max(kinds["activations"], alive), max(beside, part.transient)
+            peak = max(peak, alive + added + now)
+            if action.kind == (WEIGHTS if self.split else BACKWARD):
+                alive -= part.saved
+                added += 0 if action.chunk in begun else part.added
+                begun.add(action.chunk)
+        kinds["temporaries"] += beside
+        return kinds | {"total": held + peak}

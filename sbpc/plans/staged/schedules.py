@@ -5,19 +5,39 @@ A schedule gives every rank of the axis of stages a list of actions. One list se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from sbpc._compat import torch_pipeline_order
-from sbpc.errors import PlanError, VerifyError
+from sbpc._compat import torch_zbv_order
+from sbpc.errors import PlanError, SbpcError, VerifyError
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # I and W: the backward of what a stage received, then that of its weights
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}  # of the model on each rank of the axis
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}  # how many chunks of the model each stage has, where that is not said
+INTERLEAVED = "interleaved"  # may say how many: "interleaved:3"
+MOST_CHUNKS = 1024
 
 
-@dataclass(frozen=True)
-class Action:
+def chunks_in(schedule: str) -> int:
+    """Returns how many chunks of the model each stage has.
+
+    >>> chunks_in("1f1b"), chunks_in("interleaved"), chunks_in("interleaved:3")
+    (1, 2, 3)
+
+    Raises SbpcError for a schedule that is none.
+    """
+    name, colon, given = schedule.partition(":")
+    if name not in SCHEDULES or (colon and name != INTERLEAVED):
+        raise SbpcError(f"no schedule {schedule!r} is known\n  Known are {', '.join(map(repr, SCHEDULES))}.")
+    if colon and not (given.isdecimal() and given.isascii() and 2 <= int(given) <= MOST_CHUNKS):
+        raise SbpcError(
+            f"the schedule is {schedule!r}\n  Behind the colon stands how many chunks of the model each stage has, as in 'interleaved:3': "
+            f"2 to {MOST_CHUNKS}. One is '1f1b'."
+        )
+    return int(given) if colon else SCHEDULES[name]
+
+
+class Action(NamedTuple):
     """Runs a part of a chunk's program, FORWARD to WEIGHTS, for a micro-batch."""
 
     kind: str
@@ -35,9 +55,7 @@ def owners(schedule: str, stages: int) -> list[int]:
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
     there = list(range(stages))
-    if CHUNKS[schedule] == 1:
-        return there
-    return there + (there[::-1] if schedule == "zbv" else there)
+    return there + there[::-1] if schedule == "zbv" else there * chunks_in(schedule)
 
 
 def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
@@ -48,22 +66,41 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
 
     Raises PlanError if the schedule cannot have so few micro-batches.
     """
-    if CHUNKS[schedule] == 1:
-        return [one_chunk(rank, stages if schedule == "1f1b" else count + rank + 1, count) for rank in range(stages)]
-    try:
-        order = torch_pipeline_order(schedule, stages, count, owners(schedule, stages))
-    except ValueError as error:
-        raise PlanError(f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number.") from error
-    return [[Action(*each) for each in order[rank]] for rank in range(stages)]
+    if schedule == "zbv":
+        try:
+            order = torch_zbv_order(stages, count, owners(schedule, stages))
+        except ValueError as error:
+            raise PlanError(f"{schedule} with {stages} stages and {count} micro-batches: {error}\n  Give another number.") from error
+        return [[Action(*each) for each in order[rank]] for rank in range(stages)]
+    chunks = chunks_in(schedule)
+    if chunks > 1:
+        return [interleaved(rank, stages, chunks, count) for rank in range(stages)]
+    return [by_turns([rank], count, count, count if schedule == "gpipe" else stages - rank - 1) for rank in range(stages)]
 
 
-def one_chunk(rank: int, stages: int, count: int) -> list[Action]:
-    """Returns the actions of a rank with one chunk: as many forwards as stages follow, then forwards and backwards by turns."""
-    ahead = min(count, stages - rank - 1)
-    actions = [Action(FORWARD, rank, at) for at in range(ahead)]
-    for at in range(count):
-        actions += [Action(FORWARD, rank, at + ahead)] if at + ahead < count else []
-        actions.append(Action(BACKWARD, rank, at))
+def interleaved(rank: int, stages: int, chunks: int, count: int) -> list[Action]:
+    """Returns the actions of a rank with several chunks (Narayanan et al., arXiv 2104.04473, section 2.2): a round of micro-batches goes
+    through the first chunk, then through the next one.
+
+    A round has as many micro-batches as there are stages, or a few more if `count` is no multiple. Raises PlanError if no such
+    number divides `count`.
+    """
+    length = count // max(1, count // stages)
+    if count % length:
+        what = f"interleaved with {stages} stages and {count} micro-batches, which rounds of {length} do not divide"
+        raise PlanError(f"{what}\n  Give a multiple of {stages}.")
+    mine = [rank + stages * at for at in range(chunks)]
+    return by_turns(mine, count, length, (chunks - 1) * length + 2 * (stages - rank - 1))
+
+
+def by_turns(chunks: Sequence[int], count: int, length: int, ahead: int) -> list[Action]:
+    """Returns `ahead` forwards of a rank, then forwards and backwards by turns. length: micro-batches of a round through the chunks."""
+    rounds = [range(first, first + length) for first in range(0, count, length)]
+    forwards = [Action(FORWARD, chunk, batch) for each in rounds for chunk in chunks for batch in each]
+    backwards = [Action(BACKWARD, chunk, batch) for each in rounds for chunk in reversed(chunks) for batch in each]
+    actions = forwards[:ahead]
+    for at, backward in enumerate(backwards):
+        actions += [*forwards[ahead + at : ahead + at + 1], backward]
     return actions
 
 
@@ -98,6 +135,7 @@ def spans(
 ) -> dict[Action, tuple[float, float]]:
     """Returns when every action starts and ends. seconds: by kind and chunk. sending: from one action to one that needs it."""
     found: dict[Action, tuple[float, float]] = {}
+    needs = functools.cache(needs)
     free = [0.0] * len(actions)
     for rank, action in in_turn(actions, needs):
         start = max([free[rank], *(found[need][1] + sending(need, action) for need in needs(action))])

@@ -19,7 +19,7 @@ from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import Decoder
 from sbpc.plans.staged.loop import Loop, Source
-from sbpc.plans.staged.schedules import CHUNKS, in_turn
+from sbpc.plans.staged.schedules import chunks_in, in_turn
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 STAGES = "stages"
@@ -90,11 +90,11 @@ def decode_chunk(decoder: Decoder, body: Mapping[str, Any], plan_in: Callable[[D
 # --- what the parts of a file must have in common: each yields what is wrong, and may rely on what is checked before it --------------
 def wrong_mesh(plan: StagedPlan) -> Iterator[str]:
     """Yields what is wrong with the meshes, the schedule and the number of chunks."""
-    if plan.schedule not in CHUNKS or plan.axis not in plan.mesh.axes:
-        yield f"{plan.schedule!r} along {plan.axis!r} of {plan.mesh}"
+    if plan.axis not in plan.mesh.axes:
+        yield f"stages along {plan.axis!r} of {plan.mesh}"
     if type(plan.loop.count) is not int or plan.loop.count < 1:
         yield f"{plan.loop.count} micro-batches"
-    if len(plan.chunks) != plan.stages * CHUNKS[plan.schedule]:
+    if len(plan.chunks) != plan.stages * chunks_in(plan.schedule):
         yield f"{len(plan.chunks)} chunks for {plan.stages} stages"
     sizes = {name: size for name, size in zip(plan.mesh.axes, plan.mesh.sizes) if name != plan.axis} or {plan.axis: 1}
     for at, chunk in enumerate(plan.chunks):

@@ -31,7 +31,6 @@ PROOF = "What bounds it is plan.cost.lower_bound: no layouts of these stages tak
 EXPLAINED = "Plan the model with these stages here, without a memory limit, and explain that plan."
 LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
-    "export": "Write it with plan.save, and run it with `sbpc run TARGET --plan FILE`.",
     "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
 }  # fmt: skip
 
@@ -72,7 +71,7 @@ class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
     mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
-    schedule: "gpipe", "1f1b", "interleaved" or "zbv". bound: seconds that no layouts of these stages can beat. in_loop: parameters
+    schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. in_loop: parameters
     and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all stages, in
     which layouts were chosen; None where the plan was read from a file.
     """
@@ -295,6 +294,14 @@ class StagedPlan(Pipeline):
         """Writes the plan to one file that `sbpc.load` reads: JSON, no pickle, no code. Raises PlanError if that fails."""
         check_kinds(PlanError, path=(path, "a path"))
         self.rewriter.save(self, Path(path))
+
+    def export(self, path: str | Path) -> None:
+        """Writes the plan to a file that `sbpc.load_module` and `sbpc run` run without planning and without the model's source.
+
+        It is that of `save`: each rank writes its programs from the chunks in it. The file holds no weights: put them beside it, as
+        `sbpc export` does. Raises PlanError if it cannot be written.
+        """
+        self.save(path)
 
     @property
     def rewriter(self) -> Rewriter:

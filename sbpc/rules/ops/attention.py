@@ -1,16 +1,20 @@
 """Attention and softmax: no rank can normalise over a shard; the dim of a softmax is split through a function.
 
+A causal mask speaks of places in the whole sequence: on a rank that has a part of the queries, or in the backward of the keys, it is
+written out from where that part begins. The pairs that it hides are among the flops: with a written mask they are computed.
+
 Each of g key heads serves r query heads. The ops of CUDA run on no CPU: their rules are proved on formulas in their
 place, which give what the kernels are documented to give.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from sbpc.rules.match import Arguments, Write
+from sbpc.rules.match import Arguments, Kernel, Shard, Write
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
@@ -27,9 +31,36 @@ def _bias(given: Arguments, name: str) -> str | None:
     return " ".join("1" if size == 1 else dim for dim, size in zip(dims, value.shape))
 
 
-def _fixed(given: Arguments, lse: str) -> str:
-    """Without a causal mask, which speaks of absolute positions, the queries may be split."""
-    return "d e t" + (" l" if lse == PADDED else "") + (" s" if given["is_causal"] or lse == PADDED else "")
+def _fixed(given: Arguments, mask: str, lse: str) -> str:
+    """The queries may be split, unless the logsumexp is padded, or the mask is causal and the op takes no other."""
+    return "d e t" + (" l s" if lse == PADDED else " s" if given["is_causal"] and not mask else "")
+
+
+def _place(given: Arguments) -> str:
+    """A causal mask needs to know where a rank's queries and keys begin."""
+    return " ; idx s ; idx t" if given["is_causal"] else ""
+
+
+def written_mask(name: str) -> Kernel:
+    """Runs the op where queries or keys are split with its causal mask written out as argument `name`: -inf where a key comes later."""
+
+    def local(shard: Shard) -> Any:
+        if not shard.offsets:
+            return shard.plain()
+        call, query = shard.call, shard.given["query"]
+
+        def places(dim: str) -> Any:
+            here = call(aten.cumsum.default, call(aten.new_ones.default, query, [shard.local[dim]], dtype=torch.int64), 0)
+            return call(aten.add.Tensor, here, shard.offsets[dim]) if dim in shard.offsets else here
+
+        later = call(aten.gt.Tensor, places("t"), call(aten.unsqueeze.default, places("s"), 1))
+        mask = call(aten.new_zeros.default, query, [1, 1, shard.local["s"], shard.local["t"]])
+        mask = call(aten.masked_fill.Scalar, mask, later, -math.inf)
+        if shard.given[name] is not None:
+            mask = call(aten.add.Tensor, shard.given[name], mask)
+        return shard.plain(is_causal=False, **{name: mask})
+
+    return local
 
 
 def forward(mask: str, lse: str, absent: int = 0) -> Write:
@@ -40,7 +71,7 @@ def forward(mask: str, lse: str, absent: int = 0) -> Write:
         more = f", {mask}={dims}" if dims is not None else ""
         sums = lse + " 1" * (outputs[1].dim() - 3)
         sign = f"{Q}, {K}, {V}{more} -> {OUT}, {sums}{', _' * absent}"
-        return f"{sign} ; fix {_fixed(given, lse)} ; lin(2 -> 0) ; when(dropout_p == 0)"
+        return f"{sign} ; fix {_fixed(given, mask, lse)} ; lin(2 -> 0) ; when(dropout_p == 0){_place(given)}"
 
     return write
 
@@ -48,7 +79,7 @@ def forward(mask: str, lse: str, absent: int = 0) -> Write:
 def backward(mask: str, lse: str, more: str = "") -> Write:
     """Linear in grad_out, and jointly in value and out: dS = P (grad_out value^T - rowsum(grad_out out)).
 
-    Since P comes from the whole logsumexp, the keys may be split where no causal mask speaks of their positions.
+    Since P comes from the whole logsumexp, the keys may be split, unless the mask is causal and the op takes no other.
     """
 
     def write(given: Arguments, outputs: Any) -> str:
@@ -61,12 +92,12 @@ def backward(mask: str, lse: str, more: str = "") -> Write:
             results.append(str(dims) if wanted else "_")
             linear += ",3" if wanted else ""
             summed += [name for name in ("b", "g") if wanted and name not in str(dims)]
-        fixed = " ".join(name for name in _fixed(given, lse).split() if name != "t" or given["is_causal"])
+        fixed = " ".join(name for name in _fixed(given, mask, lse).split() if name != "t" or (given["is_causal"] and not mask))
         summed += [name for name in ("s", "t") if name not in fixed.split()]
         seeds = " p o" if more else ""
         sign = f"{', '.join(operands)}{more} -> {', '.join(results)}"
         clauses = f"+{' '.join(summed)} ; fix {fixed}{seeds} ; lin(0) ; lin(3,4 -> {linear})"
-        return f"{sign} ; {clauses} ; when(dropout_p == 0)"
+        return f"{sign} ; {clauses} ; when(dropout_p == 0){_place(given)}"
 
     return write
 
@@ -96,14 +127,12 @@ for name, mask, lse, absent, more in (
     ("flash", "", EXACT, 7, ENDS + SEEDS),
 ):
     ahead, back = (getattr(aten, f"_scaled_dot_product_{name}_attention{which}").default for which in ("", "_backward"))
-    rule(ahead, forward(mask, lse, absent), flops=AHEAD, nonempty="b g s")
-    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s t")
-rule(aten._scaled_dot_product_flash_attention_for_cpu.default, forward("attn_mask", EXACT), flops=AHEAD, nonempty="g s")
-rule(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    backward("attn_mask", EXACT),
-    flops=BACK,
-    nonempty="g t",
-)
+    local = written_mask(mask)
+    rule(ahead, forward(mask, lse, absent), flops=AHEAD, nonempty="b g s", local=local)
+    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s t", local=local)
+MASK = "attn_mask"
+ahead, back = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{which}").default for which in ("", "_backward"))
+rule(ahead, forward(MASK, EXACT), flops=AHEAD, nonempty="g s", local=written_mask(MASK))
+rule(back, backward(MASK, EXACT), flops=BACK, nonempty="g t", local=written_mask(MASK))
 rule(aten._softmax.default, along(1, "softmax"))
 rule(aten._softmax_backward_data.default, along(2, "softmax_backward", "lin(0)"))
