@@ -17,6 +17,7 @@ from sbpc import Mesh
 from sbpc.api.planning import prepare
 from sbpc.passes.box import box
 from sbpc.plans.measure import measure
+from sbpc.plans.memory import Life, memory_totals
 from sbpc.plans.symbolic_sizes import name_dims
 from tests import models
 
@@ -62,13 +63,31 @@ def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh
     plan = sbpc.plan(model, args, mesh, dynamic=GPT, objective="serial")
     assert not plan.notes and plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
     model, args = models.gpt2(**sizes)
-    there = measure(box(prepare(model, args).gm, plan.assignment, mesh), mesh, {}, 0.0)
+    boxed = box(prepare(model, args).gm, plan.assignment, mesh)
+    there = measure(boxed, mesh, {}, 0.0)
     names = {"batch": "b", "seq": "s", "vocab": "v", "width": "h", "heads": "heads"}
     found = {names[name]: size for name, size in sizes.items()}
     assert plan.cost.subs(found) == pytest.approx(there.seconds, rel=1e-12)
     numbers = {plan.cost.symbols[name]: value for name, value in (plan.cost.numbers | found).items()}
     for axis, sent in there.bytes_sent.items():
         assert float(plan.cost.bytes_expr[axis].subs(numbers)) == pytest.approx(sent, rel=1e-12)
+    held = memory_totals(Life.of(boxed, mesh), boxed, mesh, "adamw")["total"]
+    assert plan.cost.memory_expr.xreplace(numbers) == held
+    numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert plan.cost.memory_expr.xreplace(numbers) == plan.memory["total"]
+
+
+def test_memory_as_a_formula_is_right_on_more_ranks() -> None:
+    args = (torch.randn(32, 64),)
+    plan = sbpc.plan(nn.Linear(64, 32, bias=False), args, Mesh(t=2), pin={"weight": "S(0)"}, optimizer="adamw", dynamic={"input_1": ("b", "k"), "weight": ("n", "k")},
+                     inputs=["S(0)"], objective="serial")  # fmt: skip
+    cost, wide = plan.cost, Mesh(t=8)
+    for sizes in ({"b": 32}, {"b": 512, "n": 64}):
+        found = {"k": 64, "n": 32} | sizes
+        gm = prepare(nn.Linear(found["k"], found["n"], bias=False), (torch.randn(found["b"], 64),)).gm
+        boxed = box(gm, plan.assignment, wide)
+        numbers = {cost.symbols[name]: value for name, value in (cost.numbers | found | {"t": 8}).items()}
+        assert cost.memory_expr.xreplace(numbers) == memory_totals(Life.of(boxed, wide), boxed, wide, "adamw")["total"]
 
 
 def test_dims_that_are_not_named_are_what_they_meet() -> None:

@@ -108,8 +108,9 @@ class Cost:
     plan of the same space can beat; seconds, or bytes where `objective` is "bytes". serial_bound: what compute_seconds +
     comm_seconds of no plan can beat. recompute_seconds: the part of compute_seconds in which values of the forward are computed again.
 
-    `expr` (of compute_seconds + comm_seconds, whatever overlaps) and `bytes_expr` are formulas in the sizes of axes, the figures of
-    the cluster, and the dims that `dynamic=` of `sbpc.plan` names. `subs` puts numbers in, `evaluate` arrays of numbers.
+    `expr` (of compute_seconds + comm_seconds, whatever overlaps), `bytes_expr` and `memory_expr` (of the peak, with the calls in the
+    plan's order) are formulas in the sizes of axes, the figures of the cluster, and the dims that `dynamic=` of `sbpc.plan` names.
+    `subs` puts numbers into `expr`, `evaluate` arrays of numbers.
     """
 
     mesh: Mesh
@@ -127,6 +128,7 @@ class Cost:
     makespan: float | None = None
     serial_bound: float = 0.0
     recompute_seconds: float = 0.0
+    memory_of: Callable[[Sequence[sympy.Symbol]], sympy.Expr] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
@@ -221,6 +223,13 @@ class Cost:
         for transfer, count in self.transfers:
             terms[self.mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
         return {key: sympy.Add(*each) for key, each in terms.items()}
+
+    @functools.cached_property
+    def memory_expr(self) -> sympy.Expr:
+        """`memory["total"]` as a formula: put all numbers in at once, `memory_expr.xreplace({symbols["b"]: 64, ...})`, as sympy's `subs`
+        takes long to compare the terms of a maximum."""
+        assert self.memory_of is not None
+        return self.memory_of([self.symbols[name] for name in self.mesh.axes])
 
     def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
         """Returns rounds and bytes of one collective as formulas."""

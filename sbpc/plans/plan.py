@@ -22,6 +22,7 @@ from sbpc.plans.cost import Cost
 from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals, optimizer_bytes
 from sbpc.plans.memory_curve import MemoryCurve, memory_curve
+from sbpc.plans.memory_formula import memory_formula
 from sbpc.plans.timeline import Event, makespan, timeline
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 from sbpc.rules.choices import Choice
@@ -76,8 +77,7 @@ class Prover(Protocol):
 class Checked:
     """A plan checked against multipliers alone: `paid` is what its layouts cost, `bound` what every plan costs at least.
 
-    searched: the bound that the plan carries. It is above `bound` where it was found by search: layouts that are in no
-    cheaper plan were dropped, and the rest was solved as a mixed-integer program.
+    searched: the bound that the plan carries, above `bound` where what may be in a cheaper plan was solved as a mixed-integer program.
     """
 
     paid: float
@@ -235,8 +235,7 @@ class Plan:
     def local_at(self, rank: int) -> GraphModule:
         """Returns the program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
         check_kinds(PlanError, rank=(rank, "an integer"))
-        if not 0 <= rank < self.mesh.ranks:
-            ranks = self.mesh.ranks
+        if not 0 <= rank < (ranks := self.mesh.ranks):
             raise PlanError(f"rank {rank} of a mesh of {ranks} ranks\n  Ranks are 0 to {ranks - 1}.")
         key = self.shape_class(rank)
         if key not in self.programs:
@@ -295,8 +294,9 @@ class Plan:
         start = time.process_time()
         with uncollected():
             took = makespan(self.timeline()) if self.objective == "seconds" else None
-            serial_bound = self.serial_bound or self.lower_bound
-            cost = measure(self.boxed, self.mesh, self.memory, self.lower_bound, self.objective, took, serial_bound)
+            bounds = self.lower_bound, self.objective, took, self.serial_bound or self.lower_bound
+            cost = measure(self.boxed, self.mesh, self.memory, *bounds)
+            cost.memory_of = lambda sizes: memory_formula(self.life, self.boxed, self.mesh, self.options.get("optimizer"), sizes)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
 

@@ -112,7 +112,7 @@ def kind_of(part: str, readers: set[str], given: bool) -> str | None:
 def summand(node: Node, parts: Mapping[Node, str]) -> Node:
     """Returns what goes into the boxings of a gradient on its way home."""
     while parts[node] == AFTER:
-        (node,) = (used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
+        node = next(used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE))
     return node
 
 

@@ -78,19 +78,20 @@ def is_late(node: Node, late: set[Node]) -> bool:
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
     """Returns the nodes of boxings that end in a gradient which is not `in_loop`, and that nothing else reads."""
-    end, found = gm.graph.output_node(), set[Node]()
+    found, place = set[Node](), {node: at for at, node in enumerate(gm.graph.nodes)}
     for port, node in zip(gm.meta["ports"].outputs, results(gm)):
         if port.kind != GRADIENT or node is None or port in in_loop:
             continue
-        readers = {end}
-        while is_boxing(node) and set(node.users) <= readers:
-            given = [used for used in node.all_input_nodes if parts[used] not in (FREE, BEFORE)]
-            if len(given) != 1:
+        ahead, mine = {node}, {gm.graph.output_node()}
+        while is_boxing(last := max(ahead, key=place.__getitem__)) and set(last.users) <= mine:
+            mine.add(last)
+            ahead |= {used for used in last.all_input_nodes if parts[used] not in (FREE, BEFORE)}
+            ahead.remove(last)
+            if not ahead:
                 break
-            found.add(node)
-            readers = {node}
-            (node,) = given
-    return found
+            if len(ahead) == 1:  # a boxing of one rank may be several calls, such as slices that are put together
+                found |= mine
+    return found - {gm.graph.output_node()}
 
 
 def is_boxing(node: Node) -> bool:

@@ -1,0 +1,117 @@
+"""The bytes that a rank takes at the peak of a step, as a formula in dims and sizes of axes: that of the layouts of one plan.
+
+What is alive at a moment is a sum of products of dims, each so many times. Of two moments one of which has each product at least as many
+times, the other is never the peak; what is left is a maximum of few sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from sbpc.boxing.steps import Step
+from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.mesh.layout import Layout
+from sbpc.mesh.mesh import Mesh
+from sbpc.plans.cost import OPTIMIZER_STATE, numel
+from sbpc.plans.measure import dims_at
+from sbpc.plans.memory import POSITION, Life
+
+Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
+
+
+def memory_formula(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None, sizes: Sizes) -> sympy.Expr:
+    """Returns `memory_totals(...)["total"]` as a formula. life: that of the boxed graph. sizes: the symbols of the axes."""
+    size = [sympy.sympify(formula).as_coeff_Mul() for formula in storage_formulas(life, mesh, sizes)]
+    dying: dict[float, list[int]] = {}
+    for storage, last in enumerate(life.last):
+        dying.setdefault(last, []).append(storage)
+    alive, moments = dict[Any, Any](), dict[frozenset[tuple[Any, Any]], None]()
+    for at, moment in enumerate(life.moments):
+        for storage, _ in moment.makes:
+            count, product = size[storage]
+            alive[product] = alive.get(product, 0) + count
+        moments[frozenset(alive.items())] = None
+        for storage in dying.get(at, ()):
+            count, product = size[storage]
+            alive[product] -= count
+    always = POSITION * len(mesh.axes)
+    peaks = [always + total(dict(each)) for each in largest(list(map(dict, moments)))]
+    stored = {port.name: bytes_of(node, 0, mesh, sizes) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
+    trained = sympy.Add(*(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT))
+    return OPTIMIZER_STATE[optimizer] * trained + sympy.Max(*dict.fromkeys([*peaks, sympy.Add(*stored.values()) + trained]), evaluate=False)
+
+
+def total(counts: Mapping[Any, Any]) -> sympy.Expr:
+    """Returns the sum of products, each so many times."""
+    return sympy.Add(*(count * product for product, count in counts.items()))
+
+
+def largest(moments: Sequence[Mapping[Any, Any]]) -> list[Mapping[Any, Any]]:
+    """Returns those which no other one exceeds: has each product at least as many times.
+
+    >>> largest([{"a": 1}, {"a": 1, "b": 2}, {"a": 3}, {"b": 1}])
+    [{'a': 1, 'b': 2}, {'a': 3}]
+    """
+    kept: list[Mapping[Any, Any]] = []
+    for moment in sorted(moments, key=lambda each: -sum(each.values())):
+        if not any(all(other.get(product, 0) >= count for product, count in moment.items()) for other in kept):
+            kept.append(moment)
+    return kept
+
+
+def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
+    """Returns the bytes of every storage of a step, as formulas."""
+    found: list[Any] = [sympy.Integer(size) for size in life.size]
+    known: dict[Any, Any] = {}  # equal tensors share a formula
+    for moment in life.moments:
+        for index, (storage, size) in enumerate(moment.makes):
+            node, boxing = moment.node, {"step", "awaits"} & moment.node.meta.keys()
+            key = (*about(node, 0 if boxing else index), size if boxing else None)
+            if key not in known:
+                known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(node, index, mesh, sizes)
+            found[storage] = known[key]
+    return found
+
+
+def about(node: Node, index: int) -> tuple[Any, ...]:
+    """Returns what is the same for outputs of equal bytes."""
+    value, sbp = node.meta.get("val"), node.meta.get("sbp")
+    one, layout = (value[index], sbp[index]) if isinstance(value, (tuple, list)) and isinstance(sbp, tuple) else (value, sbp)
+    shape = (tuple(one.shape), one.dtype) if isinstance(one, Tensor) else ()
+    step = node.meta.get("step", node.meta.get("awaits"))
+    return shape, layout, step, dims_of(node, index)
+
+
+def dims_of(node: Node, index: int) -> tuple[Any, ...]:
+    """Returns the dims of an output as they stand in formulas; none where numbers do."""
+    return node.meta["dims"][index] if "dims" in node.meta else dims_at(node)
+
+
+def bytes_of(node: Node, index: int, mesh: Mesh, sizes: Sizes) -> Any:
+    """Returns the bytes of an output on the busiest rank."""
+    (_, layout, _, dims), value = about(node, index), node.meta.get("val")
+    one = value[index] if isinstance(value, (tuple, list)) else value
+    if not isinstance(one, Tensor) or not isinstance(layout, Layout):
+        return sympy.Integer(0)
+    return one.element_size() * local(one, layout, mesh, sizes, dims)
+
+
+def boxed_bytes(node: Node, size: int, mesh: Mesh, sizes: Sizes) -> Any:
+    """Returns the bytes of a tensor that a boxing step makes: as large as a shard before or after it, or in proportion to one."""
+    value, dims = node.meta["val"], dims_at(node)
+    step: Step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
+    for layout in (step.after, step.before):
+        if value.element_size() * local(value, layout, mesh) == size:
+            return value.element_size() * local(value, layout, mesh, sizes, dims)
+    return sympy.Rational(size, local(value, step.after, mesh) or 1) * local(value, step.after, mesh, sizes, dims)
+
+
+def local(value: Tensor, layout: Layout, mesh: Mesh, sizes: Sizes | None = None, dims: Sequence[Any] = ()) -> Any:
+    """Returns the elements of a tensor on the busiest rank: a number, or a formula in the symbols of axes."""
+    cuts = [layout.cuts.get(dim, ()) for dim in range(value.dim())]
+    return numel(value.shape, cuts, mesh.sizes, sizes, dims)
