@@ -88,10 +88,11 @@ def choose(
     for turn in range(rounds):
         weights = middle
         if turn or prover.share:
-            heavy, most = heaviest(streams, list(map(bare_seconds, candidates)))
+            weights, most = heaviest(streams, list(map(bare_seconds, candidates)))
             if most <= prover.bound * (1 + EQUAL):
                 break
-            weights = {stream: (heavy[stream] + middle[stream]) / 2 for stream in streams}  # halfway, or they jump to and fro
+        if turn:  # halfway, or they jump to and fro
+            weights = {stream: (weights[stream] + middle[stream]) / 2 for stream in streams}
         space, assignment, bound = solve(weighted(plan.mesh, weights))
         middle = weights if bound > prover.bound else middle
         prover.improve(space, bound)

@@ -48,21 +48,25 @@ def memory_of(plan: Plan, parts: Mapping[Node, str]) -> tuple[dict[str, int], in
         if (kind := kind_of(parts[owner], readers.get(storage, set()), owner.op == "placeholder")) is not None
     }
     saved, gathered = (sum(life.size[each] for each, kind in kept.items() if kind == which) for which in (SAVED, GATHERED))
-    alive, most = 0, [0] * len(PROGRAMS)
-    made = first = 0  # gradients so far
-    dying: dict[int, int] = {}
-    for at, (part, _, makes) in enumerate(calls):
-        for storage in makes:
-            number = storage[0]
+    most, alive, held = [0] * len(PROGRAMS), 0, 0  # held: of alive, what has no reader left but was given to the program that runs
+    made = first = 0  # gradients so far; what is alive with them when the first micro-batch comes back
+    dying, unread = dict[int, int](), dict[int, int]()
+    for at, (part, reads, makes) in enumerate(calls):
+        for number, place in makes:
             if number not in kept:
-                alive += life.size[number]
+                size, storage = life.size[number], (number, place)
+                alive += size
                 end = last[storage] if number in added_up or life.last[number] < inf else close[phase[at]]
-                end = close[phase[end]] if (part, calls[end][0]) == (INPUTS, WEIGHTS) else end  # its program is given it
-                dying[end] = dying.get(end, 0) + life.size[number]
+                given = (part, calls[end][0]) == (INPUTS, WEIGHTS)
+                unread[end] = unread.get(end, 0) + (size if given else 0)
+                end = close[phase[end]] if given else end
+                dying[end] = dying.get(end, 0) + size
         most[phase[at]] = max(most[phase[at]], alive)
-        first = max(first, alive + made) if part in (INPUTS, WEIGHTS) else first
+        first = max(first, alive - held + made) if part in (INPUTS, WEIGHTS) else first
+        held += unread.pop(at, 0)
         alive -= dying.pop(at, 0)
-        made += sum(life.size[storage[0]] for storage in {*calls[at][1], *makes} if storage[0] in added_up and last.get(storage) == at)
+        held = 0 if at == close.get(PROGRAMS.index(WEIGHTS)) else held
+        made += sum(life.size[each[0]] for each in {*reads, *makes} if each[0] in added_up and last.get(each) == at)
     return homes, trained, added, gathered, saved, max(most[1:-1]), first, max(most[0], most[-1])
 
 
