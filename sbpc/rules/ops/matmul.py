@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from sbpc.rules.grouped_product import GROUPED, grouped_local
 from sbpc.rules.match import Arguments, Call, Match, Shard
-from sbpc.rules.ops.grouped_product import GROUPED, grouped_local
 from sbpc.rules.registry import rule
 
 aten = torch.ops.aten
