@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError, shown
-from sbpc.graph.ports import PARAMETER
+from sbpc.graph.ports import PARAMETER, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
@@ -30,7 +30,7 @@ from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
-from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
+from sbpc.runtime.state.members import RANDOM, STAGED, WEIGHTS, members_of
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import StepFunction
 
@@ -115,7 +115,9 @@ def parallelize(
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     if isinstance(plan, StagedPlan):
-        return parallelize_stages(model, plan, value, run, where, result)
+        runners = [Runner(each, run, where) for each in others]
+        call = vars(parallel_class(type(model), runners))["forward"] if others else None
+        return parallelize_stages(model, plan, value, run, where, result, call)
     fill(result, plan, value, where)
     runners = [Runner(each, run, where) for each in (plan, *others)]
     result.__class__ = parallel_class(type(model), runners)
@@ -160,17 +162,19 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
         raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
     for each in (plan, *others):
         bind.check_plan(each)
-    if others and any(isinstance(each, StagedPlan) for each in (plan, *others)):
+    cut = isinstance(plan, StagedPlan) and plan.axis is not None
+    if others and (cut or any(isinstance(each, StagedPlan) for each in others)):
         todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
-        raise PlanError(f"a module with stages is for training alone\n  {todo}")
+        raise PlanError(f"a module with stages is for training alone, and a loop over micro-batches is no further plan\n  {todo}")
+    homes = plan.parameters if isinstance(plan, StagedPlan) else {p.name: each for p, each in plan.given.items() if p.kind == PARAMETER}
     for other in others:
         bind.stored(other, model)
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
-        for port, home in plan.given.items():
-            if port.kind == PARAMETER and other.given.get(port, home) != home:
+        for name, home in homes.items():
+            if other.given.get(Port(PARAMETER, name), home) != home:
                 raise PlanError(
-                    f"{port.name} is stored in {home} by one plan, in {other.given[port]} by the other\n"
+                    f"{name} is stored in {home} by one plan, in {other.given[Port(PARAMETER, name)]} by the other\n"
                     "  Make the other one with pin=plan.parameters."
                 )
 
@@ -215,8 +219,8 @@ def training_runner(module: nn.Module) -> Runner:
 
 def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
-    weights: ModuleWeights | StagedWeights | None = vars(module).get(WEIGHTS)
-    if weights is not None and weights.sums.held:
+    kept: list[ModuleWeights | StagedWeights] = [vars(module)[key] for key in (WEIGHTS, STAGED) if key in vars(module)]
+    if any(weights.sums.held for weights in kept):
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"
             "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."

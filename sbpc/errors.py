@@ -48,6 +48,10 @@ class PlanError(SbpcError):
     """A plan does not fit the model, the inputs, the ranks or the file it is used with."""
 
 
+class LoopError(PlanError):
+    """A step is no loop over micro-batches: a micro-batch cannot run without what others computed, or there is no loss."""
+
+
 class RuleError(SbpcError):
     """A rule string is malformed, or does not fit the op it is given for."""
 

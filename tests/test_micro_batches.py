@@ -11,10 +11,16 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError, SbpcError
+from sbpc.api.planning import prepare
+from sbpc.errors import LoopError, PlanError, SbpcError
+from sbpc.graph.ports import INPUT, Port
 from sbpc.mesh.cluster import Cluster
+from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.micro_batches import micro_batches
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from tests import models
-from tests.compare import compare, eager, largest_error
+from tests.compare import compare, eager, largest_error, relative_error
 
 aten = torch.ops.aten
 NETS: dict[str, dict[str, Any]] = {"mlp": {}, "gpt2": {"batch": 4}, "resnet": {"batch": 8}, "batch_norm": {"bias": False}}
@@ -80,14 +86,13 @@ def test_uneven_counts_have_the_numbers_of_the_whole_batch(weighted: bool) -> No
 
 
 @pytest.mark.parametrize(("net", "options"), [("gpt2", {"batch": 8}), ("vgg", {"batch": 12})])
-def test_the_backward_of_a_part_goes_before_the_forward_of_the_next_so_that_fewer_activations_live(
-    net: str, options: dict[str, Any]
-) -> None:
-    """A mean over targets is divided by their count, which needs no forward."""
+def test_fewer_activations_live_in_a_loop_and_where_parts_are_written_out(net: str, options: dict[str, Any]) -> None:
+    """The backward of a part goes before the forward of the next: a mean over targets is divided by their count, which needs no forward."""
     model, args = getattr(models, net)(**options)
     whole, parts = (sbpc.plan(model, args, Mesh(x=1), microbatches=m) for m in (1, 4))
-    losses = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_forward.default]
-    backwards = [at for at, node in enumerate(parts.graph.graph.nodes) if node.target is aten.nll_loss_backward.default]
+    written = micro_batches(prepare(model, args).gm, 4, Mesh(x=1).cluster)
+    losses = [at for at, node in enumerate(written.graph.nodes) if node.target is aten.nll_loss_forward.default]
+    backwards = [at for at, node in enumerate(written.graph.nodes) if node.target is aten.nll_loss_backward.default]
     assert all(backward < loss for backward, loss in zip(backwards, losses[1:])) and len(backwards) == 4
     assert parts.cost.memory["activations"] < 0.35 * whole.cost.memory["activations"]
     lives = [sbpc.simulate(plan, model, args).peak_memory for plan in (parts, whole)]
@@ -118,14 +123,61 @@ def test_two_halves_are_taken_where_the_simulated_step_is_shorter() -> None:
     assert sbpc.plan(model, args, Mesh(t=2), microbatches=None).options["microbatches"] == 1  # the ideal cluster
 
 
+def test_a_step_that_is_no_loop_is_written_out() -> None:
+    """Batch norm reads the whole batch, a step without a loss gets gradients from outside, and a loop has no symbolic dims."""
+    layer, x = nn.Linear(4, 3), torch.randn(8, 4)
+    summed = sbpc.plan(layer, (x,), Mesh(x=2), loss=Tensor.mean, microbatches=4)
+    assert isinstance(summed, StagedPlan) and summed.axis is None and summed.graph is summed.chunks[0].plan.graph
+    assert summed.certify(seconds=1) == summed.cost.gap and summed.check_bound().bound <= summed.cost.seconds * (1 + 1e-9)
+    with pytest.raises(LoopError, match="needs the whole batch's value of this op"):
+        loop_of(prepare(*models.batch_norm(bias=False)).gm, 2, Mesh(x=1).cluster)
+    for options in ({}, {"loss": Tensor.mean, "inputs": ["S(0)"]}):
+        plan: Any = sbpc.plan(layer, (x,), Mesh(x=2), microbatches=4, **options)
+        assert isinstance(plan, Plan) and sum(node.target is aten.addmm.default for node in plan.graph.graph.nodes) == 4
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"pipe": 2, "x": 2}])
+def test_formulas_have_the_number_of_micro_batches_and_the_batch(axes: dict[str, int]) -> None:
+    """One formula has the busy seconds of the same layouts for every number of micro-batches, and for another batch."""
+    stages: Any = {"stages": "pipe"} if "pipe" in axes else {}
+
+    def planned(batch: int, count: int, **options: Any) -> Any:
+        model, args = models.gpt2(batch=batch, layers=2)
+        mesh = Mesh(**axes, cluster="h100")
+        return sbpc.baseline("data", model, args, mesh, microbatches=count, objective="serial", **stages, **options)
+
+    plans = [planned(*sizes) for sizes in ((16, 2), (16, 4), (32, 4))]
+    named = planned(16, 2, dynamic={"tokens": ("b", "s"), "targets": ("b", "s")})
+    for plan in plans:
+        cost, batch = plan.cost, plan.shapes[Port(INPUT, "0")].shape[0]
+        busy = pytest.approx(cost.compute_seconds + cost.comm_seconds, rel=1e-9)
+        assert plans[0].cost.subs(m=plan.count, batch=batch) == busy == named.cost.subs(m=plan.count, b=batch)
+        numbers = {cost.symbols[name]: number for name, number in cost.numbers.items()}
+        sent = float(cost.bytes_expr["x"].xreplace(numbers))
+        assert sent == pytest.approx(cost.bytes_sent["x"], rel=1e-9) if not stages else 0 < sent <= cost.bytes_sent["x"]
+    assert {"b", "s", "m", "x"} <= set(map(str, named.cost.expr.free_symbols))
+
+
+def test_gradients_of_arguments_are_joined() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    layer, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(8, 4, requires_grad=True)
+    plan = sbpc.plan(layer, (x,), Mesh(x=2), loss=Tensor.mean, microbatches=4)
+    run = sbpc.simulate(plan, layer, (x,))
+    layer(x).mean().backward()
+    assert isinstance(plan, StagedPlan) and relative_error(run.input_gradients[0], x.grad, 1e-6) <= 1e-12
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     model, args = models.mlp(batch=6)
     with pytest.raises(PlanError, match="a batch of 6 in 4 micro-batches"):
         sbpc.plan(model, args, Mesh(x=2), microbatches=4)
     with pytest.raises(PlanError, match="dynamic= with microbatches="):
-        sbpc.plan(model, args, Mesh(x=2), microbatches=2, dynamic={"b": 6})
+        sbpc.plan(model, args, Mesh(x=2), microbatches=2, dynamic={"b": 6}, objective="bytes")
+    with pytest.raises(SbpcError, match="'m' is the number of micro-batches"):
+        sbpc.plan(model, args, Mesh(x=2), microbatches=2, dynamic={"m": 6})
     with pytest.raises(PlanError, match="of a value with microbatches="):
-        sbpc.plan(model, args, Mesh(x=2), microbatches=2, pin={"relu": "S(0)"})
+        sbpc.plan(model, args, Mesh(x=2), microbatches=2, pin={"relu": "S(0)"}, objective="bytes")
     for bad in (0, -1, 1.5, "2"):
         with pytest.raises(SbpcError, match="microbatches is"):
             sbpc.plan(model, args, Mesh(x=2), microbatches=bad)  # type: ignore[arg-type]

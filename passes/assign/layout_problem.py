@@ -54,7 +54,7 @@ class LayoutProblem:
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {}  # see `once`
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
-        self.variables = [Variable(node.name, t.seconds, t.digits) for node, t in zip(self.nodes, self.tables)]
+        self.variables = [Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)]
         self.values: list[Value] = []
         self.codes: list[np.ndarray] = []  # by value the codes of its layouts
         self.keys: list[Key] = []
@@ -145,7 +145,14 @@ class LayoutProblem:
             made, taken = self.tables[self.number[source[0]]].outs[source[1]], self.taken(readers[node, 0][0])
             key = (id(table), id(made), "narrow", id(taken))
             self.tables[at] = few = self.once(key, partial(narrowed, table, made, taken))
-            self.variables[at] = Variable(node.name, few.seconds, few.digits)
+            self.variables[at] = Variable(node.name, self.seconds_of(node, few), few.digits)
+
+    def seconds_of(self, node: Node, table: Table) -> np.ndarray:
+        """Returns the seconds of a node by label: a part of them where it runs once for all micro-batches of a loop."""
+        part = self.gm.meta.get(ONCE, {}).get(PARAMETER, 1.0)
+        if part == 1.0 or node.op == "placeholder" or node not in self.fixed:
+            return table.seconds
+        return self.once((id(table), "once"), lambda: part * table.seconds)
 
     def share_of(self, producer: Node, readers: list[Reader]) -> float:
         """Returns what part of its seconds a boxing counts: less than 1 where it is done once for all micro-batches of a loop."""
@@ -156,10 +163,14 @@ class LayoutProblem:
 
     @cached_property
     def fixed(self) -> set[Node]:
-        """The nodes that depend on parameters and buffers alone."""
+        """The nodes that depend on parameters and buffers, and on nothing else but constants."""
         found = {node for port, node in placeholders(self.gm).items() if port.kind in (PARAMETER, BUFFER)}
+        constants = set[Node]()
         for node in self.nodes:
-            if node.op == "call_function" and node.all_input_nodes and all(value_of(n)[0] in found for n in node.all_input_nodes):
+            given = {value_of(used)[0] for used in node.all_input_nodes}
+            if node.op == "call_function" and given <= constants:
+                constants.add(node)
+            elif node.op == "call_function" and given <= constants | found:
                 found.add(node)
         return found
 

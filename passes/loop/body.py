@@ -18,13 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
-from sbpc.errors import LayoutError, PinError, PlanError, at_node
+from sbpc.errors import LayoutError, LoopError, PinError, PlanError, at_node
 from sbpc.graph.operands import ancestors, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
     INPUT,
-    INPUT_GRADIENT,
     ONCE,
     OUTPUT,
     PARAMETER,
@@ -58,14 +57,21 @@ INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
     """Returns an annotated step as a loop over `count` micro-batches.
 
-    Raises PlanError if the batch cannot be cut so, or if a micro-batch cannot run without what others computed: the op is named.
+    Raises PlanError if the batch does not divide, LoopError if a micro-batch cannot run without what others computed: the op is named.
     """
-    mesh = Mesh(cluster=cluster, **{AXIS: count})
     batch = Model(gm).batch
     if batch % count:
         raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
-    original = placeholders(gm)
-    gm = annotate(one_loss(gm))
+    try:
+        step = annotate(one_loss(gm))
+    except PlanError as error:  # it has no loss
+        raise LoopError(str(error)) from error
+    loop = written_loop(step, batch, count, Mesh(cluster=cluster, **{AXIS: count}))
+    return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(gm).items() if port.kind != TANGENT})
+
+
+def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
+    """Returns the loop of a step that has one loss, without `shapes`. mesh: the micro-batches as ranks."""
     gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
@@ -74,9 +80,8 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
         nodes = both(asked.nodes, partial_gradients(gm) if count > 1 else {}, mesh)
         assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:
-        raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error
-    loop = BodyWriter(gm, box(gm, assignment, mesh), count).loop()
-    return replace(loop, shapes={port: node.meta["val"] for port, node in original.items() if port.kind != TANGENT})
+        raise LoopError(f"the step cannot run in {count} micro-batches: {error}") from error
+    return BodyWriter(gm, box(gm, assignment, mesh), count).loop()
 
 
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
@@ -125,7 +130,7 @@ class BodyWriter(Unroller):
 
     # --- which node is in which part ---------------------------------------------------------------------------------
     def early_joins(self) -> set[Node]:
-        """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises PlanError if they cannot."""
+        """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises LoopError if they cannot."""
         own = {node for node in self.boxed.graph.nodes if node.op == "call_function" and not is_whole(node)}
         needed = ancestors(own)
         joins = [node for node in self.boxed.graph.nodes if is_join(node) and node in needed]
@@ -135,7 +140,7 @@ class BodyWriter(Unroller):
             wrong = [ports[node] for node in given if ports[node].kind not in (INPUT, BUFFER)]
             if wrong:
                 what = f"each micro-batch needs the whole batch's value of this op, which depends on {wrong[0].kind} {wrong[0].name}"
-                raise PlanError(at_node(what, source_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
+                raise LoopError(at_node(what, source_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
         return set(joins)
 
     def after_joins(self, early: set[Node]) -> set[Node]:
@@ -206,8 +211,8 @@ class BodyWriter(Unroller):
         return [self.writer.call(aten.mul.Tensor, copies[0], mask)]
 
     def padded(self, step: Step, copies: list[Any]) -> list[Any]:
-        """Raises PlanError: a part among zeros has the size of the whole batch."""
-        raise PlanError("a micro-batch would need a value of the whole batch's size\n  Plan without stages=.")
+        """Raises LoopError: a part among zeros has the size of the whole batch."""
+        raise LoopError("a micro-batch would need a value of the whole batch's size\n  Plan without stages=.")
 
     # --- what is done once ---------------------------------------------------------------------------------------------
     def finished(self, early: set[Node], late: set[Node]) -> Loop:
@@ -220,8 +225,6 @@ class BodyWriter(Unroller):
             if port.kind == GRADIENT:
                 outputs.append(port)
                 nodes.append(None if node is None else self.values[self.summed(port, node, late)][0])
-            elif port.kind == INPUT_GRADIENT:
-                raise PlanError(f"argument {port.name} asks for a gradient\n  Detach the arguments, or plan without stages=.")
             else:
                 after.leave(port, node, late)
         for at, node in enumerate(after.reads):
@@ -244,7 +247,7 @@ class BodyWriter(Unroller):
         if is_join(node) and how(node) == "sum":
             return operands(node)[0]
         what = f"the gradient of {port.name} is not a sum over the micro-batches"
-        raise PlanError(at_node(what, source_of(node), "Plan without stages=."))
+        raise LoopError(at_node(what, source_of(node), "Plan without stages=."))
 
     def ports(self, outputs: list[Port], nodes: list[Node | None]) -> Ports:
         """Returns the ports of the body."""
@@ -330,11 +333,12 @@ def joined(node: Node) -> Node:
 
 def how(node: Node) -> Any:
     """Returns how the micro-batches' values come together: "sum", "max", "min", the dim along which they are put, or "same"."""
-    if not is_join(node):
-        return "same"
+    if not is_join(node):  # the gradient of an argument may be left in parts
+        (state,) = node.meta["sbp"].states
+        return state.dim if isinstance(state, Split) else "same"
     (before,), (after,) = node.meta["step"].before.states, node.meta["step"].after.states
     if isinstance(after, Split):
-        raise PlanError(at_node("micro-batches exchange parts of this value", source_of(node), "Plan without stages=."))
+        raise LoopError(at_node("micro-batches exchange parts of this value", source_of(node), "Plan without stages=."))
     return before.op if isinstance(before, Partial) else before.dim
 
 

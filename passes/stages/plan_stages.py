@@ -31,39 +31,43 @@ TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is s
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
 
-def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
+def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
     """Returns the mesh of one stage: all axes but that of the stages. Raises MeshError if there is no such axis.
 
-    Along an axis of one rank the step is a loop over micro-batches.
+    Without an axis all ranks are one stage, which loops over micro-batches.
     """
+    if axis is None:
+        return mesh
     at = mesh.axis(axis)
     sizes = {name: size for number, (name, size) in enumerate(zip(mesh.axes, mesh.sizes)) if number != at}
     return Mesh(cluster=mesh.cluster, **(sizes or {axis: 1}))
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made
+    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made
 ) -> StagedPlan:
-    """Returns the plan of an annotated step with stages along `axis`.
+    """Returns the plan of an annotated step with stages along `axis`, with one stage where that is None.
 
     count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage, under
     a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
     plan fits.
     """
-    stages = mesh.sizes[mesh.axis(axis)]
+    stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
+
+    bounds: list[float] = []  # the first is that of what is boxed once and has no limit
 
     def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan, Build]:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
         whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
-        bound = count * whole.lower_bound / stages  # of the mean stage: no layouts of the body take less in all
+        bounds.append(count * whole.lower_bound / stages)  # of the mean stage: no layouts of the body take less in all
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)
-            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, bound, in_loop, options, body=body)
+            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, bounds[0], in_loop, options, body=body)
 
         return build(whole.assignment, frozenset()), whole, build
 

@@ -65,7 +65,7 @@ def simulate(
     bind.check_plan(plan)
     check_kinds(PlanError, seed=(seed, "an integer"))
     if isinstance(plan, StagedPlan):
-        return simulation_of_stages(plan, model, args, kwargs, seed)
+        return told(plan, model, *simulate_stages(plan, model, args, kwargs, seed))
     mesh = plan.mesh
     inputs = shards_of(plan, whole_inputs(plan, model, args, kwargs, tangents, seed))
     groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
@@ -74,23 +74,21 @@ def simulate(
         port: None if layout is None else layout.whole([out[at] for out in run.outputs], mesh.sizes)
         for at, (port, layout) in enumerate(plan.left.items())
     }
+    sent = {alias.split("::")[-1]: sent for alias, sent in run.bytes_sent.items()}
+    return told(plan, model, results, sent, run.peak_memory)
+
+
+def told(plan: bind.AnyPlan, model: nn.Module, results: Mapping[Port, Any], sent: dict[str, float], peak: int) -> Simulation:
+    """Returns what a step gave as a user sees it. results: by port, whole."""
     there = [(port, value) for port, value in results.items() if value is not None]
     return Simulation(
         bind.outputs(plan, results),
         bind.gradients(plan, results, [name for name, _ in model.named_parameters()]),
         {port.name: value for port, value in there if port.kind == MUTATION},
-        {alias.split("::")[-1]: sent for alias, sent in run.bytes_sent.items()},
-        run.peak_memory,
+        sent,
+        peak,
         {int(port.name): value for port, value in there if port.kind == INPUT_GRADIENT},
     )
-
-
-def simulation_of_stages(plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> Simulation:
-    """Runs one step of a plan with stages."""
-    results, sent, peak = simulate_stages(plan, model, args, kwargs, seed)
-    buffers = {port.name: value for port, value in results.items() if port.kind == MUTATION}
-    names = [name for name, _ in model.named_parameters()]
-    return Simulation(bind.outputs(plan, results), bind.gradients(plan, results, names), buffers, sent, peak)
 
 
 def shards_of(plan: Plan | Programs, given: Mapping[Port, Tensor]) -> list[list[Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc.graph.ports import BUFFER, PARAMETER, Port
+from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.staged.schedules import Action, in_turn
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
@@ -27,6 +27,9 @@ class PipelineSimulation:
         self.plan, self.inner = plan, plan.inner
         self.stored = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
         self.leaves = [leaf.detach() for leaf in bind.arguments(plan, args, kwargs)]
+        for port, planned in plan.shapes.items():
+            if port.kind == INPUT:
+                bind.check(f"argument {port.name}", self.leaves[int(port.name)], planned)
         buffers = {port.name: tensor for port, tensor in self.stored.items() if port.kind == BUFFER}
         self.before = before_loop(plan.loop, self.leaves, buffers)
         self.seed = torch.tensor(wrap(seed))
@@ -62,7 +65,7 @@ class PipelineSimulation:
                 whole = self.plan.chunks[at].plan.given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
                 having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
                 others = len(having - {self.plan.owners[at]})
-                self.sent[self.plan.owners[at]][self.plan.axis] += others * max(shard.nbytes for shard in shards)
+                self.send(at, others * max(shard.nbytes for shard in shards))
                 gradients[port] = gradients[port] + whole if port in gradients else whole
         return self.joined.after(self.joined.results(range(len(self.plan.loop.joins)))) | gradients
 
@@ -120,7 +123,12 @@ class PipelineSimulation:
         name = chunk.sends[port]
         self.crossing[name, batch] = [shard.clone() for shard in shards]
         readers = {self.plan.owners[to] for to, other in enumerate(self.plan.chunks) if name in other.receives.values()}
-        self.sent[self.plan.owners[at]][self.plan.axis] += len(readers - {self.plan.owners[at]}) * max(s.nbytes for s in shards)
+        self.send(at, len(readers - {self.plan.owners[at]}) * max(s.nbytes for s in shards))
+
+    def send(self, at: int, size: int) -> None:
+        """Counts bytes that a chunk sends to other stages."""
+        if self.plan.axis is not None:
+            self.sent[self.plan.owners[at]][self.plan.axis] += size
 
     def count(self, at: int, given: list[list[Any]], peak: int) -> None:
         """Notes what is alive on the ranks of a stage while a program runs."""

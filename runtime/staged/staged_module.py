@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
-from sbpc.graph.ports import BUFFER, GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.staged.schedules import Action
@@ -32,7 +32,7 @@ from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.state.dtensors import sharded, take_state
-from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
+from sbpc.runtime.state.members import RANDOM, STAGED, members_of
 from sbpc.runtime.step import no_autocast
 
 log = logging.getLogger("sbpc")
@@ -257,13 +257,17 @@ class Step:
 
 
 def parallelize_stages(
-    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module
+    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module,
+    others: Callable[..., Any] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name."""
+    """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name.
+
+    others: what a call of the module runs, the programs of further plans; None if there are none.
+    """
     runner = StageRunner(plan, executor, where)
     own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].plan.parameters.items()}
     fill_stages(result, plan, own, value, where)
-    result.__class__ = staged_class(type(model), runner)
+    result.__class__ = staged_class(type(model), runner, others or alone)
     if not any(each.requires_grad for each in result.parameters()):
         log.warning(IDLE, runner.stage)
     return result
@@ -291,7 +295,12 @@ def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], val
     result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in away])
 
 
-def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
+def alone(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Raises PlanError: there is no program of the forward alone."""
+    raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
+
+
+def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..., Any]) -> type[nn.Module]:
     """Returns the subclass of a model's class whose `step` runs stages."""
     plan, where = runner.plan, runner.where
     counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}  # by the stage that has the first chunk
@@ -316,10 +325,10 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
                 parameter = tensors[name]
                 made = with_local(parameter, gradient)
                 parameter.grad = made if parameter.grad is None else parameter.grad + made
+        asked = [(leaves[int(port.name)], value) for port, value in results.items() if port.kind == INPUT_GRADIENT]
+        for leaf, value in asked:
+            torch.autograd.backward(leaf, value.to(leaf.device))
         return bind.outputs(plan, {port: value for port, value in results.items() if port.kind != GRADIENT})
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError("a module with stages runs forward and backward together\n  Call module.step(*args).")
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return sums_of(self).no_sync()
@@ -335,11 +344,14 @@ def staged_class(cls: type[nn.Module], runner: StageRunner) -> type[nn.Module]:
 
 def sums_of(module: nn.Module) -> StageSums:
     """Returns what a module keeps of gradients between steps."""
-    weights: StagedWeights = module.__dict__.setdefault(WEIGHTS, StagedWeights())
+    weights: StagedWeights = module.__dict__.setdefault(STAGED, StagedWeights())
     return weights.sums
 
 
 def bind_stages(plan: StagedPlan, kind: str) -> None:
     """Makes the process groups of the stages, and the torch DeviceMesh of this rank's. Every rank must call this at the same point."""
+    if plan.axis is None:
+        process_groups.bind(plan.mesh)
+        return
     stages = [plan.ranks_of(stage) for stage in range(plan.stages)]
     process_groups.bind_within(plan.inner, stages, kind)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sbpc.errors import PlanError
 from sbpc.runtime.state.gradient_norm import CLIP, clip
 
-WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
+WEIGHTS, STAGED, RANDOM = "_sbpc_weights", "_sbpc_stages", "_sbpc_random"
 
 
 def members_of(
@@ -49,7 +49,7 @@ def members_of(
 def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies a parallel module with its weights."""
     made = memo[id(self)] = self.__class__.__new__(self.__class__)
-    own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
+    own = {key: value for key, value in self.__dict__.items() if key not in (WEIGHTS, STAGED)}
     made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch.fx import GraphModule
 from sbpc._compat import left_out_of, trace_artifact
 from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute
 from sbpc.api.staging import check_staged, plan_stages
-from sbpc.errors import LayoutError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.errors import LayoutError, LoopError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.graph_text import graph_text
@@ -43,6 +44,10 @@ STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # wha
 GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what two micro-batches must save, and what must be exposed before they are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
 OBJECTIVES = ("seconds", "serial", "bytes")
+LOOP: dict[str, Any] = {  # options that a plan with stages has, with their defaults, in the order in which `plan_stages` takes them
+    "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None, "dynamic": None,
+}  # fmt: skip
+log = logging.getLogger("sbpc")
 
 
 @overload
@@ -142,9 +147,7 @@ def plan(  # type: ignore[misc]  # it names its options
     task = prepare(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
-    if stages is not None:
-        return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, microbatches, recompute, optimizer, memory, pin or {})
-    return task.plan(mesh, **options)
+    return task.planned(mesh, stages, schedule, options)
 
 
 @overload
@@ -174,13 +177,9 @@ def baseline(
     check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
     check_options(**options)
-    if stages is None:
-        return prepare(model, args, **about).plan(mesh, **options, baseline=name)
-    check_staged(mesh, stages, schedule, train=about.get("train", True), **options)
-    task = prepare(model, args, **about)
-    given = {"microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, **options}
-    asked = (given["microbatches"], given["recompute"], given["optimizer"], given["memory"], given["pin"] or {})
-    return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, *asked, name)
+    if stages is not None:
+        check_staged(mesh, stages, schedule, train=about.get("train", True), **options)
+    return prepare(model, args, **about).planned(mesh, stages, schedule, {**options, "baseline": name})
 
 
 @dataclass
@@ -190,6 +189,21 @@ class Task:
     gm: GraphModule
     stages: Stages
     about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
+
+    def planned(self, mesh: Mesh, axis: str | None, schedule: str, options: Mapping[str, Any]) -> Plan | StagedPlan:
+        """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for and the step is one.
+
+        options: those of `plan`, already checked.
+        """
+        if axis is not None or (self.about["train"] and may_loop(options)):
+            asked = [options.get(name, default) for name, default in LOOP.items()]
+            try:
+                return plan_stages(self.gm, self.stages, self.about, mesh, axis, schedule, *asked)
+            except LoopError as error:
+                if axis is not None:
+                    raise
+                log.info("micro-batches are written out one by one, as the step is no loop over them: %s", error)
+        return self.plan(mesh, **options)
 
     @uncollected()
     def plan(
@@ -271,6 +285,12 @@ def gains_by_halves(plan: Plan) -> bool:
     simple = "baseline" not in plan.options and "dynamic" not in plan.options and not values_pinned(plan.graph, plan.options["pin"])
     small = sum(node.op == "call_function" for node in plan.graph.graph.nodes) <= FEW_CALLS
     return simple and small and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+
+
+def may_loop(options: Mapping[str, Any]) -> bool:
+    """Returns whether options ask for micro-batches, and for nothing that a loop over them does not have."""
+    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread")
+    return (options.get("microbatches") or 1) > 1 and not others and options.get("objective") != "bytes"
 
 
 def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:

@@ -25,29 +25,32 @@ from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
 from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.loop_formula import check_names
 from sbpc.plans.staged.schedules import chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
 
 @uncollected()
 def plan_stages(
-    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
-    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], baseline: str | None = None,
+    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str | None, schedule: str, microbatches: int | None,
+    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout] | None, baseline: str | None = None,
+    dynamic: Any = None,
 ) -> StagedPlan:  # fmt: skip
-    """Returns the plan of an annotated step with stages along an axis of `mesh`.
+    """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None.
 
     about: what every plan's options say of the step. baseline: the expert to follow in each stage. The other options are those of
     `sbpc.plan`, already checked.
     """
     if recompute == AUTO:
         asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
-        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline))
+        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, dynamic))
+    names = {} if dynamic is None else {"dynamic": check_names(gm, mesh, dynamic)}
     gm = compute_again(gm, forms_of(gm, recompute))
-    pins = {name: str(layout) for name, layout in pin.items()}
+    pins = {name: str(layout) for name, layout in (pin or {}).items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
     options |= {"baseline": baseline} if baseline else {}
-    count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
+    count = microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
+    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute, **names}
 
     def solve(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
         asked = wishes(body, inner, Requests(pin, baseline=baseline))
@@ -113,7 +116,7 @@ def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **optio
     chunks_in(schedule)
     if not train:
         raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
-    given = [name for name in ("inputs", "outputs", "dynamic") if options.get(name) is not None]
+    given = [name for name in ("inputs", "outputs") if options.get(name) is not None]
     given += ["spread"] if options.get("spread") else []
     given += ["objective"] if options.get("objective") == "bytes" else []
     if given:

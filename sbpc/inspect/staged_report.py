@@ -51,7 +51,7 @@ def summary(plan: StagedPlan) -> list[str]:
     times = {"computing": cost.compute_seconds, "communication that nothing hides": cost.exposed_seconds, "bubble": cost.bubble_seconds}
     sent = [f"{quantity(size, 'B')} over {axis}" for axis, size in cost.bytes_sent.items() if size]
     return [
-        f"{plan.stages} stages along {plan.axis!r}, {plan.schedule}, {plan.count} micro-batches",
+        plan.way,
         f"a step takes {quantity(cost.seconds, 's')}: " + ", ".join(f"{kind} {quantity(size, 's')}" for kind, size in times.items()),
         f"sent by a rank: {', '.join(sent) or 'nothing'}",
         "memory: " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
@@ -90,7 +90,8 @@ def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None =
 def asked(plan: StagedPlan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
     options = plan.options
-    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", f"{plan.stages} stages along {plan.axis}", plan.schedule]
+    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}"]
+    texts += [f"{plan.stages} stages along {plan.axis}", plan.schedule] if plan.axis else []
     texts += [f"{plan.count} micro-batches", *(f"{name} {options[name]}" for name in ("dtype", "optimizer") if options.get(name))]
     if options.get("recompute", "none") != "none":
         texts.append(f"recompute {options['recompute']}")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import sympy
+
+from sbpc.errors import PlanError
 from sbpc.graph.ports import Port
 from sbpc.graph.recomputed import is_recomputed
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.cost import OPTIMIZER_STATE, Cost
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, transfer_of
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import memory_of
@@ -39,6 +43,43 @@ class StagedCost:
     flops: float
     lower_bound: float
     recompute_seconds: float = 0.0
+    formulas_of: Callable[[StagedCost], Cost] | None = field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def formulas(self) -> Cost:
+        """Kernels and collectives of the busiest stage, with those in the loop `m` times each. Raises PlanError for an estimate."""
+        if self.formulas_of is None:
+            raise PlanError("an estimate of a step has no formula\n  Ask the plan of the row, row.plan.cost.")
+        return self.formulas_of(self)
+
+    @property
+    def expr(self) -> sympy.Expr:
+        """`compute_seconds + comm_seconds` as a formula in the micro-batches `m`, the `batch` or what `dynamic=` names, sizes of axes and
+        figures of the cluster; see `sbpc.plans.cost.Cost.expr`."""
+        return self.formulas.expr
+
+    @property
+    def bytes_expr(self) -> dict[str, sympy.Expr]:
+        """What the busiest stage sends over its own axes, as formulas."""
+        return self.formulas.bytes_expr
+
+    @property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """The symbols of the formulas by name."""
+        return self.formulas.symbols
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The value of every symbol."""
+        return self.formulas.numbers
+
+    def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
+        """Returns `expr` with other values, as in `plan.cost.subs(m=8, batch=64)`; see `sbpc.plans.cost.Cost.subs`."""
+        return self.formulas.subs(values, **more)
+
+    def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
+        """Returns what `subs` does, for arrays of values."""
+        return self.formulas.evaluate(values, **more)
 
     @property
     def exposed_seconds(self) -> float:
@@ -175,8 +216,12 @@ class Pipeline(ABC):
         bound = min(self.bound, seconds)
         mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
         again = self.count * sum(part.again for part in mine)
-        sent = self.bytes_sent
-        return StagedCost(seconds, compute[most], communicate[most], max(0.0, seconds - busy), sent, self.memory, flops, bound, again)
+        figures = compute[most], communicate[most], max(0.0, seconds - busy), self.bytes_sent, self.memory, flops, bound, again
+        return StagedCost(seconds, *figures, self.formulas_of(most))
+
+    def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost] | None:
+        """Returns what makes the formulas of a stage's cost; None where nothing is known of its kernels."""
+        return None
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:

@@ -52,6 +52,9 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
             parts[node] = parts[value_of(node)[0]] if value_of(node)[0] is not node else own
+    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
+        if port.kind == GRADIENT and node is not None and parts[node] in (FREE, BEFORE):  # the same in all micro-batches, and added up
+            parts[node] = WEIGHTS
     return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
 
 

@@ -90,13 +90,13 @@ def decode_chunk(decoder: Decoder, body: Mapping[str, Any], plan_in: Callable[[D
 # --- what the parts of a file must have in common: each yields what is wrong, and may rely on what is checked before it --------------
 def wrong_mesh(plan: StagedPlan) -> Iterator[str]:
     """Yields what is wrong with the meshes, the schedule and the number of chunks."""
-    if plan.axis not in plan.mesh.axes:
+    if plan.axis is not None and plan.axis not in plan.mesh.axes:
         yield f"stages along {plan.axis!r} of {plan.mesh}"
     if type(plan.loop.count) is not int or plan.loop.count < 1:
         yield f"{plan.loop.count} micro-batches"
     if len(plan.chunks) != plan.stages * chunks_in(plan.schedule):
         yield f"{len(plan.chunks)} chunks for {plan.stages} stages"
-    sizes = {name: size for name, size in zip(plan.mesh.axes, plan.mesh.sizes) if name != plan.axis} or {plan.axis: 1}
+    sizes = {name: size for name, size in zip(plan.mesh.axes, plan.mesh.sizes) if name != plan.axis} or dict.fromkeys(plan.mesh.axes, 1)
     for at, chunk in enumerate(plan.chunks):
         mesh = chunk.plan.mesh
         if dict(zip(mesh.axes, mesh.sizes)) != sizes or mesh.cluster != plan.mesh.cluster:

@@ -1,11 +1,12 @@
-"""A plan with pipeline stages: the plan of every chunk of the model, and the schedule in which they work on micro-batches."""
+"""A plan whose step is a loop over micro-batches, with pipeline stages or with one: the plan of every chunk of the model, and the
+schedule in which they work."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +18,22 @@ from sbpc.errors import PlanError, check_kinds, closest
 from sbpc.graph.ports import TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.plan import Plan, Rewriter, write_page
+from sbpc.plans.cost import Cost
+from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline
+from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
+from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, StagedCost
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
 from sbpc.plans.staged.stage_parts import BEFORE, parts_of
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
-PROOF = "What bounds it is plan.cost.lower_bound: no layouts of these stages take less."
-EXPLAINED = "Plan the model with these stages here, without a memory limit, and explain that plan."
+OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")  # a plan of one chunk has those of the chunk
+AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
 LACKING = {  # what a plan without stages has -> what to do instead
-    **{name: CHUNKS_HAVE.format(name) for name in ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")},
-    "certify": PROOF, "proof": PROOF, "check_bound": PROOF,
+    **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
 }  # fmt: skip
 
 
@@ -70,14 +72,14 @@ class Chunk:
 class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
-    mesh: all axes. axis: that of the stages. loop: the step as a loop over micro-batches. chunks: in the order of the model.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. loop: the step as a loop over micro-batches. chunks: in the order of the model.
     schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. in_loop: parameters
     and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all stages, in
     which layouts were chosen; None where the plan was read from a file.
     """
 
     mesh: Mesh
-    axis: str
+    axis: str | None
     loop: Loop
     chunks: list[Chunk]
     schedule: str
@@ -95,7 +97,7 @@ class StagedPlan(Pipeline):
     @property
     def stages(self) -> int:
         """How many ranks the axis of stages has."""
-        return self.mesh.sizes[self.mesh.axis(self.axis)]
+        return 1 if self.axis is None else self.mesh.sizes[self.mesh.axis(self.axis)]
 
     @property
     def inner(self) -> Mesh:
@@ -122,14 +124,19 @@ class StagedPlan(Pipeline):
         """By port of a placeholder of the step: a tensor without data of the shape and dtype that was planned."""
         return self.loop.shapes
 
+    @property
+    def way(self) -> str:
+        """How the step runs, in words."""
+        stages = "" if self.axis is None else f"{self.stages} stages along {self.axis!r}, {self.schedule}, "
+        return f"{stages}{self.count} micro-batches"
+
     def ranks_of(self, stage: int) -> list[int]:
         """Returns the ranks of a stage, in the order of the mesh of one stage."""
-        at = self.mesh.axis(self.axis)
-        return [rank for rank in range(self.mesh.ranks) if self.mesh.coordinates(rank)[at] == stage]
+        return [rank for rank in range(self.mesh.ranks) if self.stage_of(rank) == stage]
 
     def stage_of(self, rank: int) -> int:
         """Returns the stage of a rank."""
-        return self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
+        return 0 if self.axis is None else self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
 
     @functools.cached_property
     def sources(self) -> dict[str, tuple[int, Port]]:
@@ -183,6 +190,18 @@ class StagedPlan(Pipeline):
             found.append(Action(kind, action.chunk, action.micro_batch))
         return list(dict.fromkeys(found))
 
+    def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost]:
+        """Returns what makes the formulas of a stage's cost."""
+        mine = [chunk.plan for chunk, owner in zip(self.chunks, self.owners) if owner == stage]
+        return lambda cost: formulas(*self.symbolic(mine), self.in_loop, self.count, cost)
+
+    def symbolic(self, plans: list[Plan]) -> tuple[list[Plan], dict[str, int]]:
+        """Returns plans of chunks with symbolic dims, and the numbers of their symbols. A file that has several chunks keeps none."""
+        source = self.body or (self.chunks[0].plan if len(self.chunks) == 1 else None)
+        dynamic = self.options.get("dynamic") or {}
+        numbers = {} if source is None else name_parts(source.graph, self.loop, self.inner, dynamic)
+        return ([with_dims(plan, source.graph) for plan in plans] if source and numbers else plans), numbers
+
     @functools.cached_property
     def parts(self) -> list[PartCost]:
         """What the parts of each chunk cost."""
@@ -190,7 +209,8 @@ class StagedPlan(Pipeline):
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
-        if self.owners[source.chunk] == self.owners[action.chunk] or source.kind == WEIGHTS or action.kind == WEIGHTS:
+        same = self.owners[source.chunk] == self.owners[action.chunk]
+        if self.axis is None or same or source.kind == WEIGHTS or action.kind == WEIGHTS:
             return 0.0
         sent = sum(self.crossing(source.chunk, action.chunk, late=source.kind != FORWARD).values())
         latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
@@ -236,12 +256,13 @@ class StagedPlan(Pipeline):
             for key, sent in part.sent.items():
                 by_stage[owner] += Counter({axis: size * self.times_of(key) for axis, size in sent.items()})
             for target, late in itertools.product(range(len(self.chunks)), (False, True)):
-                if self.owners[target] != owner:
+                if self.axis is not None and self.owners[target] != owner:
                     by_stage[owner][self.axis] += self.loop.count * sum(self.crossing(at, target, late).values())
         for name, chunks in self.shared.items():
             for at in chunks:
                 others = {self.owners[other] for other in chunks} - {self.owners[at]}
-                by_stage[self.owners[at]][self.axis] += len(others) * self.parts[at].homes[name]
+                if self.axis is not None:
+                    by_stage[self.owners[at]][self.axis] += len(others) * self.parts[at].homes[name]
         axes = dict.fromkeys([*self.mesh.axes, *(axis for sent in by_stage for axis in sent)])
         return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
 
@@ -276,12 +297,31 @@ class StagedPlan(Pipeline):
         neither, and for a plan under a memory limit or one that was read from a file.
         """
         self.layout(name)
-        if self.body is None or self.options.get("memory") is not None:
-            lost = "that was read from a file" if self.body is None else "under a memory limit"
-            raise PlanError(f"a plan with stages {lost} does not hold the problem that it solves\n  {EXPLAINED}")
-        found = self.rewriter.explain(self.body, name)
+        found = self.rewriter.explain(self.solved, name)
         how = f"{found.how}\n          on the mesh of one stage, for one of {self.count} micro-batches, which passes through all stages"
         return replace(found, how=how, time="a micro-batch")
+
+    @property
+    def solved(self) -> Plan:
+        """The plan of the body, whose layout problem is that of the step. Raises PlanError under a memory limit, and if it was not kept."""
+        if self.body is None or self.options.get("memory") is not None:
+            lost = "that was read from a file" if self.body is None else "under a memory limit"
+            raise PlanError(f"a plan with stages {lost} does not hold the problem that it solves\n  {AGAIN}")
+        return self.body
+
+    def certify(self, *, seconds: float = 60.0) -> float:
+        """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap; see `Plan.certify`."""
+        check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
+        _, bound = self.solved.problem.certify(self.solved, seconds)
+        self.bound = max(self.bound, self.count * bound / self.stages)
+        vars(self).pop("cost", None)
+        return self.cost.gap
+
+    def check_bound(self) -> Checked:
+        """Returns what the layouts of a micro-batch cost and the bound that the multipliers give, times the micro-batches of the mean
+        stage; see `Plan.check_bound`."""
+        checked, times = self.solved.check_bound(), self.count / self.stages
+        return Checked(times * checked.paid, times * checked.bound, self.bound)
 
     def diff(self, other: Plan | StagedPlan) -> Any:
         """Returns what another plan of the same model has otherwise: an `sbpc.inspect.diff.Diff`, which `print` tells.
@@ -311,6 +351,8 @@ class StagedPlan(Pipeline):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if name in OF_CHUNKS and len(self.chunks) == 1:
+                return getattr(self.chunks[0].plan, name)
             if name in LACKING:
                 raise PlanError(f"a plan with stages has no {name}\n  {LACKING[name]}")
             raise AttributeError(f"a plan with stages has no {name!r}")
@@ -327,13 +369,13 @@ class StagedPlan(Pipeline):
 
 def report_lines(plan: StagedPlan) -> Sequence[str]:
     """Returns the lines that `print(plan)` shows."""
-    cost, count = plan.cost, plan.loop.count
+    cost = plan.cost
     sent = ", ".join(f"{size:,.0f} over {axis}" for axis, size in cost.bytes_sent.items() if size) or "none"
     lines = [
-        f"{plan.mesh}: {plan.stages} stages along {plan.axis!r}, {plan.schedule}, {count} micro-batches",
+        f"{plan.mesh}: {plan.way}",
         f"{cost.seconds:.4g} s a step: computing {cost.compute_seconds:.4g}, communication that nothing hides "
         f"{cost.exposed_seconds:.4g}, bubble {cost.bubble_seconds:.4g} ({cost.bubble_seconds / max(cost.seconds, 1e-300):.1%}); "
-        f"no layouts of these stages take less than {cost.lower_bound:.4g} s",
+        f"no layouts of {'these stages' if plan.axis else 'this loop'} take less than {cost.lower_bound:.4g} s",
         f"bytes that the busiest rank sends: {sent}",
         f"memory of the busiest rank: {cost.memory['total']:,} bytes; "
         + ", ".join(f"{kind} {size:,}" for kind, size in cost.memory.items() if kind != "total"),
