@@ -143,7 +143,8 @@ def plan(  # type: ignore[misc]  # it names its options
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
     if stages is not None:
-        return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, microbatches, recompute, optimizer, memory, pin or {})
+        asked = (schedule, microbatches, recompute, optimizer, memory, pin or {}, None, objective)
+        return plan_stages(task.gm, task.stages, task.about, mesh, stages, *asked)
     return task.plan(mesh, **options)
 
 
@@ -180,7 +181,7 @@ def baseline(
     task = prepare(model, args, **about)
     given = {"microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, **options}
     asked = (given["microbatches"], given["recompute"], given["optimizer"], given["memory"], given["pin"] or {})
-    return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, *asked, name)
+    return plan_stages(task.gm, task.stages, task.about, mesh, stages, schedule, *asked, name, options.get("objective", "seconds"))
 
 
 @dataclass

@@ -33,6 +33,7 @@ from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 def plan_stages(
     gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str, schedule: str, microbatches: int | None,
     recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout], baseline: str | None = None,
+    objective: str = "seconds",
 ) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along an axis of `mesh`.
 
@@ -41,13 +42,14 @@ def plan_stages(
     """
     if recompute == AUTO:
         asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
-        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline))
+        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, objective))
     gm = compute_again(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in pin.items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
     options |= {"baseline": baseline} if baseline else {}
     count = microbatches or usual_count(gm, mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute}
+    asked_for = {**options, "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
+    asked_for |= {"microbatches": count, "recompute": recompute}
 
     def solve(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
         asked = wishes(body, inner, Requests(pin, baseline=baseline))
