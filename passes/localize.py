@@ -15,7 +15,7 @@ from sbpc._compat import LazyGraphModule, rename
 from sbpc.boxing.buckets import COLLECTIVES, Bucket
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
-from sbpc.graph.operands import operands, value_of
+from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.layout import Layout
@@ -73,9 +73,9 @@ class Localizer:
                 self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
                 self.local[node] = self.end(node)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and not is_sum(node):
                 self.local[node] = self.call_op(node)
-            elif node.op == "get_attr":
+            elif node.op in ("call_function", "get_attr"):
                 self.local[node] = self.copy(node)
         self.graph.output(tuple(None if node is None else self.local[node] for node in results(self.gm)))
         result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import steps
 from sbpc.errors import VerifyError
-from sbpc.graph.operands import operands, outputs_of
+from sbpc.graph.operands import is_sum, operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import layout_at
@@ -20,29 +21,35 @@ from sbpc.plans.timeline import kind_of
 MOST_RANKS = 64  # whose programs are checked
 
 
-def verify(plan: Plan) -> int:
-    """Checks all stages of a plan, and returns the number of edges checked. Raises VerifyError with the offending node."""
+Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, and by rank what is written for it
+
+
+def verify(plan: Plan, programs: Iterable[Programs] = ()) -> int:
+    """Checks all stages of a plan, and returns the number of edges checked. Raises VerifyError with the offending node.
+
+    programs: what runs, where it is not the program of the whole plan.
+    """
     edges = verify_captured(plan.graph)
     edges += verify_annotated(plan.graph)
     verify_assigned(plan.graph, plan.assignment, plan.mesh)
-    edges += verify_boxed(plan.boxed, plan.mesh)
-    for rank in range(min(plan.mesh.ranks, MOST_RANKS)):
-        plan.local_at(rank)
-    for program in plan.programs.values():
-        edges += verify_local(program)
-    verify_order(plan)
+    classes = [plan.shape_class(rank) for rank in range(min(plan.mesh.ranks, MOST_RANKS))]
+    kinds = list(dict.fromkeys(classes))
+    for boxed, local_at in programs or ((plan.boxed, plan.local_at),):
+        edges += verify_boxed(boxed, plan.mesh)
+        written = [local_at(classes.index(key)) for key in kinds]
+        edges += sum(map(verify_local, written))
+        verify_order(plan.mesh, written, [kinds.index(key) for key in classes])
     return edges
 
 
-def verify_order(plan: Plan) -> None:
-    """Checks that every collective of every program has one wait, and that all ranks of a group start the same ones in one order."""
-    if plan.mesh.ranks > MOST_RANKS:
-        return
-    classes = [plan.shape_class(rank) for rank in range(plan.mesh.ranks)]
-    kinds = list(dict.fromkeys(classes))
-    programs = [plan.programs[key] for key in kinds]
-    for mistake in wrong_collectives(plan.mesh, programs, [kinds.index(key) for key in classes]):
-        raise VerifyError(f"{mistake}\n  {REPORT}")
+def verify_order(mesh: Mesh, programs: list[GraphModule], ranks: list[int]) -> None:
+    """Checks that every collective of every program has one wait, and that all ranks of a group start the same ones in one order.
+
+    ranks: the number of its program by rank.
+    """
+    if len(ranks) == mesh.ranks:
+        for mistake in wrong_collectives(mesh, programs, ranks):
+            raise VerifyError(f"{mistake}\n  {REPORT}")
 
 
 def verify_captured(gm: GraphModule) -> int:
@@ -121,7 +128,7 @@ def verify_boxed(gm: GraphModule, mesh: Mesh) -> int:
             continue
         for slot, operand in enumerate(operands(node)):
             produced, step = layout_at(operand), node.meta.get("step")
-            read = step.before if step is not None else node.meta["choice"].input(slot, mesh.axes)
+            read = step.before if step is not None else layout_at(node) if is_sum(node) else node.meta["choice"].input(slot, mesh.axes)
             require(produced == read, f"operand {slot} is {produced}, and is read as {read}", node)
             if step is not None:
                 legal = all(part in steps(part.before, node.meta["val"].dim()) for part in step.parts)

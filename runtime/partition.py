@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
-from sbpc.graph.operands import nodes_in
+from sbpc.graph.operands import is_sum, nodes_in
 from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
 from sbpc.graph.rewrite import copied
 
@@ -114,7 +114,7 @@ def late_waits(body: list[Node]) -> list[Node]:
         order.append(node)
 
     for node in body:
-        view = memory_of(node) is not node and any(used in waiting for used in node.all_input_nodes)
+        view = not is_sum(node) and memory_of(node) is not node and any(used in waiting for used in node.all_input_nodes)
         if node.target is wait or view:
             waiting.add(node)
         else:

@@ -136,10 +136,11 @@ def test_a_step_that_is_no_loop_is_written_out() -> None:
         assert isinstance(plan, Plan) and sum(node.target is aten.addmm.default for node in plan.graph.graph.nodes) == 4
 
 
-@pytest.mark.parametrize("axes", [{"x": 2}, {"pipe": 2, "x": 2}])
-def test_formulas_have_the_number_of_micro_batches_and_the_batch(axes: dict[str, int]) -> None:
-    """One formula has the busy seconds of the same layouts for every number of micro-batches, and for another batch."""
-    stages: Any = {"stages": "pipe"} if "pipe" in axes else {}
+@pytest.mark.parametrize("schedule", ["", "1f1b", "gpipe"])
+def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) -> None:
+    """One formula has the busy seconds and the bytes of the same layouts for every number of micro-batches, and for another batch."""
+    stages: Any = {"stages": "pipe", "schedule": schedule} if schedule else {}
+    axes = {"pipe": 2, "x": 2} if schedule else {"x": 2}
 
     def planned(batch: int, count: int, **options: Any) -> Any:
         model, args = models.gpt2(batch=batch, layers=2)
@@ -153,6 +154,7 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(axes: dict[str,
         busy = pytest.approx(cost.compute_seconds + cost.comm_seconds, rel=1e-9)
         assert plans[0].cost.subs(m=plan.count, batch=batch) == busy == named.cost.subs(m=plan.count, b=batch)
         numbers = {cost.symbols[name]: number for name, number in cost.numbers.items()}
+        assert cost.memory["total"] == plans[0].cost.memory_expr.xreplace(numbers) == cost.memory_expr.xreplace(numbers)
         sent = float(cost.bytes_expr["x"].xreplace(numbers))
         assert sent == pytest.approx(cost.bytes_sent["x"], rel=1e-9) if not stages else 0 < sent <= cost.bytes_sent["x"]
     assert {"b", "s", "m", "x"} <= set(map(str, named.cost.expr.free_symbols))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -26,7 +27,9 @@ from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]
-Solve = Callable[[GraphModule, Mesh, float | None], Plan]
+Solve = Callable[[GraphModule, Mesh, float | None], Sequence[Plan]]
+Draft = tuple[StagedPlan, Plan, Build]  # a plan of the step, that of the body, and what makes the first from other layouts of the second
+Attempt = Callable[[Sequence[str], float | None], Draft]
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
@@ -49,36 +52,33 @@ def staged(
     """Returns the plan of an annotated step with stages along `axis`, with one stage where that is None.
 
     count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage, under
-    a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
-    plan fits.
+    a limit of bytes; of several plans the one whose step is shortest is taken. made: makes the plan of a chunk there. Raises PlanError
+    if the model cannot be cut so, MemoryLimitError if no plan fits.
     """
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
 
-    bounds: list[float] = []  # the first is that of what is boxed once and has no limit
-
-    def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan, Build]:
+    def attempt(once: Sequence[str], limit: float | None, bound: float | None = None) -> Draft:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
-        whole = solve(loop.body, inner, limit)
+        return min((draft(whole, bound) for whole in solve(loop.body, inner, limit)), key=lambda each: each[0].cost.seconds)
+
+    def draft(whole: Plan, bound: float | None) -> Draft:
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
-        bounds.append(count * whole.lower_bound / stages)  # of the mean stage: no layouts of the body take less in all
+        least = count * whole.lower_bound / stages if bound is None else bound  # of the mean stage: no layouts take less in all
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)
-            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, bounds[0], in_loop, options, body=body)
+            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, least, in_loop, options, body=body)
 
         return build(whole.assignment, frozenset()), whole, build
 
     memory = options.get("memory")
-    plan, whole, build = attempt((PARAMETER, GRADIENT), None)
+    free = plan, *_ = attempt((PARAMETER, GRADIENT), None)
     if memory is None or plan.cost.memory["total"] <= memory:
         return plan
-    return within_memory(plan, whole, build, memory, attempt)
-
-
-Attempt = Callable[[Sequence[str], float | None], tuple[StagedPlan, Plan, Build]]
+    return within_memory(*free, memory, partial(attempt, bound=plan.bound))
 
 
 def within_memory(free: StagedPlan, whole: Plan, build: Build, memory: float, attempt: Attempt) -> StagedPlan:

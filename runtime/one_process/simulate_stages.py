@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.staged.schedules import Action, in_turn
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
-from sbpc.runtime.staged.stage_programs import stage_programs
-from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.staged.stage_programs import program_at
+from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
 
 
 class PipelineSimulation:
@@ -38,29 +39,30 @@ class PipelineSimulation:
         self.sent: list[Counter[str]] = [Counter() for _ in range(plan.stages)]
         self.peak = 0
         self.crossing: dict[tuple[str, int], list[Tensor]] = {}
+        self.program = functools.cache(lambda at, *key: program_at(plan.programs[at], *key))
         self.runs = [[self.stage_run(at, rank) for rank in range(self.inner.ranks)] for at in range(len(plan.chunks))]
 
     def stage_run(self, at: int, rank: int) -> StageRun:
         """Returns a chunk on one rank, with its shards of what is stored."""
-        chunk = self.plan.chunks[at]
-        programs = stage_programs(chunk.plan.local_at(rank), self.plan.in_loop)
+        chunk, programs = self.plan.chunks[at], self.plan.programs[at]
         given, sizes = chunk.plan.given, self.inner.sizes
         fixed: dict[str, Any] = {}
         for port, name in programs.fixed.items():
             whole = self.stored.get(port, self.seed)
             fixed[name] = given[port].shards(whole, sizes)[rank].clone()
-        fixed |= zip(programs.positions, (torch.tensor([each]) for each in self.inner.coordinates(rank)))
-        return StageRun(chunk, programs, fixed)
+        return StageRun(chunk, programs, fixed, [torch.tensor([each]) for each in self.inner.coordinates(rank)])
 
     def step(self) -> dict[Port, Any]:
         """Runs the step, and returns its results and gradients, whole."""
-        for at in range(len(self.runs)):
-            self.part(at, BEFORE, 0)
+        for part, at in sorted(self.plan.apart):
+            if part == BEFORE:
+                self.run((part,), at, 0)
         for _, action in in_turn(self.plan.actions, self.plan.needs):
             self.act(action)
         gradients: dict[Port, Tensor] = {}
         for at in range(len(self.runs)):
-            self.part(at, AFTER, 0)
+            if (AFTER, at) in self.plan.apart:
+                self.run((AFTER,), at, 0)
             for port, shards in self.gradients(at).items():
                 whole = self.plan.chunks[at].plan.given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
                 having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
@@ -76,12 +78,10 @@ class PipelineSimulation:
 
     def act(self, action: Action) -> None:
         """Runs one action on all ranks of its stage."""
-        plan, at, batch = self.plan, action.chunk, action.micro_batch
-        chunk = plan.chunks[at]
-        for part in kinds_of(action):
-            for port in arrivals(chunk, part):
-                self.receive(at, port, batch)
-            self.part(at, part, batch)
+        which = self.plan.runs(action)
+        for port in arrivals(self.plan.chunks[action.chunk], which):
+            self.receive(action.chunk, port, action.micro_batch)
+        self.run(which, action.chunk, action.micro_batch)
 
     def receive(self, at: int, port: Port, batch: int) -> None:
         """Puts an input of a micro-batch, or what another chunk sent, among the values of every rank."""
@@ -94,23 +94,19 @@ class PipelineSimulation:
         for run, shard in zip(self.runs[at], shards):
             run.batches.setdefault(batch, {})[run.programs.own[port]] = shard
 
-    def part(self, at: int, part: str, batch: int) -> None:
-        """Runs a part of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
+    def run(self, which: Parts, at: int, batch: int) -> None:
+        """Runs the program of parts of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
         runs = self.runs[at]
-        if part not in (BEFORE, AFTER):
-            for run in runs:
-                run.batches.setdefault(batch, {})
-        given = [run.given(part, batch) for run in runs]
-        done = lockstep([run.programs.programs[run.program(part)].gm for run in runs], given, self.groups)
+        given = [run.given(which, batch) for run in runs]
+        graphs = [self.program(at, which, run.adds(which), rank) for rank, run in enumerate(runs)]
+        done = lockstep(graphs, given, self.groups)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():
             self.sent[self.plan.owners[at]][name.split("::")[-1]] += int(sent)
-        results = [outputs_of(run, part, out) for run, out in zip(runs, done.outputs)]
-        for port, name in runs[0].programs.outputs.items():
+        results = [run.take(which, batch, out) for run, out in zip(runs, done.outputs)]
+        for port, name in self.plan.programs[at].outputs.items():
             if name in results[0]:
                 self.leave(at, port, batch, [each[name] for each in results])
-        for run, out in zip(runs, done.outputs):
-            run.take(part, batch, out)
 
     def leave(self, at: int, port: Port, batch: int, shards: list[Tensor]) -> None:
         """Hands on an output of a chunk."""
@@ -141,11 +137,6 @@ class PipelineSimulation:
                 for values in (run.fixed, *run.batches.values(), run.added):
                     held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
             self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))
-
-
-def outputs_of(run: StageRun, part: str, out: Sequence[Any]) -> Mapping[str, Any]:
-    """Returns what a program gave, by name."""
-    return dict(zip(run.programs.programs[run.program(part)].gives, out))
 
 
 def simulate_stages(

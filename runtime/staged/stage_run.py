@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,63 +10,57 @@ from torch import Tensor
 
 from sbpc._compat import storage_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.staged.staged_plan import Chunk
-from sbpc.runtime.staged.stage_programs import StagePrograms, adding
 
 Values = dict[str, Any]
-ADDING = (INPUTS, WEIGHTS)
-PARTS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}
-Run = Callable[[str, Sequence[Any]], Sequence[Any]]  # runs a part's program on its inputs
+LATER = {BEFORE: (), FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: (), AFTER: ()}  # by the last part of a program what reads it
 
 
 class StageRun:
     """One chunk on one rank during a step.
 
-    fixed: values that are the same for all micro-batches. batches: those of each micro-batch in flight. added: the gradients so far.
+    fixed: values that are the same for all micro-batches. positions: the rank's place on each axis. batches: the values of each
+    micro-batch in flight. added: the gradients so far. homes: gradients in their home.
     """
 
-    def __init__(self, chunk: Chunk, programs: StagePrograms, fixed: Values) -> None:
-        self.chunk, self.programs, self.fixed = chunk, programs, fixed
+    def __init__(self, chunk: Chunk, programs: ChunkPrograms, fixed: Values, positions: Sequence[Tensor]) -> None:
+        self.chunk, self.programs, self.fixed, self.positions = chunk, programs, fixed, positions
         self.batches: dict[int, Values] = {}
         self.added: Values = {}
+        self.homes: Values = {}
 
-    def program(self, part: str) -> str:
-        """Returns which program runs a part: the one that adds to the gradients of earlier micro-batches, if there are any."""
-        return adding(part) if part in ADDING and self.added.keys() & set(self.programs.programs[part].gives) else part
+    def adds(self, which: Parts) -> bool:
+        """Returns whether earlier micro-batches have left sums of the gradients that some parts make."""
+        return not self.added.keys().isdisjoint(self.programs.makes(which))
 
-    def given(self, part: str, batch: int) -> list[Any]:
-        """Returns the inputs of a part's program."""
-        values, own = self.batches.get(batch, {}), len(self.programs.programs[part].reads)
-        reads = self.programs.programs[self.program(part)].reads
-        found = [values[name] if name in values else self.known(name) for name in reads[:own]]
-        return found + [self.added[name] for name in reads[own:]]
+    def given(self, which: Parts, batch: int) -> list[Any]:
+        """Returns the inputs of the program of some parts."""
+        values, program = self.batches.get(batch, {}), self.programs.program(which, self.adds(which))
+        found = [values[name] if name in values else self.fixed[name] for name in program.reads]
+        return [*found, *(self.added[name] for name in program.sums), *self.positions]
 
-    def known(self, name: str) -> Any:
-        """Returns a value that is the same for all micro-batches, or a sum of gradients."""
-        return self.fixed[name] if name in self.fixed else self.added[name]
-
-    def take(self, part: str, batch: int, results: Sequence[Any]) -> None:
-        """Keeps what a part's program gave: as long as later parts read it, and gradients as sums."""
-        named = dict(zip(self.programs.programs[self.program(part)].gives, results))
-        if part in (BEFORE, AFTER):
-            self.fixed |= named
-            return
-        later = {FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: ()}[part]
-        read = {name for each in later for name in self.programs.programs[each].reads}
-        values = self.batches.pop(batch) | named
-        if part != WEIGHTS:
-            self.batches[batch] = {name: value for name, value in values.items() if name in read}
-        for name in set(self.programs.accumulated.values()) & named.keys():
-            self.add(name, named[name])
+    def take(self, which: Parts, batch: int, results: Sequence[Any]) -> Values:
+        """Keeps what the program of some parts gave, as long as others read it, and gradients as sums. Returns it by name."""
+        program = self.programs.program(which, self.adds(which))
+        named = dict(zip(program.gives, results))
+        home = set(self.programs.home.values()) - set(self.programs.accumulated.values())
+        self.homes |= {name: value for name, value in named.items() if name in home}
+        self.fixed |= {name: value for name, value in named.items() if name in self.programs.before}
+        values = self.batches.pop(batch, {}) | named
+        read = frozenset().union(*(self.programs.later[part] for part in LATER[which[-1]]))
+        if read:
+            self.batches[batch] = {name: value for name, value in values.items() if name in read and name not in self.fixed}
+        if not program.added:
+            for name in self.programs.makes(which) & named.keys():
+                self.add(name, named[name])
+        return named
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds a micro-batch's gradient to those before; the first one is the sum, in memory of its own."""
-        if name in self.added:
-            self.added[name].add_(value)
-            return
+        """Takes a micro-batch's gradient as the first one of a sum, in memory of its own."""
         others = (self.fixed, self.added, *self.batches.values())
         taken = any(storage_of(value) == storage_of(v) for each in others for v in each.values() if isinstance(v, Tensor))
         own = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and not taken
@@ -77,10 +71,8 @@ class StageRun:
         found: dict[Port, Tensor] = {}
         seen = {storage_of(value) for value in self.fixed.values() if isinstance(value, Tensor)}
         for port, name in self.programs.home.items():
-            boxed = name in self.programs.programs[AFTER].gives
-            value = self.fixed.pop(name) if boxed else self.added[name]
-            others = seen - {storage_of(value)} if boxed else seen
-            found[port] = value.clone() if storage_of(value) in others else value
+            value = self.homes.pop(name) if name in self.homes else self.added[name]
+            found[port] = value.clone() if storage_of(value) in seen else value
             seen.add(storage_of(found[port]))
         return found
 
@@ -136,12 +128,7 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
 
 
-def kinds_of(action: Action) -> tuple[str, ...]:
-    """Returns the parts that an action runs."""
-    return PARTS[action.kind]
-
-
-def arrivals(chunk: Chunk, part: str) -> list[Port]:
-    """Returns the ports of a chunk that a micro-batch fills before a part runs."""
-    kind = {FORWARD: INPUT, INPUTS: TANGENT}.get(part)
-    return [port for port in chunk.plan.ports.inputs if port.kind == kind]
+def arrivals(chunk: Chunk, which: Parts) -> list[Port]:
+    """Returns the ports of a chunk that a micro-batch fills before the program of some parts runs."""
+    kinds = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
+    return [port for port in chunk.plan.ports.inputs if kinds.get(port.kind)]

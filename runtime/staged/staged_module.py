@@ -20,14 +20,14 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT_GRADIENT, MUTATION, PARAMET
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.staged.schedules import Action
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.staged.stage_programs import StagePrograms, stage_programs
-from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, kinds_of, micro_batch
+from sbpc.runtime.staged.stage_programs import program_at
+from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, micro_batch
 from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
@@ -54,19 +54,14 @@ class StageRunner:
         self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}  # in its stage's order
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
         self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
-        self.functions: dict[tuple[int, str], BoxedFunction] = {}
+        self.functions: dict[tuple[int, Parts, bool], BoxedFunction] = {}
 
-    @functools.cached_property
-    def programs(self) -> dict[int, StagePrograms]:
-        """By chunk of this rank its programs."""
-        chunks = self.plan.chunks
-        return {at: stage_programs(placed(chunks[at].plan.local_at(self.place), self.where), self.plan.in_loop) for at in self.mine}
-
-    def function(self, at: int, part: str) -> BoxedFunction:
-        """Returns the compiled program of a part of a chunk."""
-        if (at, part) not in self.functions:
-            self.functions[at, part] = self.executor(self.programs[at].programs[part].gm)
-        return self.functions[at, part]
+    def function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
+        """Returns the compiled program of some parts of a chunk."""
+        if (at, which, adding) not in self.functions:
+            program = program_at(self.plan.programs[at], which, adding, self.place)
+            self.functions[at, which, adding] = self.executor(placed(program, self.where))
+        return self.functions[at, which, adding]
 
     def step(
         self, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums
@@ -103,9 +98,9 @@ class Step:
 
     def stage_run(self, at: int, values: dict[Port, Tensor]) -> StageRun:
         """Returns a chunk with the values that all micro-batches read."""
-        programs, chunk = self.runner.programs[at], self.plan.chunks[at]
+        programs, chunk = self.plan.programs[at], self.plan.chunks[at]
         fixed: dict[str, Any] = {name: local_of(values[port]) for port, name in programs.fixed.items()}
-        run = StageRun(chunk, programs, fixed | dict(zip(programs.positions, self.runner.positions)))
+        run = StageRun(chunk, programs, fixed, self.runner.positions)
         run.added = self.sums.held.get(at, {})
         return run
 
@@ -113,13 +108,16 @@ class Step:
         """Runs all actions of this rank, then what is done once."""
         actions = self.plan.actions[self.runner.stage]
         for at in self.runner.mine:
-            self.part(at, BEFORE, 0)
+            if (BEFORE, at) in self.plan.apart:
+                self.part(at, (BEFORE,), 0)
         for place, action in enumerate(actions):
             for ahead in actions[place : place + 2]:  # what the next action needs may come while this one computes
                 self.expect(ahead)
-            for part in kinds_of(action):
-                self.arrive(action, part)
-                self.part(action.chunk, part, action.micro_batch)
+            which = self.plan.runs(action)
+            self.arrive(action, which)
+            if self.sums.collects:  # the sums go home in a later step
+                which = tuple(part for part in which if part != AFTER)
+            self.part(action.chunk, which, action.micro_batch)
         self.sums.held = {at: run.added for at, run in self.runs.items()} if self.sums.collects else {}
         gradients = {} if self.sums.collects else self.gradients()
         results = self.results()
@@ -130,7 +128,8 @@ class Step:
         """Brings the sums of gradients home, and returns them by name of the parameter."""
         gradients: dict[str, list[tuple[int, Tensor]]] = {}
         for at in self.runner.mine:
-            self.part(at, AFTER, 0)
+            if (AFTER, at) in self.plan.apart:
+                self.part(at, (AFTER,), 0)
             for port, value in self.runs[at].gradients().items():
                 gradients.setdefault(port.name, []).append((at, value))
         return {name: self.shared(name, terms) for name, terms in gradients.items()}
@@ -138,15 +137,14 @@ class Step:
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
         chunk = self.plan.chunks[action.chunk]
-        for part in kinds_of(action):
-            for port in arrivals(chunk, part):
-                source, sent = self.plan.sources[chunk.receives[port]] if port in chunk.receives else (action.chunk, None)
-                if sent is not None and self.plan.owners[source] != self.runner.stage:
-                    name, value = chunk.receives[port], chunk.plan.shapes[port]
-                    shape = chunk.plan.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
-                    peer = self.runner.peers[self.plan.owners[source]]
-                    times = sum(name in self.plan.chunks[at].receives.values() for at in self.runner.mine)
-                    self.mail.expect(self.key(name, action), peer, shape, value.dtype, times)
+        for port in arrivals(chunk, self.plan.runs(action)):
+            source, sent = self.plan.sources[chunk.receives[port]] if port in chunk.receives else (action.chunk, None)
+            if sent is not None and self.plan.owners[source] != self.runner.stage:
+                name, value = chunk.receives[port], chunk.plan.shapes[port]
+                shape = chunk.plan.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
+                peer = self.runner.peers[self.plan.owners[source]]
+                times = sum(name in self.plan.chunks[at].receives.values() for at in self.runner.mine)
+                self.mail.expect(self.key(name, action), peer, shape, value.dtype, times)
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -157,10 +155,10 @@ class Step:
         """Returns the number of a message, the same on both ends."""
         return self.runner.numbers[name] * self.plan.loop.count + action.micro_batch
 
-    def arrive(self, action: Action, part: str) -> None:
-        """Puts what a part reads among the values of the micro-batch."""
+    def arrive(self, action: Action, which: Parts) -> None:
+        """Puts what the program of some parts reads among the values of the micro-batch."""
         chunk, run, batch = self.plan.chunks[action.chunk], self.runs[action.chunk], action.micro_batch
-        for port in arrivals(chunk, part):
+        for port in arrivals(chunk, which):
             if port in chunk.receives:
                 value = self.mail.receive(self.key(chunk.receives[port], action))
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
@@ -173,22 +171,17 @@ class Step:
         """Lets go what another stage has received: by the time at which its chunk `source` sent this, it had done what came before."""
         stage = self.plan.owners[source]
         if stage != self.runner.stage:
-            action = Action(self.plan.kind_of(port in self.plan.chunks[source].sends_late), source, batch)
+            action = self.plan.acting(port in self.plan.chunks[source].sends_late, source, batch)
             self.mail.arrived(self.runner.peers[stage], self.runner.places[action])
 
-    def part(self, at: int, part: str, batch: int) -> None:
-        """Runs a part of a chunk, and sends off what it sends."""
+    def part(self, at: int, which: Parts, batch: int) -> None:
+        """Runs the program of some parts of a chunk, and sends off what it sends."""
         run = self.runs[at]
-        key = run.program(part)
-        program = run.programs.programs[key]
-        if part not in (BEFORE, AFTER):
-            run.batches.setdefault(batch, {})
-        out = self.runner.function(at, key)(run.given(part, batch)) if program.gm.graph.output_node().all_input_nodes or key != part else ()
-        named = dict(zip(program.gives, out))
+        out = self.runner.function(at, which, run.adds(which))(run.given(which, batch))
+        named = run.take(which, batch, out)
         for port, name in run.programs.outputs.items():
             if name in named:
                 self.leave(at, port, batch, named[name])
-        run.take(part, batch, out)
 
     def leave(self, at: int, port: Port, batch: int, value: Tensor) -> None:
         """Hands on an output of a chunk: to other stages, to this one, or to the results."""
@@ -204,7 +197,7 @@ class Step:
             if stage == self.runner.stage:
                 self.mail.keep(key, value, times)
             else:
-                reading = [Action(self.plan.kind_of(self.comes_late(to, name)), to, batch) for to in readers if owners[to] == stage]
+                reading = [self.plan.acting(self.comes_late(to, name), to, batch) for to in readers if owners[to] == stage]
                 self.mail.send(key, self.runner.peers[stage], value, min(self.runner.places[action] for action in reading))
 
     def comes_late(self, at: int, name: str) -> bool:

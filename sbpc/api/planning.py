@@ -45,7 +45,8 @@ GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what two micro-batches must
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
 OBJECTIVES = ("seconds", "serial", "bytes")
 LOOP: dict[str, Any] = {  # options that a plan with stages has, with their defaults, in the order in which `plan_stages` takes them
-    "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None, "dynamic": None,
+    "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None,
+    "objective": "seconds", "dynamic": None,
 }  # fmt: skip
 log = logging.getLogger("sbpc")
 

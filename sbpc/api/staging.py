@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,13 @@ from sbpc.graph.ports import ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan
+from sbpc.passes.schedule.choice import Overlap, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
@@ -34,7 +37,7 @@ from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 def plan_stages(
     gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str | None, schedule: str, microbatches: int | None,
     recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout] | None, baseline: str | None = None,
-    dynamic: Any = None,
+    objective: str = "seconds", dynamic: Any = None,
 ) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None.
 
@@ -43,20 +46,26 @@ def plan_stages(
     """
     if recompute == AUTO:
         asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
-        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, dynamic))
+        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, objective, dynamic))
     names = {} if dynamic is None else {"dynamic": check_names(gm, mesh, dynamic)}
     gm = compute_again(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in (pin or {}).items()}
     options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
     options |= {"baseline": baseline} if baseline else {}
     count = microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, "memory": memory, "stages": axis, "schedule": schedule, "microbatches": count, "recompute": recompute, **names}
+    asked_for = {**options, "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
+    asked_for |= {"microbatches": count, "recompute": recompute, **names}
 
-    def solve(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
+    def solve(body: GraphModule, inner: Mesh, limit: float | None) -> list[Plan]:
+        asked = wishes(body, inner, Requests(pins, baseline=baseline))
+        plan = serial(body, inner, limit)
+        return beside(plan, asked) if objective == "seconds" and limit is None else [plan]
+
+    def serial(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
         asked = wishes(body, inner, Requests(pin, baseline=baseline))
         experts = None if baseline else partial(expert_alternatives, body, inner, asked.nodes)
         plan = finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit, "pin": pin}, clocks, experts)
-        plan.again = partial(solve, body, inner, limit)
+        plan.again = partial(serial, body, inner, limit)
         return plan
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
@@ -66,6 +75,24 @@ def plan_stages(
         plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
     plan.times = clocks.times
     return plan
+
+
+def beside(plan: Plan, asked: Wishes) -> list[Plan]:
+    """Returns the plan of a body and one at equal weights of its streams, with the bound of steps where collectives run beside computing.
+
+    asked: what the user wants of the body.
+    """
+    mesh, streams = plan.mesh, streams_of(plan.mesh)
+    if len(streams) == 1:
+        return [plan]
+    prover = Overlap.of(plan)
+    assignments = [plan.assignment]
+    if mesh.cluster.name != "ideal":  # where the layouts that send least are as good as any
+        space = Space(plan.graph, weighted(mesh, dict.fromkeys(streams, 1 / len(streams))), asked.nodes, asked.outputs)
+        assignment, bound = space.solve(exact=False)
+        prover.improve(space, bound)
+        assignments.append(assignment)
+    return [replace(plan, assignment=each, lower_bound=prover.bound, prover=prover, programs={}) for each in assignments]
 
 
 def units_of(

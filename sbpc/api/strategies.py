@@ -26,9 +26,10 @@ from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.balance import block_of
 from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import PartCost, StagedCost
+from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
@@ -211,7 +212,7 @@ class Search:
         chunks = self.chunks[key]
         ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
         in_loop = {port for port in ports if port.kind in kinds}
-        costs = [PartCost.of(chunk.plan, in_loop) for chunk in chunks]
+        costs = [ChunkCost.of(chunk.plan, in_loop) for chunk in chunks]
         names = [name_of(chunk) for chunk in chunks]
         borders = [crossing(chunks, at) for at in range(len(chunks))]
         units = []

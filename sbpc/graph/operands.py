@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
@@ -90,6 +91,14 @@ def shape_of(node: Node, index: int) -> tuple[tuple[int, ...], int]:
     if isinstance(value, (tuple, list)):
         value = value[index]
     return (tuple(value.shape), value.element_size()) if isinstance(value, Tensor) else ((0,), 0)
+
+
+ADD = torch.ops.aten.add_.Tensor
+
+
+def is_sum(node: Node) -> bool:
+    """Returns whether a node adds to a sum in place, which no op of a captured graph does: a gradient of a micro-batch."""
+    return node.target is ADD
 
 
 def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:

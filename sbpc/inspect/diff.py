@@ -119,8 +119,6 @@ def asked_of(plan: AnyPlan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
     options = {name: "" if plan.options.get(name) in (None, {}, False) else str(plan.options.get(name)) for name in ASKED}
-    if isinstance(plan, StagedPlan):
-        options["objective"] = "seconds"  # layouts within a stage are chosen for the sum
     if options["memory"]:
         options["memory"] = quantity(plan.options["memory"], "B")
     return {"model": str(plan.options.get("model")), "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}

@@ -11,7 +11,8 @@ from sbpc.inspect.page_charts import curves
 from sbpc.inspect.picture import clean, template
 from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.pipeline_cost import RUNS
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
 from sbpc.plans.staged.staged_plan import StagedPlan, span_of
 
 WIDE, LANE, BAR = 1200.0, 34.0, 26.0  # units of the schedule's picture: its width, from stage to stage, and of a bar
@@ -31,8 +32,8 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
         **{name: getattr(plan.cost, name) for name in FIGURES},
         "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
         "chunks": [
-            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.total(FORWARD),
-             "backward_seconds": part.total(INPUTS) + part.total(WEIGHTS), "parameters": list(chunk.plan.parameters),
+            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.program(RUNS[FORWARD]).seconds,
+             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.plan.parameters),
              "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
             for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
         ],
@@ -62,8 +63,8 @@ def staged_html(plan: StagedPlan) -> str:
     """Returns the report of a plan for a notebook."""
     heads = ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends")
     rows = [
-        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.total(FORWARD), "s"),
-         quantity(part.total(INPUTS) + part.total(WEIGHTS), "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
+        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.program(RUNS[FORWARD]).seconds, "s"),
+         quantity(part.program(RUNS[BACKWARD]).seconds, "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
         for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
     ]  # fmt: skip
     homes = [(str(at), name, str(layout)) for at, chunk in enumerate(plan.chunks) for name, layout in chunk.plan.parameters.items()]
@@ -158,7 +159,8 @@ def chunk(plan: StagedPlan, at: int) -> dict[str, Any]:
         size = quantity(sum(part.homes[name] for name in names), "B")
         rows.append({"name": clean(some(names)), "type": kind, "states": states, "order": order, "times": len(names), "bytes": size})
     return {
-        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)), "forward": quantity(part.total(FORWARD), "s"),
-        "backward": quantity(part.total(INPUTS) + part.total(WEIGHTS), "s"), "rows": rows,
+        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)),
+        "forward": quantity(part.program(RUNS[FORWARD]).seconds, "s"),
+        "backward": quantity(part.program(RUNS[BACKWARD]).seconds, "s"), "rows": rows,
         "receives": clean(", ".join(chunk.receives.values())), "sends": clean(", ".join(chunk.sends.values())),
     }  # fmt: skip

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
-from sbpc.graph.operands import nodes_in, operands
+from sbpc.graph.operands import is_sum, nodes_in, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -261,9 +261,9 @@ def turn_of(phases: Sequence[str]) -> int | None:
 
 
 def is_view(node: Node) -> bool:
-    """Returns whether a call makes a view of its first operand."""
+    """Returns whether what a call gives lies in the memory of its first operand: a view, or a sum to which it adds."""
     match = node.meta.get("match")
-    return node.op == "call_function" and match is not None and match.view and bool(operands(node))
+    return is_sum(node) or (node.op == "call_function" and match is not None and match.view and bool(operands(node)))
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,29 @@ Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
 def memory_formula(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None, sizes: Sizes) -> sympy.Expr:
     """Returns `memory_totals(...)["total"]` as a formula. life: that of the boxed graph. sizes: the symbols of the axes."""
-    size = [sympy.sympify(formula).as_coeff_Mul() for formula in storage_formulas(life, mesh, sizes)]
+    always = POSITION * len(mesh.axes)
+    peaks = [always + total(each) for each in largest(moments_of(life, storage_formulas(life, mesh, sizes)))]
+    stored = {port.name: bytes_of(node, 0, mesh, sizes) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
+    trained = sympy.Add(*(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT))
+    return OPTIMIZER_STATE[optimizer] * trained + sympy.Max(*dict.fromkeys([*peaks, sympy.Add(*stored.values()) + trained]), evaluate=False)
+
+
+def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:
+    """Returns what is alive at each moment of a program, equal ones once: products, each so many times. size: formulas of storages."""
+    terms = [sympy.sympify(formula).as_coeff_Mul() for formula in size]
     dying: dict[float, list[int]] = {}
     for storage, last in enumerate(life.last):
         dying.setdefault(last, []).append(storage)
     alive, moments = dict[Any, Any](), dict[frozenset[tuple[Any, Any]], None]()
     for at, moment in enumerate(life.moments):
         for storage, _ in moment.makes:
-            count, product = size[storage]
+            count, product = terms[storage]
             alive[product] = alive.get(product, 0) + count
         moments[frozenset(alive.items())] = None
         for storage in dying.get(at, ()):
-            count, product = size[storage]
+            count, product = terms[storage]
             alive[product] -= count
-    always = POSITION * len(mesh.axes)
-    peaks = [always + total(dict(each)) for each in largest(list(map(dict, moments)))]
-    stored = {port.name: bytes_of(node, 0, mesh, sizes) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
-    trained = sympy.Add(*(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT))
-    return OPTIMIZER_STATE[optimizer] * trained + sympy.Max(*dict.fromkeys([*peaks, sympy.Add(*stored.values()) + trained]), evaluate=False)
+    return list(map(dict, moments))
 
 
 def total(counts: Mapping[Any, Any]) -> sympy.Expr:

@@ -49,7 +49,7 @@ class Rewriter:
     box: Callable[[GraphModule, Assignment, Mesh], GraphModule]
     schedule: Callable[[GraphModule, Mesh, float | None], GraphModule]
     localize: Callable[[GraphModule, Mesh, tuple[int, ...]], GraphModule]
-    verify: Callable[[Plan], int]
+    verify: Callable[..., int]
     save: Callable[[Any, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
     text: Callable[[Plan], str]

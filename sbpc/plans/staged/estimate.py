@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.chunk_cost import ChunkCost, together
+from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, owners
 
 STEADY = 3
 
@@ -23,7 +22,7 @@ class Unit:
     """A piece of the model, such as one block: what it costs, how often it stands in a row, and the bytes that a rank sends over the
     border behind it, forward and back, for each micro-batch."""
 
-    cost: PartCost
+    cost: ChunkCost
     times: int
     down: float
     up: float
@@ -31,7 +30,7 @@ class Unit:
     @property
     def seconds(self) -> float:
         """Seconds of a micro-batch's forward and backward."""
-        return self.cost.total(FORWARD) + self.cost.total(INPUTS) + self.cost.total(WEIGHTS)
+        return sum(self.cost.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD))
 
 
 @dataclass
@@ -66,17 +65,14 @@ class Estimate(Pipeline):
         """How many micro-batches are simulated: from STEADY for each stage on, each further one takes the same."""
         return self.count if self.schedule == "gpipe" else min(self.count, STEADY * self.stages)
 
-    @functools.cached_property
-    def actions(self) -> list[list[Action]]:
-        return actions_of(self.schedule, self.stages, self.simulated)
-
     def last_ends(self) -> list[float]:
         ends = super().last_ends()
         if self.count == self.simulated:
             return ends
-        fewer = replace(self, micro_batches=self.simulated - self.stages).last_ends()
+        fewer = replace(self, micro_batches=self.simulated - self.stages)
+        vars(fewer).update(ends=self.ends, parts=self.parts, crossings=self.crossings)
         more = (self.count - self.simulated) / self.stages
-        return [end + more * (end - before) for end, before in zip(ends, fewer)]
+        return [end + more * (end - before) for end, before in zip(ends, fewer.last_ends())]
 
     @functools.cached_property
     def row(self) -> list[Unit]:
@@ -89,18 +85,20 @@ class Estimate(Pipeline):
         return even_ends([unit.seconds for unit in self.row], len(self.owners))
 
     @functools.cached_property
-    def parts(self) -> list[PartCost]:
+    def parts(self) -> list[ChunkCost]:
         return [together([unit.cost for unit in self.row[a:b]]) for a, b in zip(self.ends, self.ends[1:])]
 
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after: its neighbours' and its own."""
-        last, back = len(self.owners) - 1, INPUTS if self.split else BACKWARD
+        _, chunk, batch = action
         if action.kind == FORWARD:
-            return [Action(FORWARD, action.chunk - 1, action.micro_batch)] if action.chunk else []
+            return [self.acting(False, chunk - 1, batch)] if chunk else []
         if action.kind == WEIGHTS:
-            return [Action(INPUTS, action.chunk, action.micro_batch)]
-        own = [Action(FORWARD, action.chunk, action.micro_batch)]
-        return own + ([Action(back, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
+            return [Action(INPUTS, chunk, batch)]
+        return [self.acting(False, chunk, batch), *([self.acting(True, chunk + 1, batch)] if chunk + 1 < len(self.owners) else [])]
+
+    def sends_back(self, chunk: int) -> bool:
+        return chunk > 0 and self.owners[chunk - 1] != self.owners[chunk]
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
@@ -122,11 +120,8 @@ class Estimate(Pipeline):
 
     @functools.cached_property
     def bytes_sent(self) -> dict[str, float]:
-        by_stage: list[Counter[str]] = [Counter() for _ in range(self.stages)]
-        for at, (part, owner) in enumerate(zip(self.parts, self.owners)):
-            for key, sent in part.sent.items():
-                times = 1 if key in (BEFORE, AFTER) else self.count
-                by_stage[owner] += Counter({axis: size * times for axis, size in sent.items()})  # type: ignore[misc]
+        by_stage = [self.sent_within(stage) for stage in range(self.stages)]
+        for at, owner in enumerate(self.owners):
             for target in (at - 1, at + 1):
                 if 0 <= target < len(self.owners) and self.owners[target] != owner:
                     by_stage[owner][self.axis] += self.count * self.border(at, target)  # type: ignore[assignment]
@@ -152,24 +147,3 @@ def even_ends(seconds: Sequence[float], chunks: int) -> list[int]:
     for step in reversed(back):
         found.append(int(step[found[-1]]))
     return [0, *found[::-1]]
-
-
-def together(costs: Sequence[PartCost]) -> PartCost:
-    """Returns the cost of pieces that run one after the other."""
-
-    def added(name: str) -> dict[str, float]:
-        total: Counter[str] = Counter()
-        for cost in costs:
-            total.update(getattr(cost, name))
-        return dict(total)
-
-    sent: dict[str, Any] = {}
-    for cost in costs:
-        for part, axes in cost.sent.items():
-            sent.setdefault(part, Counter()).update(axes)
-    whole = {name: sum(getattr(cost, name) for cost in costs) for name in ("trained", "added", "gathered", "saved", "again")}
-    whole |= {name: max(getattr(cost, name) for cost in costs) for name in ("transient", "ending")}
-    whole["first"] = whole["added"] + max(cost.first - cost.added for cost in costs)
-    homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
-    by_part = {part: dict(axes) for part, axes in sent.items()}
-    return PartCost(added("compute"), added("comm"), added("flops"), by_part, homes, **whole)

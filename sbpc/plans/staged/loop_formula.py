@@ -1,11 +1,12 @@
-"""The busy seconds and bytes of the busiest stage of a loop over micro-batches as formulas, with their number as the symbol `m`.
+"""Seconds, bytes sent and bytes held of the busiest stage of a loop over micro-batches as formulas, with their number as the symbol `m`.
 
 The batch is `batch`, unless `dynamic=` of `sbpc.plan` names it: an input of the body that is a part of an argument has a dim batch / m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,19 @@ from torch.fx import GraphModule, Node
 
 from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import INPUT, placeholders
+from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port, placeholders
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import Cost, Kernel, Transfer
-from sbpc.plans.measure import kernel_of, transfer_of
+from sbpc.plans.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer
+from sbpc.plans.measure import dims_at, kernel_of, layout_at, transfer_of
+from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.chunk_cost import ADDED
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, calls_in, parts_of
+from sbpc.plans.staged.part_memory import Kept
+from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.symbolic_sizes import name_dims, symbol
 
 M, BATCH = "m", "batch"
@@ -58,33 +65,86 @@ def check_names(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict
     return checked
 
 
-def formulas(plans: Iterable[Plan], numbers: Mapping[str, int], in_loop: frozenset[Any], count: int, like: Any) -> Cost:
-    """Returns the kernels and transfers of a stage's chunks, with those in the loop m times each.
+Chunks = Mapping[int, ChunkPrograms]  # of one stage, by number
 
-    plans: of the chunks, their graphs with symbolic dims if `numbers` has any. like: the `StagedCost`.
+
+def formulas(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], like: StagedCost, largest: Callable[[], Chunks]) -> Cost:
+    """Returns the kernels and transfers of a stage's chunks, with those in the loop m times each, and what makes the formula of memory.
+
+    chunks: those of the busiest stage, with symbolic dims if `numbers` has any. largest: gives those of the one that takes most bytes.
+    like: what the step costs.
     """
-    m = symbol(M)
+    m, mesh = symbol(M), next(iter(chunks.values())).plan.mesh
     kernels, transfers = dict[Kernel, Any](), dict[Transfer, Any]()
-    mesh: Mesh | None = None
-    for plan in plans:
-        boxed, mesh = plan.unscheduled, plan.mesh
-        parts = parts_of(boxed, in_loop)
-        for part in PARTS:
+    for chunk in chunks.values():
+        for part, nodes in chunk.calls.items():
             times = sympy.Integer(1) if part in (BEFORE, AFTER) else m
-            for node in calls_in(parts, part):
+            for node in nodes:
                 if "step" in node.meta:
                     moved = transfer_of(node)
                     transfers[moved] = transfers.get(moved, 0) + times
                 elif "choice" in node.meta and node.op == "call_function":
                     kernel = kernel_of(node)
                     kernels[kernel] = kernels.get(kernel, 0) + times
-    assert mesh is not None, "a stage has a chunk"
     sent = {axis: size for axis, size in like.bytes_sent.items() if axis in (*mesh.axes, *map(mesh.key, mesh.runs()))}
-    known = {M: count, **numbers}
     return Cost(
         mesh, like.compute_seconds, like.comm_seconds, like.flops, like.flops, sent, dict(like.memory), like.lower_bound,
-        tuple(kernels.items()), tuple(transfers.items()), known, "serial",
+        tuple(kernels.items()), tuple(transfers.items()), {M: plan.count, **numbers}, "serial",
+        memory_of=lambda sizes: memory_formula(plan, largest(), sizes),
     )  # fmt: skip
+
+
+def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]) -> sympy.Expr:
+    """Returns the bytes of a stage at its peak as `Pipeline.memory_of` counts them, with as many micro-batches in flight as in this plan;
+    for "gpipe", in which all are, with as many fewer than `m`.
+    """
+    of = {at: ChunkMemory(chunk, sizes) for at, chunk in chunks.items()}
+    peaks: dict[Any, None] = {}
+    stage = plan.owners[next(iter(chunks))]
+    for moment in plan.moments(stage):
+        flying = Counter((at, kind) for (at, _), kind in moment.flying.items())
+        held = sympy.Add(*(
+            (symbol(M) - plan.count + times if plan.schedule == "gpipe" else times) * of[at].held(kind) for (at, kind), times in sorted(flying.items())
+        ), *(of[at].held(kind) for at, kind in moment.once))  # fmt: skip
+        for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
+            peaks[held + rise] = None
+    most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])
+    copies = OPTIMIZER_STATE[plan.options.get("optimizer")]
+    stored = sympy.Add(*(each.stored + copies * each.trained for each in of.values()))
+    return stored + sympy.Max(*dict.fromkeys(map(total, most)), evaluate=False)
+
+
+class ChunkMemory:
+    """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph; see `ChunkCost`."""
+
+    def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
+        self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.plan.mesh
+        self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.plan.unscheduled).items()}
+        self.kept = Kept.by(chunk, lambda life: storage_formulas(life, self.mesh, sizes), self.given.__getitem__)
+        self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind == PARAMETER))
+        ends = [port for port in chunk.plan.ports.outputs if port.kind == GRADIENT]
+        self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
+        sums = dict.fromkeys(chunk.homes.values())
+        self.added = sympy.Add(*(
+            node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, sizes, dims_at(node)) for node in sums
+        ))  # fmt: skip
+
+    def held(self, kind: str) -> Any:
+        """Returns the bytes of a kind that stays while other programs run."""
+        return self.added if kind == ADDED else getattr(self.kept, kind)
+
+    def rises(self, which: Parts, first: bool) -> list[Any]:
+        """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
+        parts = self.chunk.of(which)
+        if not parts:
+            return [sympy.Integer(0)]
+        gm = self.chunk.program(parts, not (first and self.chunk.makes(parts))).gm
+        life = Life.of(gm, self.mesh)
+        size = storage_formulas(life, self.mesh, self.sizes)
+        there = {node for port, node in placeholders(gm).items() if port not in self.chunk.own}
+        rest = sympy.Add(*(each for each, node in zip(size, life.owner) if node in there))
+        always = POSITION * len(self.mesh.axes)
+        return [always + total(moment) - rest for moment in largest(moments_of(life, size))]
 
 
 def with_dims(plan: Plan, source: GraphModule) -> Plan:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sympy
 
 from sbpc.errors import PlanError
-from sbpc.graph.ports import Port
-from sbpc.graph.recomputed import is_recomputed
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost
-from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, transfer_of
-from sbpc.plans.plan import Plan
-from sbpc.plans.staged.part_memory import memory_of
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, spans
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, calls_in, parts_of
-from sbpc.plans.timeline import COMPUTE, works
+from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, SAVED, ChunkCost
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, spans
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,19 @@ class StagedCost:
 
     @property
     def expr(self) -> sympy.Expr:
-        """`compute_seconds + comm_seconds` as a formula in the micro-batches `m`, the `batch` or what `dynamic=` names, sizes of axes and
-        figures of the cluster; see `sbpc.plans.cost.Cost.expr`."""
+        """The seconds in which the busiest stage computes and communicates, each collective by itself, as a formula in the micro-batches
+        `m`, the `batch` or what `dynamic=` names, sizes of axes and figures of the cluster; see `sbpc.plans.cost.Cost.expr`."""
         return self.formulas.expr
 
     @property
     def bytes_expr(self) -> dict[str, sympy.Expr]:
         """What the busiest stage sends over its own axes, as formulas."""
         return self.formulas.bytes_expr
+
+    @property
+    def memory_expr(self) -> sympy.Expr:
+        """`memory["total"]` as a formula: put all numbers in at once, see `sbpc.plans.cost.Cost.memory_expr`."""
+        return self.formulas.memory_expr
 
     @property
     def symbols(self) -> dict[str, sympy.Symbol]:
@@ -92,50 +92,18 @@ class StagedCost:
         return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class PartCost:
-    """What a chunk costs: by part the seconds, the flops and the bytes sent by axis; and bytes of memory on the busiest rank.
+RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}  # by kind of action
 
-    homes: by parameter. trained: of trained ones. added: of gradients while they add up. gathered: of what is boxed before the
-    micro-batches. saved: of what a micro-batch keeps between forward and backward. transient: of what else is alive at the peak of one;
-    first: at that of the first one to come back, with the gradients that it makes; ending: before or behind all of them.
-    again: seconds in a micro-batch of computing values again.
-    """
 
-    compute: dict[str, float]
-    comm: dict[str, float]
-    flops: dict[str, float]
-    sent: dict[str, dict[str, float]]
-    homes: dict[str, int]
-    trained: int
-    added: int
-    gathered: int
-    saved: int
-    transient: int
-    first: int
-    ending: int
-    again: float = 0.0
+class Moment(NamedTuple):
+    """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and micro-batch in flight
+    what it holds. once: what else chunks hold, see `ChunkCost.held`."""
 
-    def total(self, part: str) -> float:
-        """Returns the seconds of a part."""
-        return self.compute.get(part, 0.0) + self.comm.get(part, 0.0)
-
-    @classmethod
-    def of(cls, plan: Plan, in_loop: Container[Port]) -> PartCost:
-        """Measures the boxed graph of a chunk. in_loop: parameters and gradients that are boxed for every micro-batch."""
-        boxed, mesh = plan.unscheduled, plan.mesh
-        parts, every = parts_of(boxed, in_loop), works(boxed, mesh)
-        compute, comm = dict[str, float](), dict[str, float]()
-        flops, sent = dict[str, float](), dict[str, dict[str, float]]()
-        for part in PARTS:
-            nodes = calls_in(parts, part)
-            moved = Counter(transfer_of(node) for node in nodes if "step" in node.meta)
-            kernels = Counter(kernel_of(n) for n in nodes if "choice" in n.meta and n.op == "call_function")
-            compute[part] = sum(every[node].seconds for node in nodes if every[node].stream == COMPUTE)
-            comm[part], sent[part] = comm_totals(moved, mesh)
-            flops[part] = compute_totals(kernels, mesh)[1]
-        again = sum(work.seconds for node, work in every.items() if is_recomputed(node))
-        return cls(compute, comm, flops, sent, *memory_of(plan, parts), again)
+    which: Parts
+    chunk: int
+    first: bool
+    flying: Mapping[tuple[int, int], str]
+    once: Sequence[tuple[int, str]]
 
 
 class Pipeline(ABC):
@@ -162,13 +130,8 @@ class Pipeline(ABC):
 
     @property
     @abstractmethod
-    def actions(self) -> Sequence[Sequence[Action]]:
-        """By stage what it does, in order."""
-
-    @property
-    @abstractmethod
-    def parts(self) -> Sequence[PartCost]:
-        """What the parts of each chunk cost."""
+    def parts(self) -> Sequence[ChunkCost]:
+        """What each chunk costs."""
 
     @property
     @abstractmethod
@@ -183,40 +146,115 @@ class Pipeline(ABC):
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one."""
 
+    @abstractmethod
+    def sends_back(self, chunk: int) -> bool:
+        """Returns whether another stage reads what the backward of a chunk makes."""
+
     @property
-    def split(self) -> bool:
-        """Whether the backward runs in two parts."""
-        return self.schedule == "zbv"
+    def overlaps(self) -> bool:
+        """Whether collectives run beside computing."""
+        return self.options.get("objective", "seconds") == "seconds"
+
+    @property
+    def simulated(self) -> int:
+        """How many micro-batches have actions."""
+        return self.count
+
+    # --- what an action runs -----------------------------------------------------------------------------------------
+    @functools.cached_property
+    def actions(self) -> list[list[Action]]:
+        """By stage what it does, in order.
+
+        Where collectives run beside computing, the last backward of a chunk is in two parts if another stage reads the first one: that is
+        sent before the gradients of parameters are.
+        """
+        order = actions_of(self.schedule, self.stages, self.simulated)
+        if not self.overlaps:
+            return order
+        last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
+        parted = {action for chunk, action in last.items() if self.sends_back(chunk)}
+        return [
+            [each for action in mine for each in ([action._replace(kind=k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])]
+            for mine in order
+        ]
 
     @functools.cached_property
+    def everything(self) -> frozenset[Action]:
+        """The actions of all stages."""
+        return frozenset(action for mine in self.actions for action in mine)
+
+    def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
+        """Returns the action that sends or reads what crosses, in the forward or `late`."""
+        inputs = Action(INPUTS, chunk, micro_batch)
+        return Action(FORWARD, chunk, micro_batch) if not late else inputs if inputs in self.everything else inputs._replace(kind=BACKWARD)
+
+    @functools.cached_property
+    def merged(self) -> dict[Action, Parts]:
+        """The actions that run also what is done once, beside their own computing: parameters are gathered while the first micro-batch
+        is on its way forward, and gradients are sent home while the last one is on its way back.
+
+        A stage that waits for its first micro-batch has time to gather before.
+        """
+        found: dict[Action, Parts] = {}
+        for mine in self.actions if self.overlaps else ():
+            first = {action.chunk: action for action in reversed(mine) if action.kind == FORWARD}
+            last = {action.chunk: action for action in mine if action.kind in (BACKWARD, WEIGHTS)}
+            waits = {mine[0]} if self.needs(mine[0]) else set()
+            found |= {action: (BEFORE, *RUNS[action.kind]) for action in first.values() if action not in waits}
+            found |= {action: (*RUNS[action.kind], AFTER) for action in last.values()}
+        return found
+
+    def runs(self, action: Action) -> Parts:
+        """Returns the parts that an action runs, as one program."""
+        return self.merged.get(action, RUNS[action.kind])
+
+    @functools.cached_property
+    def apart(self) -> frozenset[tuple[str, int]]:
+        """What is done once and not with an action: BEFORE or AFTER, and the chunk."""
+        inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
+        return frozenset((part, at) for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside)
+
+    def tally(self, chunk: int) -> Counter[Parts]:
+        """Returns how often each program of a chunk runs in a step."""
+        found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
+        found.update((part,) for part, at in self.apart if at == chunk)
+        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.split else (FORWARD, BACKWARD))]
+        return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
+
+    @property
+    def split(self) -> bool:
+        """Whether every backward runs in two parts."""
+        return self.schedule == "zbv"
+
+    # --- what a step costs -------------------------------------------------------------------------------------------
+    @functools.cached_property
     def spans(self) -> dict[Action, tuple[float, float]]:
-        """When every action starts and ends, in seconds since the first one."""
-        seconds: dict[tuple[str, int], float] = {}
-        for at, part in enumerate(self.parts):
-            seconds |= {(kind, at): part.total(kind) for kind in (FORWARD, INPUTS, WEIGHTS)}
-            seconds[BACKWARD, at] = seconds[INPUTS, at] + seconds[WEIGHTS, at]
-        return spans(self.actions, self.needs, seconds, self.sending)
+        """When every action starts and ends, in seconds since the step began."""
+        starts = [self.single(stage, BEFORE) for stage in range(self.stages)]
+        if not self.overlaps:
+            starts = [max(starts)] * self.stages
+        return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
+
+    def seconds_of(self, action: Action) -> float:
+        """Returns how long an action takes."""
+        return self.parts[action.chunk].program(self.runs(action)).seconds
 
     def single(self, stage: int, part: str) -> float:
-        """Returns the seconds that a stage needs once, BEFORE or AFTER the micro-batches."""
-        return sum(self.parts[at].total(part) for at, owner in enumerate(self.owners) if owner == stage)
+        """Returns the seconds that a stage needs once, before or behind all its actions."""
+        mine = [at for at, owner in enumerate(self.owners) if owner == stage and (part, at) in self.apart]
+        return sum(self.parts[at].program((part,)).seconds for at in mine)
 
     @functools.cached_property
     def cost(self) -> StagedCost:
         """Seconds, bytes and memory of a step."""
         stages = range(self.stages)
-        before, after = ([self.single(stage, part) for stage in stages] for part in (BEFORE, AFTER))
-        ends = self.last_ends()
-        seconds = max(before) + max(end + once for end, once in zip(ends, after))
-        compute = [self.totals(stage, "compute") for stage in stages]
-        communicate = [self.totals(stage, "comm") for stage in stages]
-        most = max(stages, key=lambda stage: compute[stage] + communicate[stage])
-        busy = compute[most] + communicate[most]
+        seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
+        busy = [self.totals(stage, "seconds") for stage in stages]
+        most = max(stages, key=busy.__getitem__)
+        compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
-        bound = min(self.bound, seconds)
-        mine = [part for part, owner in zip(self.parts, self.owners) if owner == most]
-        again = self.count * sum(part.again for part in mine)
-        figures = compute[most], communicate[most], max(0.0, seconds - busy), self.bytes_sent, self.memory, flops, bound, again
+        bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
+        figures = compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
         return StagedCost(seconds, *figures, self.formulas_of(most))
 
     def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost] | None:
@@ -233,9 +271,17 @@ class Pipeline(ABC):
         return [max(self.spans[action][1] for action in actions) for actions in self.actions]
 
     def totals(self, stage: int, which: str) -> float:
-        """Returns a figure of a stage, added up over its chunks and micro-batches."""
-        mine = [part for part, owner in zip(self.parts, self.owners) if owner == stage]
-        return sum(getattr(part, which)[key] * self.times_of(key) for part in mine for key in getattr(part, which))
+        """Returns a figure of a stage, added up over all that its chunks run."""
+        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        return sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
+
+    def sent_within(self, stage: int) -> Counter[str]:
+        """Returns by axis the bytes that a rank sends in the programs of its chunks."""
+        sent: Counter[str] = Counter()
+        for at, owner in enumerate(self.owners):
+            for which, times in self.tally(at).items() if owner == stage else ():
+                sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
+        return sent
 
     def times_of(self, part: str) -> int:
         """Returns how often a part runs in a step."""
@@ -247,28 +293,39 @@ class Pipeline(ABC):
         Activations are those of the micro-batches in flight, and gradients are there from a chunk's first backward on: not every kind
         has its most at the peak.
         """
-        parts = [self.parts[at] for at, owner in enumerate(self.owners) if owner == stage]
+        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        parts = {at: self.parts[at] for at in mine}
         kinds = {
-            "parameters": sum(sum(part.homes.values()) for part in parts),
-            "gradients": sum(part.added for part in parts),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts),
+            "parameters": sum(sum(part.homes.values()) for part in parts.values()),
+            "gradients": sum(part.added for part in parts.values()),
+            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts.values()),
             "activations": 0,
-            "temporaries": sum(part.gathered for part in parts),
+            "temporaries": sum(part.kept.gathered for part in parts.values()),
         }
-        held = kinds["parameters"] + kinds["optimizer"] + kinds["temporaries"]
-        beside = max(part.ending for part in parts)  # what is alive for a moment
-        peak = kinds["gradients"] + beside
-        alive = added = 0
-        begun: set[int] = set()
-        for action in self.actions[stage]:
-            part = self.parts[action.chunk]
-            alive += part.saved if action.kind == FORWARD else 0
-            now = part.transient if action.kind == FORWARD or action.chunk in begun else part.first
-            kinds["activations"], beside = max(kinds["activations"], alive), max(beside, part.transient)
-            peak = max(peak, alive + added + now)
-            if action.kind == (WEIGHTS if self.split else BACKWARD):
-                alive -= part.saved
-                added += 0 if action.chunk in begun else part.added
-                begun.add(action.chunk)
+        peak = beside = 0
+        for moment in self.moments(stage):
+            alive = sum(parts[at].held(kind) for (at, _), kind in moment.flying.items())
+            once = sum(parts[at].held(kind) for at, kind in moment.once)
+            more = parts[moment.chunk].rise(moment.which, moment.first) if moment.which else 0
+            peak, beside = max(peak, alive + once + more), max(beside, more)
+            kinds["activations"] = max(kinds["activations"], alive)
         kinds["temporaries"] += beside
-        return kinds | {"total": held + peak}
+        return kinds | {"total": kinds["parameters"] + kinds["optimizer"] + peak}
+
+    def moments(self, stage: int) -> Iterator[Moment]:
+        """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs."""
+        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        flying, once, begun = dict[tuple[int, int], str](), list[tuple[int, str]](), set[int]()
+        early, late = ([((part,), at, 0) for part in [each] for at in mine if (each, at) in self.apart] for each in (BEFORE, AFTER))
+        for which, at, batch in [*early, *((self.runs(action), action.chunk, action.micro_batch) for action in self.actions[stage]), *late]:
+            yield Moment(which, at, at not in begun, flying, once)
+            if FORWARD in which:
+                flying[at, batch] = SAVED
+            elif WEIGHTS in which:
+                flying.pop((at, batch))
+                once += [] if at in begun else [(at, ADDED)]
+                begun.add(at)
+            elif INPUTS in which:
+                flying[at, batch] = HANDED
+            once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
+        yield Moment((), mine[0], False, flying, once)

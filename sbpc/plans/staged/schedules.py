@@ -6,7 +6,7 @@ A schedule gives every rank of the axis of stages a list of actions. One list se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sbpc._compat import torch_zbv_order
@@ -131,14 +131,15 @@ def in_turn(actions: Sequence[Sequence[Action]], needs: Needs) -> list[tuple[int
 
 
 def spans(
-    actions: Sequence[Sequence[Action]], needs: Needs, seconds: Mapping[tuple[str, int], float], sending: Callable[[Action, Action], float]
-) -> dict[Action, tuple[float, float]]:
-    """Returns when every action starts and ends. seconds: by kind and chunk. sending: from one action to one that needs it."""
+    actions: Sequence[Sequence[Action]], needs: Needs, seconds: Callable[[Action], float], sending: Callable[[Action, Action], float],
+    starts: Sequence[float],
+) -> dict[Action, tuple[float, float]]:  # fmt: skip
+    """Returns when every action starts and ends. sending: seconds from one action to one that needs it. starts: of each rank."""
     found: dict[Action, tuple[float, float]] = {}
     needs = functools.cache(needs)
-    free = [0.0] * len(actions)
+    free = list(starts)
     for rank, action in in_turn(actions, needs):
         start = max([free[rank], *(found[need][1] + sending(need, action) for need in needs(action))])
-        free[rank] = start + seconds[action.kind, action.chunk]
+        free[rank] = start + seconds(action)
         found[action] = start, free[rank]
     return found

@@ -1,6 +1,6 @@
 """Which part of a stage's step each node belongs to: what is done once before all micro-batches, in them, and once after them.
 
-It reads a boxed graph or the program of a rank, so that what is predicted, simulated and run is cut in the same way.
+What is predicted, simulated and run is cut in the same way: the boxed graph, before anything is scheduled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
 PARTS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)
+Parts = tuple[str, ...]  # those that one program runs
 
 
 def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
@@ -58,8 +59,8 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
     return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
 
 
-def calls_in(parts: Mapping[Node, str], part: str) -> list[Node]:
-    """Returns the calls that a part runs, in order: those that are FREE right in front of the first that reads them."""
+def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
+    """Returns the calls that some parts run together, in order: those that are FREE right in front of the first that reads them."""
     placed: dict[Node, None] = {}
 
     def place(node: Node) -> None:
@@ -69,7 +70,7 @@ def calls_in(parts: Mapping[Node, str], part: str) -> list[Node]:
         placed[node] = None
 
     for node, its in parts.items():
-        if its == part and node.op != "placeholder":
+        if its in which and node.op != "placeholder":
             place(node)
     return list(placed)
 
@@ -81,22 +82,20 @@ def is_late(node: Node, late: set[Node]) -> bool:
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
     """Returns the nodes of boxings that end in a gradient which is not `in_loop`, and that nothing else reads."""
-    found, place = set[Node](), {node: at for at, node in enumerate(gm.graph.nodes)}
+    found = set[Node]()
     for port, node in zip(gm.meta["ports"].outputs, results(gm)):
         if port.kind != GRADIENT or node is None or port in in_loop:
             continue
-        ahead, mine = {node}, {gm.graph.output_node()}
-        while is_boxing(last := max(ahead, key=place.__getitem__)) and set(last.users) <= mine:
-            mine.add(last)
-            ahead |= {used for used in last.all_input_nodes if parts[used] not in (FREE, BEFORE)}
-            ahead.remove(last)
-            if not ahead:
-                break
-            if len(ahead) == 1:  # a boxing of one rank may be several calls, such as slices that are put together
-                found |= mine
+        mine = {gm.graph.output_node()}
+        while "step" in node.meta and set(node.users) <= mine and parts[node.all_input_nodes[0]] not in (FREE, BEFORE):
+            mine.add(node)
+            (node,) = node.all_input_nodes
+        found |= mine
     return found - {gm.graph.output_node()}
 
 
-def is_boxing(node: Node) -> bool:
-    """Returns whether a node of a boxed graph or of a program is a boxing, or a part of one."""
-    return "step" in node.meta or "awaits" in node.meta or "boxing" in node.meta
+def summand(node: Node, parts: Mapping[Node, str]) -> Node:
+    """Returns what goes into the boxings of a gradient on its way home."""
+    while parts[node] == AFTER:
+        (node,) = node.all_input_nodes
+    return node

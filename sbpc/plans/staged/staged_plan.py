@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +19,14 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
+from sbpc.plans.staged.chunk_cost import ChunkCost
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
-from sbpc.plans.staged.pipeline_cost import PartCost, Pipeline, StagedCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, owners
-from sbpc.plans.staged.stage_parts import BEFORE, parts_of
+from sbpc.plans.staged.part_memory import bytes_at
+from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline, StagedCost
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, owners
+from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
 
@@ -72,10 +73,10 @@ class Chunk:
 class StagedPlan(Pipeline):
     """A plan whose step runs as stages of a pipeline along one axis of the mesh. `print(plan)` shows it.
 
-    mesh: all axes. axis: that of the stages, None where all ranks are one stage. loop: the step as a loop over micro-batches. chunks: in the order of the model.
-    schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. in_loop: parameters
-    and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all stages, in
-    which layouts were chosen; None where the plan was read from a file.
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. loop: the step as a loop over micro-batches. chunks: in
+    the order of the model. schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. in_loop:
+    parameters and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all
+    stages, in which layouts were chosen; None where the plan was read from a file.
     """
 
     mesh: Mesh
@@ -108,11 +109,6 @@ class StagedPlan(Pipeline):
     def owners(self) -> list[int]:
         """By chunk the stage that has it."""
         return owners(self.schedule, self.stages)
-
-    @functools.cached_property
-    def actions(self) -> list[list[Action]]:
-        """By stage what it does, in order."""
-        return actions_of(self.schedule, self.stages, self.loop.count)
 
     @property
     def ports(self) -> Ports:
@@ -172,40 +168,52 @@ class StagedPlan(Pipeline):
             raise PlanError(f"the plan has no {name!r}\n  The closest names are {', '.join(closest(name, list(self.layouts)))}.")
         return self.layouts[name]
 
-    def kind_of(self, late: bool) -> str:
-        """Returns the kind of action that sends or reads what crosses, in the forward or `late`."""
-        return (INPUTS if self.split else BACKWARD) if late else FORWARD
+    def sends_back(self, chunk: int) -> bool:
+        """Returns whether another stage reads what the backward of a chunk makes."""
+        late = {self.chunks[chunk].sends[port] for port in self.chunks[chunk].sends_late}
+        return any(
+            late.intersection(other.receives.values()) for other, owner in zip(self.chunks, self.owners) if owner != self.owners[chunk]
+        )
 
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
-        chunk, found = self.chunks[action.chunk], []
-        forward = action.kind == FORWARD
-        for port, name in chunk.receives.items():
-            if (port.kind == TANGENT) != forward and action.kind != WEIGHTS:
+        (kind, at, batch), found = action, []
+        for port, name in self.chunks[at].receives.items():
+            if (port.kind == TANGENT) == (kind != FORWARD) and kind != WEIGHTS:
                 source, sent = self.sources[name]
-                kind = self.kind_of(sent in self.chunks[source].sends_late)
-                found.append(Action(kind, source, action.micro_batch))
-        if not forward:
-            kind = INPUTS if action.kind == WEIGHTS else FORWARD
-            found.append(Action(kind, action.chunk, action.micro_batch))
+                found.append(self.acting(sent in self.chunks[source].sends_late, source, batch))
+        if kind != FORWARD:
+            found.append(action._replace(kind=INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
 
     def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost]:
         """Returns what makes the formulas of a stage's cost."""
-        mine = [chunk.plan for chunk, owner in zip(self.chunks, self.owners) if owner == stage]
-        return lambda cost: formulas(*self.symbolic(mine), self.in_loop, self.count, cost)
-
-    def symbolic(self, plans: list[Plan]) -> tuple[list[Plan], dict[str, int]]:
-        """Returns plans of chunks with symbolic dims, and the numbers of their symbols. A file that has several chunks keeps none."""
-        source = self.body or (self.chunks[0].plan if len(self.chunks) == 1 else None)
-        dynamic = self.options.get("dynamic") or {}
-        numbers = {} if source is None else name_parts(source.graph, self.loop, self.inner, dynamic)
-        return ([with_dims(plan, source.graph) for plan in plans] if source and numbers else plans), numbers
+        most = max(range(self.stages), key=lambda each: self.memory_of(each)["total"])
+        return lambda cost: formulas(self, self.symbolic(stage), self.numbers, cost, lambda: self.symbolic(most))
 
     @functools.cached_property
-    def parts(self) -> list[PartCost]:
-        """What the parts of each chunk cost."""
-        return [PartCost.of(chunk.plan, self.in_loop) for chunk in self.chunks]
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the symbols in the dims of the body. A plan of several chunks that was read from a file has none."""
+        source = self.body or (self.chunks[0].plan if len(self.chunks) == 1 else None)
+        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.get("dynamic") or {})
+
+    def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
+        """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
+        mine = {at: self.programs[at] for at, owner in enumerate(self.owners) if owner == stage}
+        if not self.numbers:
+            return mine
+        source = (self.body or self.chunks[0].plan).graph
+        return {at: ChunkPrograms(with_dims(each.plan, source), self.in_loop, self.overlaps) for at, each in mine.items()}
+
+    @functools.cached_property
+    def programs(self) -> list[ChunkPrograms]:
+        """The programs of each chunk."""
+        return [ChunkPrograms(chunk.plan, self.in_loop, self.overlaps) for chunk in self.chunks]
+
+    @functools.cached_property
+    def parts(self) -> list[ChunkCost]:
+        """What each chunk costs."""
+        return list(map(ChunkCost.by, self.programs))
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
@@ -235,12 +243,11 @@ class StagedPlan(Pipeline):
 
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches."""
-        first = max((self.single(stage, BEFORE) for stage in range(self.stages)), default=0.0)
         events = []
         for action, (start, end) in self.spans.items():
             stage, phase = self.owners[action.chunk], "forward" if action.kind == FORWARD else "backward"
             module = f"chunk {action.chunk}"
-            events.append(Event(f"stage {stage}", first + start, first + end, str(action), action.kind, module, phase))
+            events.append(Event(f"stage {stage}", start, end, str(action), action.kind, module, phase))
         return events
 
     def save_trace(self, path: str | Path) -> None:
@@ -251,10 +258,8 @@ class StagedPlan(Pipeline):
     @functools.cached_property
     def bytes_sent(self) -> dict[str, float]:
         """By axis the bytes that the busiest rank sends in a step; those between stages under their axis."""
-        by_stage: list[Counter[str]] = [Counter() for _ in range(self.stages)]
-        for at, (part, owner) in enumerate(zip(self.parts, self.owners)):
-            for key, sent in part.sent.items():
-                by_stage[owner] += Counter({axis: size * self.times_of(key) for axis, size in sent.items()})
+        by_stage = [self.sent_within(stage) for stage in range(self.stages)]
+        for at, owner in enumerate(self.owners):
             for target, late in itertools.product(range(len(self.chunks)), (False, True)):
                 if self.axis is not None and self.owners[target] != owner:
                     by_stage[owner][self.axis] += self.loop.count * sum(self.crossing(at, target, late).values())
@@ -268,8 +273,13 @@ class StagedPlan(Pipeline):
 
     def verify(self) -> int:
         """Checks every edge of every chunk, and that both ends of what crosses agree. Returns the number of edges."""
-        edges = sum(chunk.plan.verify() for chunk in self.chunks)
-        for at, chunk in enumerate(self.chunks):
+        edges = 0
+        for at, (chunk, programs) in enumerate(zip(self.chunks, self.programs)):
+            written = [
+                (programs.program(which, adding).gm, functools.partial(programs.local_at, which, adding))
+                for which in self.tally(at) for adding in (False, True)
+            ]  # fmt: skip
+            edges += self.rewriter.verify(chunk.plan, written)
             for port, name in chunk.receives.items():
                 source, sent = self.sources[name]
                 if self.chunks[source].plan.left[sent] != chunk.plan.given[port]:
@@ -381,9 +391,9 @@ def report_lines(plan: StagedPlan) -> Sequence[str]:
         + ", ".join(f"{kind} {size:,}" for kind, size in cost.memory.items() if kind != "total"),
     ]
     for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts)):
-        backward = part.total(INPUTS) + part.total(WEIGHTS)
+        forward, backward = (part.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD))
         lines.append(
-            f"chunk {at} on stage {plan.owners[at]}: {span_of(chunk)}; forward {part.total(FORWARD):.3g} s, backward {backward:.3g} s, "
+            f"chunk {at} on stage {plan.owners[at]}: {span_of(chunk)}; forward {forward:.3g} s, backward {backward:.3g} s, "
             f"{sum(part.homes.values()):,} bytes of parameters, sends {', '.join(chunk.sends.values()) or 'nothing'}"
         )
         lines += [f"  {name}  {layout}" for name, layout in chunk.plan.parameters.items()]

@@ -1,0 +1,136 @@
+"""What the programs of a chunk cost a rank: seconds, flops, bytes sent and bytes of memory."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port
+from sbpc.graph.recomputed import is_recomputed
+from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, transfer_of
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.part_memory import Kept, bytes_at, rise
+from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
+from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline, works
+
+GATHERED, SAVED, HANDED, HOME, ADDED = "gathered", "saved", "handed", "home", "added"
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """What a program costs. seconds: from its start to its end. compute, comm: those in which it computes, and its links are busy.
+    again: those of computing values again. sent: bytes by axis."""
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    comm: float = 0.0
+    flops: float = 0.0
+    again: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, chunk: ChunkPrograms, which: Parts) -> ProgramCost:
+        """Measures the program of some parts."""
+        gm, mesh = chunk.program(which).gm, chunk.plan.mesh
+        events = timeline(gm, mesh)
+        busy = busy_seconds(events)
+        moved = Counter(transfer_of(node) for node in gm.graph.nodes if "step" in node.meta)
+        kernels = Counter(kernel_of(n) for n in gm.graph.nodes if "choice" in n.meta and n.op == "call_function")
+        again = sum(work.seconds for node, work in works(gm, mesh).items() if is_recomputed(node))
+        compute, comm = busy[COMPUTE], sum(seconds for stream, seconds in busy.items() if stream != COMPUTE)
+        return cls(makespan(events), compute, comm, compute_totals(kernels, mesh)[1], again, Counter(comm_totals(moved, mesh)[1]))
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What a chunk costs on the busiest rank.
+
+    homes: bytes by parameter. trained: of trained ones. added: of gradients while they add up. kept: see `Kept`. program: by parts of
+    a step, what the program costs that runs these. rise: the most bytes that this has alive besides what is there before; whether its
+    gradients are the first ones.
+    """
+
+    homes: dict[str, int]
+    trained: int
+    added: int
+    kept: Kept
+    program: Callable[[Parts], ProgramCost]
+    rise: Callable[[Parts, bool], int]
+
+    def held(self, kind: str) -> int:
+        """Returns the bytes of a kind that stays while other programs run: those of `Kept`, or ADDED."""
+        return self.added if kind == ADDED else int(getattr(self.kept, kind))
+
+    @classmethod
+    def of(cls, plan: Plan, in_loop: Container[Port], overlaps: bool = True) -> ChunkCost:
+        """Measures a chunk by its plan. in_loop: what is boxed for every micro-batch. overlaps: whether anything runs beside computing."""
+        return cls.by(ChunkPrograms(plan, in_loop, overlaps))
+
+    @classmethod
+    def by(cls, chunk: ChunkPrograms) -> ChunkCost:
+        """Measures a chunk by its programs."""
+        plan = chunk.plan
+        stored = {port: bytes_at(value, plan.given[port], plan.mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER}
+        homes = {port.name: size for port, size in stored.items()}
+        trained = sum(homes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
+        added = sum(bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in dict.fromkeys(chunk.homes.values()))
+
+        @functools.cache
+        def program(which: Parts) -> ProgramCost:
+            return ProgramCost.of(chunk, which) if which else ProgramCost()
+
+        @functools.cache
+        def most(which: Parts, first: bool) -> int:
+            return rise(chunk, chunk.program(which, not first).gm) if which else 0
+
+        return cls(
+            homes, trained, added, Kept.by(chunk), lambda which: program(chunk.of(which)),
+            lambda which, first: most(chunk.of(which), first and bool(chunk.makes(which))),
+        )  # fmt: skip
+
+
+def together(costs: Sequence[ChunkCost]) -> ChunkCost:
+    """Returns the cost of pieces of a model that run one after the other, and back again."""
+
+    @functools.cache
+    def program(which: Parts) -> ProgramCost:
+        each = [cost.program(which) for cost in costs]
+        seconds = sum(one.seconds for one in each)
+        for side, main in ((BEFORE, FORWARD), (AFTER, WEIGHTS)):
+            if side in which and main in which:
+                seconds = beside(costs, which, side)
+        sent = sum((one.sent for one in each), Counter[str]())
+        compute, comm, flops, again = (sum(getattr(one, name) for one in each) for name in ("compute", "comm", "flops", "again"))
+        return ProgramCost(seconds, compute, comm, flops, again, sent)
+
+    @functools.cache
+    def most(which: Parts, first: bool) -> int:
+        left = [
+            (FORWARD in which) * cost.kept.saved + (BEFORE in which) * cost.kept.gathered + (AFTER in which) * cost.kept.home
+            + (first and WEIGHTS in which) * cost.added
+            for cost in costs
+        ]  # fmt: skip
+        return sum(left) + max(cost.rise(which, first) - stays for cost, stays in zip(costs, left))
+
+    homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
+    kept = Kept(*(sum(getattr(cost.kept, name) for cost in costs) for name in ("gathered", "saved", "handed", "home")))
+    trained, added = (sum(getattr(cost, name) for cost in costs) for name in ("trained", "added"))
+    return ChunkCost(homes, trained, added, kept, program, most)
+
+
+def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:
+    """Returns the seconds of a program of pieces in which one part, collectives alone, runs beside the others.
+
+    A backward goes from the last piece to the first, and what it sends home is in flight while the next one is computed. A forward
+    with what is gathered for it is the same, seen from its end.
+    """
+    now = sent = 0.0
+    for cost in reversed(costs):
+        alone = cost.program((side,)).seconds
+        sent = max(sent, now + cost.program(which).seconds - alone) + alone
+        now += cost.program(tuple(part for part in which if part != side)).seconds
+    return max(now, sent)

@@ -1,0 +1,185 @@
+"""The programs of a chunk: each runs some parts of a step at once, in an order of its own in which collectives run beside computing.
+
+A program is a boxed graph. It reads what other programs gave, by name, and the sums of gradients to which it adds its own. Where
+boxings home are among its parts, they read the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import ChainMap
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from sbpc._compat import LazyGraphModule
+from sbpc.graph.operands import ADD, is_sum
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
+from sbpc.graph.rewrite import called, copied, put
+from sbpc.plans.measure import dims_at, layout_at
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in, parts_of, summand
+
+
+@dataclass(frozen=True)
+class Program:
+    """The boxed graph of some parts of a step, and the names of the values that it reads and gives.
+
+    reads: in the order of its placeholders. sums: of gradients whose sums are read behind these; to those that it makes, `added`, it
+    adds. gives: of its outputs; `homes` are gradients in their home.
+    """
+
+    gm: GraphModule
+    reads: tuple[str, ...]
+    sums: tuple[str, ...]
+    added: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+class ChunkPrograms:
+    """The programs of a chunk, made on first use.
+
+    plan: that of the chunk. in_loop: see `parts_of`. overlaps: whether collectives run beside computing. parts: by node of the boxed graph.
+    homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a gradient, their names.
+    fixed, own: by port of what all micro-batches read, and of what each has of its own, the name. outputs: by port of an OUTPUT.
+    """
+
+    def __init__(self, plan: Plan, in_loop: Container[Port], overlaps: bool) -> None:
+        self.plan, self.overlaps = plan, overlaps
+        gm = plan.unscheduled
+        self.parts = parts_of(gm, in_loop)
+        ends = [(port, node) for port, node in zip(plan.ports.outputs, results(gm)) if node is not None]
+        self.homes = {node: summand(node, self.parts) for port, node in ends if port.kind == GRADIENT}
+        self.home = {port: node.name for port, node in ends if port.kind == GRADIENT}
+        self.accumulated = {port: self.homes[node].name for port, node in ends if port.kind == GRADIENT}
+        self.outputs = {port: node.name for port, node in ends if port.kind == OUTPUT}
+        self.ends = {node for port, node in ends if port.kind != GRADIENT or self.parts[node] == AFTER}
+        given = {port: node.name for port, node in placeholders(gm).items()}
+        self.fixed = {port: name for port, name in given.items() if port.kind in (PARAMETER, BUFFER, SEED)}
+        self.own = {port: name for port, name in given.items() if port.kind in (INPUT, TANGENT)}
+        self.calls = {part: calls_in(self.parts, (part,)) for part in PARTS}
+        self.known = dict[tuple[Parts, bool], Program]()
+        self.local = dict[tuple[Parts, bool, Any], GraphModule]()
+
+    def of(self, which: Iterable[str]) -> Parts:
+        """Returns those of some parts that have any call."""
+        return tuple(part for part in which if self.calls[part])
+
+    @functools.cached_property
+    def before(self) -> frozenset[str]:
+        """The names of the values that are made before all micro-batches."""
+        return frozenset(node.name for node in self.calls[BEFORE])
+
+    @functools.cached_property
+    def later(self) -> Mapping[str, frozenset[str]]:
+        """By part of the backward the names of what it reads of others."""
+        return {part: frozenset(used.name for node in self.calls[part] for used in node.all_input_nodes) for part in (INPUTS, WEIGHTS)}
+
+    def makes(self, which: Parts) -> frozenset[str]:
+        """Returns the names of the gradients that add up and that some parts make."""
+        return frozenset(node.name for node in self.homes.values() if self.parts[node] in which)
+
+    def program(self, which: Parts, adding: bool = True) -> Program:
+        """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients that it makes."""
+        which = self.of(which)
+        if (which, adding) not in self.known:
+            if adding:
+                program = extracted(self, which)
+                boxed = self.plan.rewriter.schedule(program.gm, self.plan.mesh, None) if self.overlaps else program.gm
+                self.known[which, adding] = replace(program, gm=boxed)
+            else:
+                self.known[which, adding] = without_sums(self, which, self.program(which))
+        return self.known[which, adding]
+
+    def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
+        """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each axis."""
+        mesh, key = self.plan.mesh, (self.of(which), adding, self.plan.shape_class(rank))
+        if key not in self.local:
+            self.local[key] = self.plan.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
+        return self.local[key]
+
+
+def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
+    """Returns the program of some parts, in the order of the chunk's graph. It adds its gradients to sums as soon as they are there."""
+    gm, parts, body = chunk.plan.unscheduled, chunk.parts, calls_in(chunk.parts, which)
+    inside, summed = set(body), dict.fromkeys(chunk.homes.values())
+    made = [node for node in summed if parts[node] in which]
+    boxed = {used for node in body if parts[node] == AFTER for used in node.all_input_nodes if used in summed}
+    reads = list(dict.fromkeys(
+        used for node in body for used in node.all_input_nodes
+        if used not in inside and not (parts[node] == AFTER and used in boxed)
+    ))  # fmt: skip
+    sums = [*made, *(node for node in summed if node in boxed and node not in inside)]
+    graph, copies, totals = Graph(), dict[Node, Node](), dict[Node, Node]()
+    for node in reads:
+        copies[node] = given(graph, node, node.name)
+    for node in sums:
+        totals[node] = given(graph, node, f"sum_{node.name}")
+    for node in body:
+        copies[node] = copied(graph, node, ChainMap(totals, copies).__getitem__ if parts[node] == AFTER else copies.__getitem__)
+        if parts[node] in which and node in summed:
+            about = {key: value for key, value in node.meta.items() if key in ("phase", "module", "stack_trace")}
+            total = called(graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}")
+            put(total, "meta", about | value_meta(node))
+            totals[node] = total
+    gives = [node for node in body if parts[node] in which and is_given(chunk, node, which)]
+    graph.output(tuple(copies[node] for node in gives))
+    known = {node: port for port, node in placeholders(gm).items()}
+    late = (INPUTS, WEIGHTS)  # what they made comes in as a tangent does
+    inputs = [known.get(node, Port(TANGENT if parts[node] in late else INPUT, node.name)) for node in reads]
+    inputs += [Port(TANGENT, f"sum_{node.name}") for node in sums]
+    names = [tuple(node.name for node in nodes) for nodes in (reads, sums, made, gives)]
+    return Program(with_ports(gm, graph, inputs, names[3]), *names)
+
+
+def given(graph: Graph, node: Node, name: str) -> Node:
+    """Writes a placeholder that stands for a value of another program."""
+    copy = graph.placeholder(name)
+    put(copy, "meta", value_meta(node))
+    return copy
+
+
+def value_meta(node: Node) -> dict[str, Any]:
+    """Returns what a node that stands for a value of another says of it."""
+    dims = dims_at(node)
+    return {"val": node.meta["val"], "sbp": layout_at(node)} | ({"dims": (dims,)} if dims else {})
+
+
+def is_given(chunk: ChunkPrograms, node: Node, which: Parts) -> bool:
+    """Returns whether a program of some parts gives a value: what ends in it, and what others read but as a sum."""
+    own, added = chunk.parts[node], node in chunk.homes.values()
+    if node in chunk.ends:
+        return True
+    readers = {chunk.parts.get(user) for user in node.users} - ({None, AFTER} if added else {None})
+    return bool(readers - ({own} if own == BEFORE else set(which)))
+
+
+def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Program:
+    """Returns a program that gives the gradients that are the first ones, and adds nothing."""
+    graph, copies = Graph(), dict[Node, Node]()
+    stored = program.gm.graph.find_nodes(op="placeholder")
+    dropped = {node: name for node, name in zip(stored[len(program.reads) :], program.sums) if name in program.added}
+    first = dict[str, Node]()
+    for node in program.gm.graph.nodes:
+        if is_sum(node) and node.args[0] in dropped:
+            copies[node] = first[dropped[node.args[0]]] = copies[node.args[1]]
+        elif node.op != "output" and node not in dropped:
+            copies[node] = copied(graph, node, copies.__getitem__)
+    ends = {name: copies[node] for name, node in zip(program.gives, results(program.gm)) if node is not None}
+    homes = {node.name for node in chunk.homes}  # of these some gradients are the sums themselves
+    ends |= {name: node for name, node in first.items() if AFTER not in which or name in homes}
+    graph.output(tuple(ends.values()))
+    inputs = [port for port, node in zip(program.gm.meta["ports"].inputs, stored) if node not in dropped]
+    sums = tuple(name for name in program.sums if name not in program.added)
+    return Program(with_ports(program.gm, graph, inputs, ends), program.reads, sums, (), tuple(ends))
+
+
+def with_ports(gm: GraphModule, graph: Graph, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:
+    """Returns the graph of a program with its ports."""
+    result = LazyGraphModule(gm, graph)
+    outputs = tuple(Port(OUTPUT, name) for name in gives)
+    result.meta.update(gm.meta | {"ports": replace(gm.meta["ports"], inputs=tuple(inputs), outputs=outputs)})
+    return result
