@@ -115,6 +115,15 @@ def bounded(plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[P
     return overlapped(plan, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
+def bound_of(plan: Plan, solve: Callable[[Mesh], float]) -> float:
+    """Returns seconds that no layouts of a step take less, however its streams overlap: at the weights at which this plan costs most.
+
+    solve: returns the bound for a mesh whose costs are scaled.
+    """
+    weights, _ = heaviest(streams_of(plan.mesh), [bare_seconds(plan)])
+    return max(Overlap.of(plan).bound, solve(weighted(plan.mesh, weights)))
+
+
 def fastest(plans: list[Plan]) -> Plan:
     """Returns the plan that computes least of those that are about as fast as the fastest."""
     most = min(plan.cost.seconds for plan in plans) * (1 + EQUAL)

@@ -42,28 +42,34 @@ def mesh_of_stage(mesh: Mesh, axis: str) -> Mesh:
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made
-) -> StagedPlan:
+    gm: GraphModule, mesh: Mesh, axis: str, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made,
+    bound_of: Callable[[Plan], float],
+) -> StagedPlan:  # fmt: skip
     """Returns the plan of an annotated step with stages along `axis`.
 
     count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage, under
-    a limit of bytes. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no
-    plan fits.
+    a limit of bytes. made: makes the plan of a chunk there. bound_of: what no layouts of the planned body take less. Raises PlanError if
+    the model cannot be cut so, MemoryLimitError if no plan fits.
     """
     stages = mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
 
+    bound: float | None = None
+
     def attempt(once: Sequence[str], limit: float | None) -> tuple[StagedPlan, Plan, Build]:
+        nonlocal bound
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
         whole = solve(loop.body, inner, limit)
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
-        bound = count * whole.lower_bound / stages  # of the mean stage: no layouts of the body take less in all
+        if bound is None:  # of the mean stage, without a limit: no layouts of the body take less in all
+            bound = count * bound_of(whole) / stages
+        least = bound
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)
-            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, bound, in_loop, options, body=body)
+            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, least, in_loop, options, body=body)
 
         return build(whole.assignment, frozenset()), whole, build
 

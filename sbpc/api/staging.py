@@ -16,11 +16,13 @@ from sbpc.graph.ports import ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, expert_alternatives, wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan
+from sbpc.passes.schedule.choice import bound_of
 from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
@@ -61,8 +63,14 @@ def plan_stages(
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
 
+    def bound(body: Plan) -> float:
+        if objective != "seconds":
+            return body.lower_bound
+        asked = wishes(body.graph, body.mesh, Requests(pins, baseline=baseline))
+        return bound_of(body, lambda where: Space(body.graph, where, asked.nodes, asked.outputs).solve(exact=False)[1])
+
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
+        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made, bound)
     plan.times = clocks.times
     return plan
 
