@@ -118,8 +118,8 @@ def test_the_command_says_by_its_code_whether_plans_differ(free: sbpc.Plan, pinn
 
 
 def sent_within_stages(plan: StagedPlan) -> float:
-    counted = ((plan.times_of(key), axes) for part in plan.parts for key, axes in part.sent.items())
-    return sum(times * sum(axes.values()) for times, axes in counted)
+    tallies = ((part.program(which), times) for at, part in enumerate(plan.parts) for which, times in plan.tally(at).items())
+    return sum(times * sum(program.sent.values()) for program, times in tallies)
 
 
 def test_plans_with_stages_are_compared_with_each_other_and_with_others() -> None:

@@ -152,7 +152,7 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
     assert len(json.loads(capsys.readouterr().out)["chunks"]) == 2  # of the two of stage 1
     assert run("show", file, "--html", tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
-    assert page.count('class="t-forward') == 16 and page.count('class="t-backward') == 16 and "http" not in page
+    assert page.count('class="t-forward') == 16 and page.count('class="t-backward') == 16 + 3 and "http" not in page
     sbpc.load(file).save_page(tmp_path / "page.html", losses={"one": [2.0, 1.0], "many": [2.0, 1.01]})
     assert 'id="losses"' not in page and "any step: 1.00e-02" in (tmp_path / "page.html").read_text()
     assert run("diff", file, file) == 0

@@ -23,7 +23,7 @@ from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan
-from sbpc.passes.schedule.choice import Overlap, streams_of, weighted
+from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
@@ -78,9 +78,10 @@ def plan_stages(
 
 
 def beside(plan: Plan, asked: Wishes) -> list[Plan]:
-    """Returns the plan of a body and one at equal weights of its streams, with the bound of steps where collectives run beside computing.
+    """Returns the plan of a body and one at other weights of its streams, with the bound of steps where collectives run beside computing.
 
-    asked: what the user wants of the body.
+    The weights lie between equal ones, whose layouts are good ones, and those at which the plan costs most, whose bound is. asked: what
+    the user wants of the body.
     """
     mesh, streams = plan.mesh, streams_of(plan.mesh)
     if len(streams) == 1:
@@ -88,7 +89,9 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
     prover = Overlap.of(plan)
     assignments = [plan.assignment]
     if mesh.cluster.name != "ideal":  # where the layouts that send least are as good as any
-        space = Space(plan.graph, weighted(mesh, dict.fromkeys(streams, 1 / len(streams))), asked.nodes, asked.outputs)
+        most, _ = heaviest(streams, [bare_seconds(plan)])
+        weights = {stream: (most[stream] + 1 / len(streams)) / 2 for stream in streams}
+        space = Space(plan.graph, weighted(mesh, weights), asked.nodes, asked.outputs)
         assignment, bound = space.solve(exact=False)
         prover.improve(space, bound)
         assignments.append(assignment)

@@ -103,9 +103,9 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     stage = plan.owners[next(iter(chunks))]
     for moment in plan.moments(stage):
         flying = Counter((at, kind) for (at, _), kind in moment.flying.items())
-        held = sympy.Add(*(
-            (symbol(M) - plan.count + times if plan.schedule == "gpipe" else times) * of[at].held(kind) for (at, kind), times in sorted(flying.items())
-        ), *(of[at].held(kind) for at, kind in moment.once))  # fmt: skip
+        more = symbol(M) - plan.count if plan.schedule == "gpipe" else 0
+        held = sympy.Add(*((times + more) * of[at].held(kind) for (at, kind), times in sorted(flying.items())))
+        held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
     most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])

@@ -36,7 +36,9 @@ class Kept:
     home: Any
 
     @classmethod
-    def by(cls, chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]] | None = None, given: Callable[[Port], Any] | None = None) -> Kept:
+    def by(
+        cls, chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]] | None = None, given: Callable[[Port], Any] | None = None
+    ) -> Kept:
         """Measures a chunk. size_of, given: the sizes of the storages of a program, and of what a micro-batch is given, if not as numbers."""
         places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())  # by name of a value where it lies; what is stored: None
         size = dict[Place, Any]()

@@ -1,0 +1,79 @@
+"""Inside a stage collectives run beside computing: closed forms of the seconds, the numbers of one device, and broken programs are found."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import VerifyError
+from sbpc.mesh.cluster import Cluster
+from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from tests import models
+from tests.compare import compare, eager
+
+WIDTH, LAYERS, BATCH, COUNT = 64, 4, 256, 4
+PRODUCT = 2 * WIDTH**2 * BATCH / COUNT / 2  # flops in which one of two ranks multiplies a micro-batch by the weights of a layer
+COMPUTING = COUNT * (3 * LAYERS - 1)  # products of a step: one forward and two back, but for that of the first layer's input
+
+
+def squares(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+def planned(home: str, send: float, objective: str = "seconds") -> Any:
+    """Linear layers, whose products take a second each, and each of whose gradients is all-reduced in `send` seconds."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    cluster = Cluster("flat", PRODUCT, math.inf, 0.0, 8, 0.0, 8 * WIDTH**2 / send, 0.0, 8 * WIDTH**2 / send)
+    options: dict[str, Any] = {"loss": squares, "stages": "pipe", "microbatches": COUNT, "objective": objective, "pin": {"*": home}}
+    return sbpc.plan(net, (torch.randn(BATCH, WIDTH),), Mesh(pipe=1, data=2, cluster=cluster), **options)
+
+
+def test_gradients_go_home_while_the_last_micro_batch_is_on_its_way_back() -> None:
+    assert planned("B", 0.5, "serial").cost.seconds == pytest.approx(COMPUTING + LAYERS * 0.5, rel=0.01)
+    assert planned("B", 0.5).cost.seconds == pytest.approx(COMPUTING + 0.5, rel=0.01)  # of the gradient that is computed last
+    behind = 2 * LAYERS - 2  # products behind the first gradient
+    assert planned("B", 4.0).cost.seconds == pytest.approx(COMPUTING - behind + LAYERS * 4.0, rel=0.01)
+
+
+def test_parameters_are_gathered_while_the_first_micro_batch_is_on_its_way() -> None:
+    serial, plan = (planned("S(0)@data", 1.0, objective) for objective in ("serial", "seconds"))
+    assert serial.programs[0].calls[BEFORE] and serial.programs[0].calls[AFTER]
+    assert serial.cost.seconds == pytest.approx(COMPUTING + LAYERS * 1.0, rel=0.01)
+    assert plan.cost.seconds == pytest.approx(COMPUTING + 2 * 0.5, rel=0.01)  # of the first layer, and of its gradient
+    assert plan.cost.lower_bound <= plan.cost.seconds and plan.cost.exposed_seconds == pytest.approx(1.0, rel=0.1)
+    assert plan.cost.bytes_sent == serial.cost.bytes_sent
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_is_hidden_changes_no_number(schedule: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=8, layers=2)
+    mesh = Mesh(pipe=2, tensor=2, cluster=Cluster("lan", 1e9, 1e10, 1e-6, 1, 5e-6, 1e9, 5e-6, 1e9))
+    plans = [
+        sbpc.plan(model, args, mesh, stages="pipe", microbatches=4, schedule=schedule, objective=objective)
+        for objective in ("seconds", "serial")
+    ]
+    assert plans[0].cost.seconds < plans[1].cost.seconds and plans[0].cost.exposed_seconds < plans[1].cost.exposed_seconds
+    for plan in plans:
+        assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+        assert sbpc.simulate(plan, model, args).bytes_sent == plan.cost.bytes_sent
+
+
+def test_a_value_that_is_read_before_its_collective_ends_is_found() -> None:
+    plan = planned("B", 0.5)
+    plan.verify()
+    program = plan.programs[0].program((INPUTS, WEIGHTS, AFTER)).gm
+    wait = next(node for node in program.graph.nodes if "awaits" in node.meta)
+    wait.replace_all_uses_with(wait.all_input_nodes[0])
+    with pytest.raises(VerifyError, match="something else reads it before"):
+        plan.verify()
