@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/sbpc demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not prove and not prove_library" -n 2
+	$(BIN)/python -m pytest -m "not prove and not prove_library" -n 2 --dist worksteal
 
 # The newest torch that the registry has, in an environment of its own, made anew; the build for CPUs is enough.
 test-newest:
@@ -17,13 +17,13 @@ test-newest:
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	.venv-newest/bin/python -c 'import torch; print("torch", torch.__version__)'
-	.venv-newest/bin/python -m pytest -m "not prove and not prove_library" -n 2
+	.venv-newest/bin/python -m pytest -m "not prove and not prove_library" -n 2 --dist worksteal
 
 prove: $(READY)
-	$(BIN)/python -m pytest -m prove -n 2 --timeout 2400
+	$(BIN)/python -m pytest -m prove -n 2 --dist worksteal --timeout 2400
 
 prove-library: $(READY)
-	$(BIN)/python -m pytest -m prove_library -n 2 --timeout 2400
+	$(BIN)/python -m pytest -m prove_library -n 2 --dist worksteal --timeout 2400
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -127,7 +127,7 @@ def finish(
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []
         if experts is not None and space.gap > (GAP if large else TIE):
-            schemes = list(followed(gm, solved_on, outputs, experts()))
+            schemes = list(followed(space, outputs, experts()))
             assignment, bound = no_slower(space, assignment, bound, schemes)
     plan = replace(made(assignment), lower_bound=bound, prover=space)
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
@@ -171,12 +171,12 @@ def no_slower(
 
 
 def followed(
-    gm: GraphModule, mesh: Mesh, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]
+    space: Space, outputs: Mapping[int, Wish], experts: Iterable[Mapping[str, Wish]]
 ) -> Iterator[Assignment]:
-    """Yields the best assignment of each scheme that can be met."""
+    """Yields the best assignment of each scheme that can be met on the graph and mesh of a space."""
     for wishes in experts:
         with suppress(PinError, LayoutError):
-            yield Space(gm, mesh, wishes, outputs).solve()[0]
+            yield Space(space.gm, space.mesh, wishes, outputs, like=space).solve()[0]
 
 
 def make_plan(

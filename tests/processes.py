@@ -26,7 +26,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
-        context.set_forkserver_preload(["sbpc.api.sweep", "sbpc.runtime.exported", "sbpc.runtime.state.checkpoint"])
+        context.set_forkserver_preload(["tests.warm"])
         workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
         for process in workers:
             process.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import sbpc
 from sbpc import Cluster, Mesh
+from sbpc.api.planning import Task, prepare
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
 from tests import models
@@ -100,6 +102,12 @@ def test_a_bad_figure_in_a_cluster_file_is_refused(changed: dict[str, Any], mess
     assert str(error.value).startswith(f"cluster file {path}") and message in str(error.value)
 
 
+@functools.cache
+def captured_mlp() -> Task:
+    """A captured step, to be planned on many clusters."""
+    return prepare(*models.mlp())
+
+
 ENDS = [(name, end, number) for name, (_, *ends) in RANGES.items() for end, number in zip(("least", "most"), ends)]
 
 
@@ -107,8 +115,8 @@ ENDS = [(name, end, number) for name, (_, *ends) in RANGES.items() for end, numb
 def test_no_figure_in_its_range_makes_a_cost_overflow(name: str, number: float) -> None:
     rates = tuple(Rate(kind, **({name: number} if name in vars(Rate) else {})) for kind in COLLECTIVES)
     figures: dict[str, Any] = {} if name in vars(Rate) else {name: number}
-    model, args = models.mlp()
-    plan = sbpc.plan(model, args, Mesh(a=2, b=2, cluster=dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures)), objective="serial")
+    cluster = dataclasses.replace(H100, collectives=rates, ranks_per_node=2, **figures)
+    plan = captured_mlp().plan(Mesh(a=2, b=2, cluster=cluster), objective="serial")
     for each in (plan, random_plan(plan, seed=1)):
         assert math.isfinite(each.cost.seconds) and each.cost.subs() == pytest.approx(each.cost.seconds, rel=1e-9)
     assert plan.cost.gap <= 1e-3

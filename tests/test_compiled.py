@@ -86,7 +86,7 @@ def assert_sweeps_are_the_same(problem: Problem, real: type[np.floating]) -> Non
 SHAPES = {
     "few": (5, 4, 4, 1.0, 0.0), "closed ways": (6, 5, 4, 1e-3, 0.6), "one layout": (5, 1, 3, 1.0, 0.0),
     "one label": (5, 4, 1, 1.0, 0.0), "two layouts": (5, 2, 2, 1e-3, 0.0), "large": (5, 70, 90, 1e-2, 0.0),
-    "many consumers": (150, 2, 3, 1e-3, 0.0),
+    "many consumers": (80, 2, 3, 1e-3, 0.0),
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_sweeps_are_built_where_they_can_be():
 @pytest.mark.parametrize("real", [np.float64, np.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sweeps_are_the_same_as_machine_code(shape, real):
-    for seed in range(3):
+    for seed in range(1 if shape in ("large", "many consumers") else 3):
         assert_sweeps_are_the_same(stars(np.random.default_rng(seed), *SHAPES[shape]), real)
 
 

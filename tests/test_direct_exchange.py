@@ -212,7 +212,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
+LONG = ("raises", "raises, then tears down")  # between these lies the hardest one: torch ends what is under way by itself
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.prove if what in LONG else ()) for what in FAULTS])
 def test_a_rank_that_fails_between_start_and_wait_ends_all_with_its_own_error(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -131,12 +132,19 @@ def differences(one: Any, other: Any) -> float:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def kept_step(net: str) -> Any:
+    """What a step that keeps everything gives on one device."""
+    model, args = made(net)
+    return sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args, seed=5)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("net", NETS)
 def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str) -> None:
-    model, args = made(net)
-    kept = sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args, seed=5)
-    for mesh, count in ((Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)):
+    kept, (model, args) = kept_step(net), made(net)
+    whole, halves = (Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)
+    for mesh, count in (whole, halves) if net == "transformer" else (whole,) if form == "selective" else (halves,):
         plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count)
         plan.verify()
         assert again(plan)
@@ -283,7 +291,8 @@ KEPT = {  # bytes of a layer between forward and backward, values of 2 bytes
 
 @pytest.mark.parametrize(("form", "scheme"), KEPT)
 def test_a_layer_keeps_the_bytes_of_the_published_formulas(form: str, scheme: str | None) -> None:
-    for batch, seq, width, heads, ranks in ((4, 32, 64, 8, 4), (2, 64, 64, 4, 4)):
+    shapes = ((4, 32, 64, 8, 4), (2, 64, 64, 4, 4))  # only what attention keeps is no multiple of s b h
+    for batch, seq, width, heads, ranks in shapes if form == "none" else shapes[:1]:
         one, two = (kept_bytes(form, scheme, batch, seq, width, heads, ranks, layers) for layers in (1, 2))
         formula = KEPT[form, scheme].subs({b_: batch, s_: seq, h_: width, a_: heads, t_: ranks})
         assert sympy.simplify(two - one - formula) == 0, (two - one, formula)

@@ -283,6 +283,7 @@ def test_a_rank_killed_in_the_middle_of_the_schedule_ends_all_stages_at_once() -
         assert text.startswith("lost another rank\n  See what the others say.") and seconds < 20
 
 
+@pytest.mark.prove  # of its parts each has a test: a restart under torchrun, a death within a schedule, going on from a checkpoint
 def test_a_killed_rank_of_a_stage_starts_again_from_the_last_checkpoint_and_ends_with_the_same_loss(tmp_path: Path) -> None:
     example = runpy.run_path(str(PIPELINE))
     torch.manual_seed(0)

@@ -38,8 +38,15 @@ class Dropping(nn.Module):
         return F.cross_entropy(self.layers(x), target, ignore_index=-1)
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved:3"])
-@pytest.mark.parametrize("mesh", ["2x2", "3"])
+def long(*case: str, quick: bool) -> Any:
+    """A case of a test, left to the long proofs unless it is quick."""
+    return pytest.param(*case, marks=() if quick else pytest.mark.prove)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [long(mesh, each, quick=mesh == "2x2" or each == "1f1b") for mesh in ("2x2", "3") for each in (*SCHEDULES, "interleaved:3")],
+)
 def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -54,7 +61,7 @@ def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: 
 
 
 @pytest.mark.parametrize("net", [net for net in NETS if net != "gpt2"])
-@pytest.mark.parametrize("mesh", ["2", "2x2"])
+@pytest.mark.parametrize("mesh", [long("2", quick=False), "2x2"])
 def test_kinds_of_models_have_the_numbers_of_the_whole_batch(mesh: str, net: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -39,7 +39,8 @@ class LayoutProblem:
     """The variables and values of an annotated graph, with a table of labels for every variable.
 
     Nodes come first among the variables, then outputs that may be left in several layouts. wishes: by node name. outputs:
-    wishes by place in the output list; one that is missing is whole on all ranks.
+    wishes by place in the output list; one that is missing is whole on all ranks. like: a problem of the same graph and mesh with
+    other wishes, whose tables and boxings are used again.
 
     Raises PinError if a wish leaves a node nothing.
     """
@@ -47,12 +48,13 @@ class LayoutProblem:
     weighs_bytes = False  # of labels, as bytes have prices
 
     def __init__(
-        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish]
-    ) -> None:
+        self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish],
+        like: LayoutProblem | None = None,
+    ) -> None:  # fmt: skip
         self.gm, self.mesh = gm, mesh
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
-        self.known: dict[Any, Any] = {}  # see `once`
+        self.known: dict[Any, Any] = {} if like is None else like.known  # see `once`
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
         self.variables = [Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)]
         self.values: list[Value] = []
@@ -71,7 +73,10 @@ class LayoutProblem:
             self.add_value(key, readers[key])
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """Returns what was made for the key before, so that equal nodes and values share arrays; else makes it."""
+        """Returns what was made for the key before, so that equal nodes and values share arrays; else makes it.
+
+        Keys hold the `id` of tables and of their arrays. So every table is made here, and stays.
+        """
         if key not in self.known:
             self.known[key] = make()
         made: T = self.known[key]
@@ -94,8 +99,11 @@ class LayoutProblem:
     def output_table(self, node: Node, wish: Wish | None) -> Table:
         """Returns the layouts that an output may be left in: whole on every rank, or as wished."""
         shape, itemsize = shape_of(*value_of(node))
-        table = tabulate(of_stored(shape), None, ((itemsize, shape),), self.mesh, True, True)
-        table = table.admitted(exactly(broadcast(self.mesh.axes), "") if wish is None else wish)
+        admits = exactly(broadcast(self.mesh.axes), "") if wish is None else wish
+        table = self.once(
+            (shape, itemsize, admits),
+            lambda: tabulate(of_stored(shape), None, ((itemsize, shape),), self.mesh, True, True).admitted(admits),
+        )
         if not len(table):
             assert wish is not None
             raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout."))
