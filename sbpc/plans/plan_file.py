@@ -35,7 +35,7 @@ WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-SAVED_META = ("module", "stack_trace", "phase", "decomposed", RECOMPUTES)
+SAVED_META = ("module", "stack_trace", "phase", "decomposed", "panel_of", RECOMPUTES)
 
 
 def save(plan: Plan, path: Path) -> None:
