@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -11,12 +10,11 @@ from torch.fx.node import map_arg
 from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.errors import SbpcError, at_node
 from sbpc.graph.operands import operands, outputs_of
+from sbpc.graph.panels import panel_remarks
 from sbpc.graph.rewrite import copied
 from sbpc.rules import match
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
 from sbpc.rules.proof.user_rules import UNPROVED
-
-PANEL_OF = "panel_of"  # the key in the meta of the product of a panel: the name of the product that is cut into panels
 
 
 def annotate(gm: GraphModule) -> GraphModule:
@@ -52,9 +50,7 @@ def lines_about_rules(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]
     notes = [f"unproved rule for {r.op}: it was registered without example inputs" for r in rules if r.source == UNPROVED]
     remarks = [f"{r.source} rule for {r.op}" for r in rules if r.source != UNPROVED]
     remarks += [f"no rule for {op}, which is planned as what it is made of: {', '.join(ops)}" for op, ops in parts.items()]
-    panels = Counter(node.meta[PANEL_OF] for node in matched if PANEL_OF in node.meta)
-    remarks += [f"in panels: {', '.join(f'%{name} ({count})' for name, count in panels.items())}"] if panels else []
-    return tuple(notes), tuple(remarks)
+    return tuple(notes), (*remarks, *panel_remarks(matched))
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

@@ -18,11 +18,12 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule
 from sbpc.graph.operands import operands
+from sbpc.graph.panels import PANEL_OF
 from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.graph.rewrite import called, copied, mode_of, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Split, State
-from sbpc.passes.annotate import PANEL_OF, annotate_call, lines_about_rules
+from sbpc.passes.annotate import annotate_call, lines_about_rules
 from sbpc.passes.panels.moves import RESULT, Cut, Cuts, Move, dim_of, factors_of, is_summed
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Candidates, Choice

@@ -245,7 +245,7 @@ class Task:
             made = self.in_panels(made, panels)
         except PinError as error:
             raise conflicting_pins(gm, mesh, requests) from error
-        made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+        plan.again = made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
         trace_artifact("plan", "string", lambda: str(made))
         trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
