@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import LazyGraphModule, OpOverload
 from sbpc.errors import SbpcError, at_node
 from sbpc.graph.operands import operands, outputs_of
+from sbpc.graph.panels import panel_remarks
 from sbpc.graph.rewrite import copied
 from sbpc.rules import match
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
@@ -49,7 +50,7 @@ def lines_about_rules(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]
     notes = [f"unproved rule for {r.op}: it was registered without example inputs" for r in rules if r.source == UNPROVED]
     remarks = [f"{r.source} rule for {r.op}" for r in rules if r.source != UNPROVED]
     remarks += [f"no rule for {op}, which is planned as what it is made of: {', '.join(ops)}" for op, ops in parts.items()]
-    return tuple(notes), tuple(remarks)
+    return tuple(notes), (*remarks, *panel_remarks(matched))
 
 
 def duplicate(gm: GraphModule) -> GraphModule:

@@ -50,7 +50,11 @@ def compare(
     kwargs: Any = None,
 ) -> float:
     """The largest relative error of a simulated step; names and None gradients must agree too."""
-    run = simulate(plan, model, args, kwargs)
+    return error_of(simulate(plan, model, args, kwargs), outputs, gradients)
+
+
+def error_of(run: Any, outputs: list[Tensor], gradients: Mapping[str, Tensor | None]) -> float:
+    """The largest relative error of what `simulate` gave."""
     leaves, _ = flatten(run.outputs, "outputs")
     assert len(leaves) == len(outputs)
     assert list(run.gradients) == list(gradients)

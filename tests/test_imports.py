@@ -129,7 +129,7 @@ def test_passes_share_only_the_pipeline_and_verify() -> None:
     # stages cut the body of a loop, and parameters of it over more axes.
     below = {
         "memory": {"assign"}, "explain": {"assign", "annotate"}, "loop": {"annotate", "assign", "box", "schedule"},
-        "stages": {"annotate", "assign", "loop"},
+        "stages": {"annotate", "assign", "loop"}, "panels": {"annotate", "schedule"},
     }  # fmt: skip
     wrong = []
     for name, path in files():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
+from sbpc.graph.panels import PANEL_OF
 from sbpc.graph.recomputed import awaited_gradients
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
-from sbpc.plans.memory import Life
+from sbpc.plans.memory import Life, local_bytes
 from sbpc.plans.timeline import COMPUTE, STREAMS, Work, kind_of, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
@@ -33,14 +35,14 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
 
     Before: a boxed graph. After: the same calls in an order for all ranks, and for every collective that sends something a node
     `wait(x)` with `meta["awaits"]`, which all its readers read. budget: bytes besides the optimizer's; by default SLACK
-    times those of the graph as it is.
+    times those of the graph as it is, and what the panels of one product hold together, as without panels.
     """
     calls = [node for node in boxed.graph.nodes if node.op == "call_function"]
     work = works(boxed, mesh)
     if all(work[node].stream == COMPUTE for node in calls):
         return boxed
     after, kinds = awaited_gradients(boxed), {node: kind_of(node) for node in calls if work[node].latency}
-    most = SLACK * Life.of(boxed, mesh).peak if budget is None else budget
+    most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
     for window in WINDOWS:
         orders = [list_schedule(calls, work, window, rule, after, kinds, SHARES[0]) for rule in RULES]
         best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work))[1]
@@ -52,6 +54,17 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     result = ordered(boxed, ((node, False) for node in calls))
     result.meta["remarks"] += (f"no schedule takes at most {most:,.0f} bytes a rank: every collective is waited for at once",)
     return result
+
+
+def panel_bytes(boxed: GraphModule, mesh: Mesh) -> int:
+    """Returns the most bytes that the panels of one product hold together: what they read of boxings, and make for boxings."""
+    held = Counter[str]()
+    for node in boxed.graph.nodes:
+        if PANEL_OF in node.meta:
+            moved = [used for used in node.all_input_nodes if "step" in used.meta]
+            moved += [node] if any("step" in user.meta for user in node.users) else []
+            held[node.meta[PANEL_OF]] += sum(local_bytes(each, mesh) for each in moved)
+    return max(held.values(), default=0)
 
 
 def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work]) -> float:

@@ -34,15 +34,16 @@ from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
+from sbpc.passes.panels.choice import all_in_panels, faster_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.cost import OPTIMIZER_STATE
-from sbpc.plans.plan import Plan
+from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
-GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what two micro-batches must save, and what must be exposed before they are tried
-FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches
+GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what parts must save, and what must be exposed before they are tried
+FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 OBJECTIVES = ("seconds", "serial", "bytes")
 LOOP: dict[str, Any] = {  # options that a plan with stages has, with their defaults, in the order in which `plan_stages` takes them
     "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None,
@@ -74,6 +75,7 @@ def plan(  # type: ignore[misc]  # it names its options
     objective: str = "seconds",
     dynamic: Any = None,
     microbatches: int | None = None,
+    panels: int | None = None,
     stages: str | None = None,
     schedule: str = "1f1b",
     recompute: str = "none",
@@ -111,6 +113,9 @@ def plan(  # type: ignore[misc]  # it names its options
     microbatches  how many equal parts of the batch the step works on, one after another or one beside the communication of another.
                Numbers are those of the whole batch: means, counts of targets, batch statistics and random numbers. None is 2
                where the simulated step is shorter by 2 % with two, else 1; spaces of many layouts are not tried.
+    panels     into how many equal parts the products next to a collective are cut, so that one part is computed while the next is
+               gathered, or the last one reduced and scattered. Bytes and results are the same, each part gathered is smaller. None is
+               2, 4 or 8 beside collectives that are waited for, where the simulated step is shorter by 2 % with them, else 1.
     stages     the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an
                `sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
                microbatches is by default the largest divisor of the batch up to four for each stage.
@@ -139,7 +144,7 @@ def plan(  # type: ignore[misc]  # it names its options
     options: dict[str, Any] = {
         "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin,
         "spread": spread, "inputs": inputs, "outputs": outputs, "dynamic": dynamic, "microbatches": microbatches,
-        "recompute": recompute,
+        "panels": panels, "recompute": recompute,
     }  # fmt: skip
     check_mesh(mesh)
     check_options(**options)
@@ -212,7 +217,7 @@ class Task:
         optimizer: str | None = "adamw", memory: float | None = None, objective: str = "seconds",
         pin: Mapping[str, str | Layout] | None = None, spread: bool = False,
         inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
-        microbatches: int | None = None, recompute: str = "none", forms: Mapping[str, str] | None = None,
+        microbatches: int | None = None, panels: int | None = None, recompute: str = "none", forms: Mapping[str, str] | None = None,
     ) -> Plan:  # fmt: skip
         """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow. forms: by block,
         what it computes again; by default what `recompute` says.
@@ -220,7 +225,7 @@ class Task:
         asked_for = {
             "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
             "inputs": inputs, "outputs": outputs, "baseline": baseline,
-            "microbatches": microbatches, "recompute": recompute, "forms": forms,
+            "microbatches": microbatches, "panels": panels, "recompute": recompute, "forms": forms,
         }  # fmt: skip
         if recompute == AUTO and forms is None:
             def planned(**other: Any) -> Plan:
@@ -240,7 +245,7 @@ class Task:
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": pins, "spread": spread, "microbatches": microbatches or 1, "recompute": recompute, **self.about,
+            "pin": pins, "spread": spread, "microbatches": microbatches or 1, "panels": 1, "recompute": recompute, **self.about,
         }  # fmt: skip
         if baseline is not None:
             options["baseline"] = baseline
@@ -252,9 +257,10 @@ class Task:
             experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes, whole)
             plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
             made = self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
+            made = self.in_panels(made, panels)
         except PinError as error:
             raise conflicting_pins(gm, mesh, requests) from error
-        made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+        plan.again = made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
         trace_artifact("plan", "string", lambda: str(made))
         trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
@@ -271,21 +277,39 @@ class Task:
             return halves if fits and halves.cost.seconds < (1 - GAIN) * plan.cost.seconds else plan
         return plan
 
+    def in_panels(self, plan: Plan, panels: int | None) -> Plan:
+        """Returns the plan in so many panels; None: in as many as make it faster, if it may gain by them."""
+        if panels == 1 or (panels is None and not may_gain(plan)):
+            return plan
+        in_order = plan.options | {"objective": "serial"}
+
+        def made(gm: GraphModule, assignment: Assignment) -> Plan:
+            if "dynamic" in plan.options:
+                name_dims(gm, plan.mesh, plan.options["dynamic"])
+            return make_plan(gm, plan.mesh, assignment, 0.0, in_order, self.stages)
+
+        with self.stages.timed("panels"):
+            return faster_in_panels(plan, GAIN, made) if panels is None else all_in_panels(plan, panels, made)
+
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
         return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
 def gains_by_halves(plan: Plan) -> bool:
-    """Returns whether two micro-batches may make the step shorter, and can be planned in little time.
+    """Returns whether two micro-batches may make the step shorter, and can be planned in little time."""
+    return may_gain(plan) and plan.options["train"] and not values_pinned(plan.graph, plan.options["pin"])
+
+
+def may_gain(plan: Plan) -> bool:
+    """Returns whether a step in parts may be shorter, and can be planned in little time.
 
     Not on the ideal cluster, where a kernel of half the size takes half the time however small it is.
     """
-    if plan.objective != "seconds" or not plan.options["train"] or plan.mesh.cluster.name == "ideal":
+    if plan.objective != "seconds" or plan.mesh.cluster.name == "ideal" or not {"baseline", "dynamic"}.isdisjoint(plan.options):
         return False
-    simple = "baseline" not in plan.options and "dynamic" not in plan.options and not values_pinned(plan.graph, plan.options["pin"])
     small = sum(node.op == "call_function" for node in plan.graph.graph.nodes) <= FEW_CALLS
-    return simple and small and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+    return small and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
 
 
 def may_loop(options: Mapping[str, Any]) -> bool:
@@ -365,7 +389,7 @@ def check_mesh(mesh: Any) -> None:
 
 def check_options(
     *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
-    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, recompute: Any = "none",
+    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, panels: Any = None, recompute: Any = "none",
 ) -> None:  # fmt: skip
     """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
     check_kinds(
@@ -375,8 +399,9 @@ def check_options(
         outputs=(outputs, "a list", "None"),
         spread=(spread, "True or False"),
     )
-    if microbatches is not None and (not is_number(microbatches, int) or microbatches < 1):
-        raise SbpcError(f"microbatches is {shown(microbatches)}\n  It is an integer from 1 on, or None.")
+    for name, count in (("microbatches", microbatches), ("panels", panels)):
+        if count is not None and (not is_number(count, int) or count < 1):
+            raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
     if recompute not in RECOMPUTE:
         raise SbpcError(f"recompute is {shown(recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
     if optimizer not in OPTIMIZER_STATE:

@@ -149,5 +149,7 @@ def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **optio
     given = [name for name in ("inputs", "outputs") if options.get(name) is not None]
     given += ["spread"] if options.get("spread") else []
     given += ["objective"] if options.get("objective") == "bytes" else []
+    if options.get("panels") not in (None, 1):
+        raise SbpcError("panels= with stages=\n  Leave it out: nothing overlaps inside a stage.")
     if given:
         raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")

@@ -22,7 +22,8 @@ from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
 PLANNING = (  # options that cannot change a finished plan
-    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "recompute", "stages", "schedule", "dump",
+    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "panels", "recompute", "stages", "schedule",
+    "dump",
 )  # fmt: skip
 SCHEDULE = "1f1b"
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -65,6 +66,8 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, help=least)
     parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
     parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
+    pieces = "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, else 1)"
+    parser.add_argument("--panels", type=positive, metavar="N", help=pieces)
     parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
     parser.add_argument("--stages", metavar="AXIS", help="cut the model into stages of a pipeline along this axis of the mesh")
     order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE}); {INTERLEAVED}:3 has 3 chunks on each"
@@ -175,7 +178,7 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
         make_folder(options.dump)
     built = target_of(options, target)
     asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches}
+    asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches, "panels": options.panels}
     asked |= {"recompute": options.recompute or "none", "dtype": built.dtype, "pin": pins, "dump": options.dump}
     if options.stages:
         asked |= {"stages": options.stages, "schedule": options.schedule or SCHEDULE}

@@ -27,7 +27,8 @@ AnyPlan = Plan | StagedPlan
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
 ASKED = (  # options that are compared
-    "objective", "memory", "optimizer", "dtype", "train", "spread", "baseline", "stages", "schedule", "microbatches", "recompute", "pin",
+    "objective", "memory", "optimizer", "dtype", "train", "spread", "baseline", "stages", "schedule", "microbatches", "panels", "recompute",
+    "pin",
 )  # fmt: skip
 
 

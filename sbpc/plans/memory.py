@@ -94,7 +94,7 @@ class Moment:
 @dataclass
 class SharedBuffer:
     """The memory of collectives that go in one message. missing: how many of them have not started. sent, received: bytes so far.
-    operands: the storages that it is joined from. joined, result: its own, before and after."""
+    operands: the storages that it is joined from. joined, result: its own, before and after. ended: whether one was waited for."""
 
     missing: int
     sent: int = 0
@@ -102,6 +102,7 @@ class SharedBuffer:
     operands: list[int] = field(default_factory=list)
     joined: int = 0
     result: int = 0
+    ended: bool = False
 
 
 @dataclass
@@ -196,14 +197,15 @@ class Life:
     def end_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
         """Adds the calls of a boxing step from its wait on, and returns the storage of its result.
 
-        Until here the collective reads what it was given.
+        Until here the collective reads what it was given; a bucket, what its operands were joined to, up to the first wait for it.
         """
         calls = emitted(node.meta["awaits"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
         start, first = node.all_input_nodes[0], wait_at(calls)
         storages = self.flying[start]
         if "bucket" in start.meta and first < len(calls):
             bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
-            self.add_call(node, [source, bucket.joined, bucket.result], ())
+            self.add_call(node, [bucket.result] if bucket.ended else [bucket.joined, bucket.result], ())
+            bucket.ended = True
             copied = node.meta["awaits"].collective in ("all_gather", "all_to_all")
             storages += self.add_call(node, [bucket.result], received) if copied else [bucket.result]
             return self.add_calls(node, calls[first:], storages)

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.errors import PlanError, SbpcError, check_kinds
+from sbpc.graph.panels import PANEL_OF
 from sbpc.graph.ports import INPUTS, OUTPUTS, Port, Ports
 from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.cluster import Cluster
@@ -35,7 +36,7 @@ WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-SAVED_META = ("module", "stack_trace", "phase", "decomposed", RECOMPUTES)
+SAVED_META = ("module", "stack_trace", "phase", "decomposed", PANEL_OF, RECOMPUTES)
 
 
 def save(plan: Plan, path: Path) -> None:

@@ -8,8 +8,9 @@ bytes take, and all end together. Durations are those of the busiest rank, as in
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,19 @@ def kind_of(node: Node) -> Hashable:
     step = node.meta["step"]
     (reduction,) = {getattr(step.before.states[axis], "op", None) for axis in step.axes}
     return step.collective, step.axes, reduction, node.meta["val"].dtype, node.meta.get("phase")
+
+
+def exposed_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Returns by name of a collective for how long nothing is computed while it goes on."""
+    computing = [event for event in events if event.stream == COMPUTE]
+    ends, starts = [0.0, *(event.end for event in computing)], [*(event.start for event in computing), makespan(list(events))]
+    result = {}
+    for event in events:
+        if event.stream != COMPUTE:
+            first, last = bisect.bisect_left(starts, event.start), bisect.bisect_right(ends, event.end)
+            idle = (min(event.end, starts[at]) - max(event.start, ends[at]) for at in range(first, last))
+            result[event.name] = sum(max(0.0, seconds) for seconds in idle)
+    return result
 
 
 def event_of(node: Node, stream: str, start: float, end: float, mesh: Mesh) -> Event:
