@@ -32,7 +32,7 @@ class PipelineSimulation:
             if port.kind == INPUT:
                 bind.check(f"argument {port.name}", self.leaves[int(port.name)], planned)
         buffers = {port.name: tensor for port, tensor in self.stored.items() if port.kind == BUFFER}
-        self.before = before_loop(plan.loop, self.leaves, buffers)
+        self.before = before_loop(plan.loop, self.leaves, buffers, torch.device("cpu"))
         self.seed = torch.tensor(wrap(seed))
         self.groups = {self.inner.group_name(axes): self.inner.groups(axes) for axes in self.inner.runs()}
         self.joined = Joined(plan.loop)

@@ -88,11 +88,12 @@ def micro_batch(loop: Loop, name: str, batch: int, leaves: Sequence[Tensor], bef
     return leaf if source.dim is None else leaf.chunk(loop.count, source.dim)[batch]
 
 
-def before_loop(loop: Loop, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns what every micro-batch reads of the whole batch."""
+def before_loop(loop: Loop, leaves: Sequence[Tensor], buffers: Mapping[str, Tensor], where: torch.device) -> list[Tensor]:
+    """Returns what every micro-batch reads of the whole batch. Of the arguments those come to a device that are read here."""
     given = [leaves[int(p.name)] if p.kind == INPUT else buffers[p.name] for p in loop.ports.inputs if p.kind in (INPUT, BUFFER)]
+    read = [bool(node.users) for node in loop.before.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
-        return list(loop.before(*given))
+        return list(loop.before(*(value.to(where) if reads else value for value, reads in zip(given, read))))
 
 
 class Joined:

@@ -91,7 +91,7 @@ class Step:
     def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums) -> None:
         self.runner, self.plan, self.leaves, self.sums = runner, runner.plan, leaves, sums
         buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
-        self.before = before_loop(self.plan.loop, leaves, buffers)
+        self.before = before_loop(self.plan.loop, leaves, buffers, runner.where)
         self.mail = Mail(runner.where)
         self.joined = Joined(self.plan.loop)
         self.runs = {at: self.stage_run(at, values) for at in runner.mine}
@@ -309,7 +309,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..
             random = self.__dict__[RANDOM]
             values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
             random["step"] += 1
-        results, gradients = runner.step(values, [leaf.detach().to(where) for leaf in leaves], sums_of(self))
+        results, gradients = runner.step(values, [leaf.detach() for leaf in leaves], sums_of(self))
         with torch.no_grad():
             for port, value in results.items():
                 if port.kind == MUTATION:

@@ -110,9 +110,13 @@ def plan(  # type: ignore[misc]  # it names its options
                `plan.cost.expr` is a formula in them. A dim that is not named is what it meets in an op, such as the bias of
                up, or else its number, and a note says so. A name with a number is a symbol that no dim has alone. The layouts
                are those of the plan.
-    microbatches  how many equal parts of the batch the step works on, one after another or one beside the communication of another.
-               Numbers are those of the whole batch: means, counts of targets, batch statistics and random numbers. None is 2
-               where the simulated step is shorter by 2 % with two, else 1; spaces of many layouts are not tried.
+    microbatches  how many equal parts of the batch the step works on. Numbers are those of the whole batch: means, counts of targets,
+               batch statistics and random numbers. With a number above 1 the step is a loop: `module.step(*args)` takes the whole
+               batch on every rank, gradients add up and go home once, and the plan is an
+               `sbpc.plans.staged.staged_plan.StagedPlan` of one stage, whose formulas have the number as `m`. A step is written out
+               part by part, as a `Plan`, where it has no loss, where its parts need each other (batch norm), or with inputs=,
+               outputs=, spread=, panels= or objective="bytes". None is two parts side by side where the simulated step is
+               shorter by 2 % so, else 1; spaces of many layouts are not tried.
     panels     into how many equal parts the products next to a collective are cut, so that one part is computed while the next is
                gathered, or the last one reduced and scattered. Bytes and results are the same, each part gathered is smaller. None is
                2, 4 or 8 beside collectives that are waited for, where the simulated step is shorter by 2 % with them, else 1.
@@ -314,7 +318,7 @@ def may_gain(plan: Plan) -> bool:
 
 def may_loop(options: Mapping[str, Any]) -> bool:
     """Returns whether options ask for micro-batches, and for nothing that a loop over them does not have."""
-    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread")
+    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread") or (options.get("panels") or 1) > 1
     return (options.get("microbatches") or 1) > 1 and not others and options.get("objective") != "bytes"
 
 

@@ -150,6 +150,6 @@ def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **optio
     given += ["spread"] if options.get("spread") else []
     given += ["objective"] if options.get("objective") == "bytes" else []
     if options.get("panels") not in (None, 1):
-        raise SbpcError("panels= with stages=\n  Leave it out: nothing overlaps inside a stage.")
+        raise SbpcError("panels= with stages=\n  Leave it out: stages and loops are not cut into panels.")
     if given:
         raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")

@@ -39,7 +39,7 @@ class Kept:
     def by(
         cls, chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]] | None = None, given: Callable[[Port], Any] | None = None
     ) -> Kept:
-        """Measures a chunk. size_of, given: the sizes of the storages of a program, and of what a micro-batch is given, if not as numbers."""
+        """Measures a chunk. size_of, given: sizes of the storages of a program and of what a micro-batch is given, if no numbers."""
         places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())  # by name of a value where it lies; what is stored: None
         size = dict[Place, Any]()
         late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
