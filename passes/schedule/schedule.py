@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -43,11 +43,16 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
         return boxed
     after, kinds = awaited_gradients(boxed), {node: kind_of(node) for node in calls if work[node].latency}
     most = SLACK * (Life.of(boxed, mesh).peak + panel_bytes(boxed, mesh)) if budget is None else budget
-    for window in WINDOWS:
+    tried: set[Hashable] = set()
+    for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):
         orders = [list_schedule(calls, work, window, rule, after, kinds, SHARES[0]) for rule in RULES]
         best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work))[1]
         orders += [list_schedule(calls, work, window, best, after, kinds, share) for share in SHARES[1:] if kinds]
         for order, buckets in sorted(orders, key=lambda way: seconds_of(way[0], way[1], work)):
+            key = tuple(order), tuple(buckets.items())
+            if key in tried:
+                continue
+            tried.add(key)
             gm = ordered(boxed, order, buckets)
             if Life.of(gm, mesh).peak <= most:
                 return gm

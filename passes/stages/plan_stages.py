@@ -88,7 +88,7 @@ def within_memory(free: StagedPlan, whole: Plan, build: Build, memory: float, at
     body is planned under a limit, too, which is lowered until the busiest stage fits. Raises MemoryLimitError.
     """
     plans = [within_levels(whole, free.count, memory, build)]
-    if plans[0].cost.memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * free.cost.seconds:
+    if plans[0].memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * free.cost.seconds:
         return plans[0]
     total = free.cost.memory["total"]
     for _ in range(TRIES):

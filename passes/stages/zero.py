@@ -49,13 +49,13 @@ def within_levels(whole: Plan, count: int, memory: float, build: Build) -> Stage
     zero = Zero(whole, groups_of(whole.graph), count)
     moves = zero.moves()
     best = zero.built(moves, build)
-    if best.cost.memory["total"] > memory:
+    if best.memory["total"] > memory:
         return best
     least, most = 0, len(moves)
     while least < most:  # fewer moves are faster, and take more bytes
         middle = (least + most) // 2
         plan = zero.built(moves[:middle], build)
-        if plan.cost.memory["total"] <= memory:
+        if plan.memory["total"] <= memory:
             best, most = plan, middle
         else:
             least = middle + 1

@@ -318,8 +318,9 @@ def may_gain(plan: Plan) -> bool:
 
 def may_loop(options: Mapping[str, Any]) -> bool:
     """Returns whether options ask for micro-batches, and for nothing that a loop over them does not have."""
-    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread") or (options.get("panels") or 1) > 1
-    return (options.get("microbatches") or 1) > 1 and not others and options.get("objective") != "bytes"
+    several = {name: (options.get(name) or 1) > 1 for name in ("microbatches", "panels")}
+    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread") or several["panels"]
+    return several["microbatches"] and not others and options.get("objective") != "bytes"
 
 
 def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:
