@@ -159,6 +159,16 @@ def test_small_collectives_go_in_one_message_and_peak_bytes_are_those_counted() 
         assert set(sent.values()) == {1} and len(sent) == len({event.bucket or event.name for event in plan.timeline() if event.axis})
 
 
+def test_the_buffers_of_large_buckets_are_counted_as_they_live() -> None:
+    model, args = models.gpt2(batch=12, seq=32, width=48, heads=4, layers=2)
+    plan = sbpc.baseline("fsdp", model, args, Mesh(d=2, t=3, cluster=LAN), microbatches=1)
+    calls, work = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"], works(plan.unscheduled, plan.mesh)
+    kinds = {node: kind_of(node) for node in calls if work[node].latency}
+    order, buckets = list_schedule(calls, work, kinds=kinds)
+    together, apart = with_order(plan, order, buckets), with_order(plan, order)
+    assert together.life.peak == sbpc.simulate(together, model, args).peak_memory > 1.15 * apart.life.peak
+
+
 def test_a_bucket_of_different_collectives_is_found() -> None:
     plan, *_ = gpt_on_slow_links(microbatches=1)
     starts = [node for node in plan.boxed.graph.nodes if "step" in node.meta and any("awaits" in user.meta for user in node.users)]
