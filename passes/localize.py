@@ -27,7 +27,6 @@ from sbpc.rules.choices import local_sizes
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ABOUT = ("phase", "stack_trace", "module")
-BOXING = "boxing"  # the key in the meta of what was written for a boxing: the name of the boxing
 
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
@@ -67,8 +66,6 @@ class Localizer:
         for node in nodes:
             self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
             self.about["boxed"] = operands(node)[0].name if "awaits" in node.meta else node.name
-            if "step" in node.meta or "awaits" in node.meta:
-                self.about[BOXING] = node.name
             if "step" in node.meta:
                 self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
@@ -92,7 +89,7 @@ class Localizer:
         """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        kept = {key: about[key] for about in (self.about, local.meta) for key in ("boxed", BOXING) if key in about}
+        kept = {key: value for key, value in {**self.about, **local.meta}.items() if key == "boxed"}
         put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta} | kept)
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
@@ -177,7 +174,7 @@ class Localizer:
 
     def call_of(self, bucket: Bucket) -> Callable[..., Node]:
         """Returns what writes calls that are those of a whole bucket: they have the name of its first member."""
-        about = self.about | {"boxed": bucket.name, BOXING: bucket.name}
+        about = self.about | {"boxed": bucket.name}
 
         def call(op: Callable[..., Any], *args: Any) -> Node:
             made = self.call(op, *args)

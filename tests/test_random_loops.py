@@ -82,7 +82,8 @@ def random_loop(gm: GraphModule, generator: random.Random, count: int) -> Staged
     chunks = chunks_of(whole, pieces, lambda piece, layouts: make_plan(piece, inner, layouts, 0.0, OPTIONS, Stages()))
     ports = [port for each in (loop.body.meta["ports"].inputs, loop.body.meta["ports"].outputs) for port in each]
     in_loop = {port for port in ports if port.kind in (PARAMETER, GRADIENT) and generator.random() < 0.5}
-    return StagedPlan(mesh, "pipe", loop, chunks, schedule, 0.0, frozenset(in_loop), OPTIONS)
+    options = OPTIONS | {"objective": generator.choice(("seconds", "serial"))}
+    return StagedPlan(mesh, "pipe", loop, chunks, schedule, 0.0, frozenset(in_loop), options)
 
 
 def random_parts(gm: GraphModule, generator: random.Random, count: int) -> sbpc.Plan:
