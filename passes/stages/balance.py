@@ -27,9 +27,11 @@ def is_late(node: Node) -> bool:
 
 def places_of(gm: GraphModule) -> Places:
     """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the backward, the
-    last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read.
+    last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read. What
+    depends on parameters alone has the place at which it is first read: it is made once a step, and must not cross.
     """
     bound = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    fixed = set(bound)
     known: Places = {}
     at: dict[Node, list[int]] = {}  # of values of the forward and parameters: places that make or read them
     late: list[Node] = []
@@ -40,9 +42,13 @@ def places_of(gm: GraphModule) -> Places:
         if is_late(node):
             late.append(node)
             continue
-        known[node] = at_producer(node, known, len(set(known.values())))
-        for value in (node, *node.all_input_nodes):
-            at.setdefault(value, []).append(known[node])
+        if fixed.issuperset(node.all_input_nodes):
+            fixed.add(node)
+            continue
+        place = at_producer(node, known, len(set(known.values())))
+        known[node] = place
+        for value in (node, *read_here(node, fixed, known, place)):
+            at.setdefault(value, []).append(place)
     last = max(known.values(), default=0)
     for node in late:
         if value_of(node)[0] is not node:  # one of several results of a call
@@ -54,7 +60,21 @@ def places_of(gm: GraphModule) -> Places:
                 if not is_late(used) and used in at:
                     place = max((each for each in at[used] if each <= place), default=place)
         known[node] = place
+    for node in reversed([each for each in gm.graph.nodes if each in fixed and each.op == "call_function"]):  # read late alone
+        known.setdefault(node, min((known[user] for user in node.users if user in known), default=last))
     return delayed(gm, known, late, at)
+
+
+def read_here(node: Node, fixed: set[Node], known: Places, place: int) -> list[Node]:
+    """Returns what a call reads, and what that is made of where it depends on parameters alone: it gets the call's place if it has none."""
+    found, todo = dict[Node, None](), list(node.all_input_nodes)
+    while todo:
+        used = todo.pop()
+        found[used] = None
+        if used in fixed and used.op == "call_function":
+            known.setdefault(used, place)
+            todo += used.all_input_nodes
+    return list(found)
 
 
 def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, list[int]]) -> Places:

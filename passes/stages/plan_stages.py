@@ -182,7 +182,8 @@ def added_up(layout: Layout, node: Node) -> Iterator[Layout]:
 def may_hold(layout: Layout, node: Node, mesh: Mesh) -> bool:
     """Returns whether a received tensor may come in a layout."""
     candidates = of_stored(tuple(node.meta["val"].shape))
-    return candidates.legal(stored(candidates, layout), mesh.sizes)
+    known = {signature.outputs[0] for signature in candidates.signatures}
+    return known.issuperset(layout.states) and candidates.legal(stored(candidates, layout), mesh.sizes)
 
 
 def stored(candidates: Candidates, layout: Layout) -> Choice:

@@ -126,13 +126,14 @@ class Step:
 
     def gradients(self) -> dict[str, Tensor]:
         """Brings the sums of gradients home, and returns them by name of the parameter."""
-        gradients: dict[str, list[tuple[int, Tensor]]] = {}
+        mine = set(self.runner.mine)
+        gradients: dict[str, dict[int, Tensor]] = {name: {} for name, chunks in self.plan.shared.items() if mine & set(chunks)}
         for at in self.runner.mine:
             if (AFTER, at) in self.plan.apart:
                 self.part(at, (AFTER,), 0)
             for port, value in self.runs[at].gradients().items():
-                gradients.setdefault(port.name, []).append((at, value))
-        return {name: self.shared(name, terms) for name, terms in gradients.items()}
+                gradients.setdefault(port.name, {})[at] = value
+        return {name: self.added(name, terms) for name, terms in gradients.items() if self.plan.summands.get(name, terms)}
 
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
@@ -204,20 +205,24 @@ class Step:
         """Returns whether a chunk reads a value in its backward."""
         return any(port.kind == TANGENT for port, each in self.plan.chunks[at].receives.items() if each == name)
 
-    def shared(self, name: str, terms: list[tuple[int, Tensor]]) -> Tensor:
-        """Returns the gradient of a parameter: with the terms of other stages that have it, too, added up in the order of chunks."""
-        chunks = self.plan.shared.get(name, [terms[0][0]])
-        known = dict(terms)
+    def added(self, name: str, known: dict[int, Tensor]) -> Tensor:
+        """Returns the gradient of a parameter: with the terms of other stages, too, added up in the order of chunks.
+
+        known: the terms of this stage's chunks. Every stage that has the parameter gets all terms.
+        """
+        having = self.plan.shared.get(name, list(known))
+        chunks = self.plan.summands.get(name, list(known))
+        port, chunk = Port(PARAMETER, name), self.plan.chunks[having[0]].plan
+        shape = chunk.given[port].local_shape(chunk.shapes[port].shape, self.plan.inner.sizes, self.place)
         first = len(self.plan.sources) * self.plan.loop.count
         keys = {pair: first + at for at, pair in enumerate(self.pairs)}
-        others = {self.plan.owners[at] for at in chunks} - {self.runner.stage}
+        others = {self.plan.owners[at] for at in having} - {self.runner.stage}
         for at in chunks:
             if at in known:
                 for stage in sorted(others):
                     self.mail.send(keys[name, at], self.runner.peers[stage], known[at].contiguous())
             else:
-                like = terms[0][1]
-                self.mail.expect(keys[name, at], self.runner.peers[self.plan.owners[at]], tuple(like.shape), like.dtype)
+                self.mail.expect(keys[name, at], self.runner.peers[self.plan.owners[at]], shape, chunk.shapes[port].dtype)
         values = [known[at] if at in known else self.mail.receive(keys[name, at]) for at in chunks]
         return functools.reduce(torch.add, values)
 

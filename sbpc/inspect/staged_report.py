@@ -13,7 +13,8 @@ from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
-from sbpc.plans.staged.staged_plan import StagedPlan, span_of
+from sbpc.plans.staged.staged_lines import span_of
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 WIDE, LANE, BAR = 1200.0, 34.0, 26.0  # units of the schedule's picture: its width, from stage to stage, and of a bar
 ROOM = 16.0  # units of a bar in which a number can be read

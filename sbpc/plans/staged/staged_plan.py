@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import PlanError, check_kinds, closest
-from sbpc.graph.ports import TANGENT, Port, Ports, results
+from sbpc.graph.ports import GRADIENT, TANGENT, Port, Ports, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
@@ -24,9 +24,10 @@ from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline, StagedCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, owners
+from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
 from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, save_trace
 
@@ -149,6 +150,14 @@ class StagedPlan(Pipeline):
         return {name: chunks for name, chunks in having.items() if len(chunks) > 1}
 
     @functools.cached_property
+    def summands(self) -> dict[str, list[int]]:
+        """By name of a parameter that several chunks have, those with a term of its gradient: with recomputation some may have none."""
+        return {
+            name: [at for at in chunks if Port(GRADIENT, name) in self.chunks[at].plan.ports.outputs]
+            for name, chunks in self.shared.items()
+        }
+
+    @functools.cached_property
     def parameters(self) -> dict[str, Layout]:
         """The home of every parameter on the mesh of its stage."""
         return {name: layout for chunk in self.chunks for name, layout in chunk.plan.parameters.items()}
@@ -264,7 +273,7 @@ class StagedPlan(Pipeline):
                 if self.axis is not None and self.owners[target] != owner:
                     by_stage[owner][self.axis] += self.loop.count * sum(self.crossing(at, target, late).values())
         for name, chunks in self.shared.items():
-            for at in chunks:
+            for at in self.summands[name]:
                 others = {self.owners[other] for other in chunks} - {self.owners[at]}
                 if self.axis is not None:
                     by_stage[self.owners[at]][self.axis] += len(others) * self.parts[at].homes[name]
@@ -375,33 +384,3 @@ class StagedPlan(Pipeline):
 
     def __repr__(self) -> str:
         return f"StagedPlan({self.mesh}, {self.schedule}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
-
-
-def report_lines(plan: StagedPlan) -> Sequence[str]:
-    """Returns the lines that `print(plan)` shows."""
-    cost = plan.cost
-    sent = ", ".join(f"{size:,.0f} over {axis}" for axis, size in cost.bytes_sent.items() if size) or "none"
-    lines = [
-        f"{plan.mesh}: {plan.way}",
-        f"{cost.seconds:.4g} s a step: computing {cost.compute_seconds:.4g}, communication that nothing hides "
-        f"{cost.exposed_seconds:.4g}, bubble {cost.bubble_seconds:.4g} ({cost.bubble_seconds / max(cost.seconds, 1e-300):.1%}); "
-        f"no layouts of {'these stages' if plan.axis else 'this loop'} take less than {cost.lower_bound:.4g} s",
-        f"bytes that the busiest rank sends: {sent}",
-        f"memory of the busiest rank: {cost.memory['total']:,} bytes; "
-        + ", ".join(f"{kind} {size:,}" for kind, size in cost.memory.items() if kind != "total"),
-    ]
-    for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts)):
-        forward, backward = (part.program(RUNS[kind]).seconds for kind in (FORWARD, BACKWARD))
-        lines.append(
-            f"chunk {at} on stage {plan.owners[at]}: {span_of(chunk)}; forward {forward:.3g} s, backward {backward:.3g} s, "
-            f"{sum(part.homes.values()):,} bytes of parameters, sends {', '.join(chunk.sends.values()) or 'nothing'}"
-        )
-        lines += [f"  {name}  {layout}" for name, layout in chunk.plan.parameters.items()]
-    return lines
-
-
-def span_of(chunk: Chunk) -> str:
-    """Returns the first and the last module of a chunk."""
-    nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function"]
-    named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
-    return f"{named[0]} to {named[-1]}" if named else "no module"
