@@ -4,7 +4,8 @@ Every figure is the median over repeats, after a warm-up, with all ranks measuri
 communicate in a step. Before each collective the ranks compute, as they do in a step, and no rank computes again before
 all are through it: it would take the core of a rank that shares it. A collective takes as long as its slowest rank. Its
 time over messages of many sizes is fitted as max(start + bytes / rate, least), with the bytes of the textbook's ring, so
-that whatever the backend does otherwise shows in its own figures.
+that whatever the backend does otherwise shows in its own figures. What kernels and a collective cost each other, and what
+ranks that compute do, is measured last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from sbpc.boxing.steps import WIRE
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import Cluster, Rate
+from sbpc.runtime.measure_device import device_figures, memory_of, settle, timed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.process_groups import from_all_ranks
 
@@ -30,6 +31,7 @@ c10d = torch.ops._c10d_functional  # what programs call
 # Bytes that a rank sends, by the textbook; most are the sizes of a step's messages, for which the line is to be right.
 SENT = tuple(1 << power for power in (12, 14, *range(16, 24), 25, 28))
 LONG = 0.1  # seconds of a message that are enough: longer ones are not timed
+MOST = 1 << 28  # bytes that a rank sends beside kernels at most
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -92,9 +94,12 @@ def profile(
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     figures = device_figures(where, side, dtype, repeats)
     costs = measure(where, repeats, sent, tell)
+    tell("kernels beside a collective")
+    kernels, links = beside(where, repeats, costs)
     intra, inter, missing = links_of(costs, per_node)
     cluster = Cluster(
-        name, *figures, per_node, *intra, *inter, memory=memory_of(where, per_node),
+        name, **figures, ranks_per_node=per_node, intra_latency=intra[0], intra_bandwidth=intra[1], inter_latency=inter[0],
+        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels, links_beside=links,
         source=f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
         f"{str(dtype).removeprefix('torch.')}, medians of {repeats}{missing}",
     )  # fmt: skip
@@ -111,38 +116,6 @@ def groupings(world: int) -> list[Grouping]:
             process_groups.bind_groups(name, [[first + at * stride for at in range(ranks)] for first in firsts])
             made.append(Grouping(ranks, stride, name))
     return made
-
-
-def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: int) -> tuple[float, float, float]:
-    """Measures flop/s of matrix products, bytes/s of memory, and the least seconds of a kernel: medians over the ranks."""
-    a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
-    large = torch.randn(1 << (28 if where.type == "cuda" else 22), device=where)
-    out, one = torch.empty_like(large), torch.ones(1, device=where)
-    product = timed(lambda: torch.mm(a, b), where, repeats, 10)
-    copied = timed(lambda: torch.add(large, 1.0, out=out), where, repeats, 10)
-    small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
-    mine = 2 * side**3 / product, 2 * large.nbytes / copied, small
-    return tuple(map(statistics.median, zip(*from_all_ranks(mine))))  # type: ignore[return-value]
-
-
-def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int) -> float:
-    """Returns the median seconds of a call on all ranks at once, over `calls` calls, as ranks that share a core take turns."""
-    seconds = []
-    for repeat in range(repeats + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        settle(where)
-        if repeat >= 2:
-            seconds.append((time.perf_counter() - start) / calls)
-    return statistics.median(seconds)
-
-
-def settle(where: torch.device) -> None:
-    """Waits until the device has done what it was given."""
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
 
 
 def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callable[[str], None]) -> Costs:
@@ -169,6 +142,33 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
     return {
         key: replace(fit([point[:2] for point in each]), traffic=traffic_of(*each[-1])) for key, each in points.items()
     }
+
+
+def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, float]:
+    """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while kernels run."""
+    grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
+    message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
+    work, send = torch.randn(512, 512, device=where), message.start(where)
+    kernel = statistics.mean(from_all_ranks(timed(lambda: torch.mm(work, work), where, repeats, 1)))
+    alone = statistics.median(max(from_all_ranks(timed_once(message, work)[0])) for _ in range(repeats))
+    count = max(1, int(alone / kernel / 2))  # they are through before the collective is
+    found = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        value = send()
+        for _ in range(count):
+            torch.mm(work, work)
+        if where.type == "cuda":
+            torch.cuda.current_stream(where).synchronize()
+        kernels = time.perf_counter() - start
+        c10d.wait_tensor(value)
+        settle(where)
+        whole = time.perf_counter() - start
+        found.append(tuple(map(statistics.mean, zip(*from_all_ranks((kernels, whole))))))
+    kernels, whole = (statistics.median(each) for each in zip(*found))
+    left = max(whole - kernels, 0.0)  # the collective ran by itself
+    return max(1.0, kernels / (count * kernel)), max(1.0, kernels / (alone - left)) if left < alone else 1.0
 
 
 def series_of(collective: str, grouping: Grouping, sent: Sequence[int], work: torch.Tensor) -> list[Message]:
@@ -198,13 +198,13 @@ def traffic_of(textbook: float, seconds: float, moved: float) -> float:
 
 def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
     """Returns the seconds of a message after a computation, and the bytes that left through the named interface, 0 without."""
-    run = message.call(work.device)
+    send = message.start(work.device)
     before = wire_bytes()
     torch.mm(work, work)
     settle(work.device)
     dist.barrier()
     start = time.perf_counter()
-    run()
+    c10d.wait_tensor(send())
     settle(work.device)
     seconds = time.perf_counter() - start
     dist.barrier()
@@ -230,17 +230,17 @@ class Message:
         """Returns the bytes that a rank sends by the textbook."""
         return float(WIRE[self.collective](self.grouping.ranks, 4.0 * self.block)[1])
 
-    def call(self, where: torch.device) -> Callable[[], Any]:
-        """Returns the function that runs it."""
+    def start(self, where: torch.device) -> Callable[[], torch.Tensor]:
+        """Returns the function that starts it."""
         p, block, group = self.grouping.ranks, self.block, self.grouping.group
         given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], torch.Tensor]] = {
             "all_gather": lambda: c10d.all_gather_into_tensor(given, p, group),
             "all_reduce": lambda: c10d.all_reduce(given, "sum", group),
             "all_to_all": lambda: c10d.all_to_all_single(given, [block] * p, [block] * p, group),
             "reduce_scatter": lambda: c10d.reduce_scatter_tensor(given, "sum", p, group),
         }
-        return lambda: c10d.wait_tensor(calls[self.collective]())
+        return calls[self.collective]
 
 
 def wire_bytes() -> int:
@@ -332,10 +332,3 @@ def rates(costs: Costs, cluster: Cluster) -> tuple[Rate, ...]:
         replace(same[0], **{name: statistics.median(getattr(rate, name) for rate in same) for name in figures})
         for same in measured.values()
     )
-
-
-def memory_of(where: torch.device, per_node: int) -> float:
-    """Returns the bytes of one device; on CPUs a rank's share of the machine's."""
-    if where.type == "cuda":
-        return float(torch.cuda.get_device_properties(where).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node)

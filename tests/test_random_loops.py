@@ -74,7 +74,7 @@ def random_forms(gm: Any, generator: random.Random) -> dict[str, str]:
 def random_loop(gm: GraphModule, generator: random.Random, count: int) -> StagedPlan:
     """A step as a loop, with one stage or two."""
     mesh, schedule = Mesh(**generator.choice(MESHES)), generator.choice(("gpipe", "1f1b", "zbv"))
-    loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, "pipe")
+    loop, inner = loop_of(gm, count), mesh_of_stage(mesh, "pipe")
     assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)
     whole = make_plan(loop.body, inner, assignment, 0.0, OPTIONS, Stages())
     places = places_of(whole.graph)

@@ -149,7 +149,7 @@ def test_small_collectives_go_in_one_message_and_peak_bytes_are_those_counted() 
         plan = sbpc.baseline(scheme, model, args, Mesh(d=2, t=2, cluster=slow), microbatches=1)
         boxed = plan.unscheduled
         apart = min(
-            seconds_of(*list_schedule([node for node in boxed.graph.nodes if node.op == "call_function"], works(boxed, plan.mesh), rule=rule), works(boxed, plan.mesh))
+            seconds_of(*list_schedule([node for node in boxed.graph.nodes if node.op == "call_function"], works(boxed, plan.mesh), rule=rule), works(boxed, plan.mesh), plan.mesh.cluster)
             for rule in RULES
         )
         assert saved_by_buckets(plan) > 0 and plan.cost.seconds < apart
@@ -212,7 +212,7 @@ def test_the_seconds_of_an_order_are_those_of_its_timeline() -> None:
     kinds = {node: kind_of(node) for node in calls if work[node].latency}
     found = [list_schedule(calls, work, 64, rule, None, kinds) for rule in RULES]
     for order in (*found, random_buckets(random_order(boxed, mesh, 3), 3), ([(node, False) for node in calls], {})):
-        assert seconds_of(*order, work) == pytest.approx(makespan(timeline(ordered(boxed, *order), mesh)))
+        assert seconds_of(*order, work, mesh.cluster) == pytest.approx(makespan(timeline(ordered(boxed, *order), mesh)))
 
 
 def test_peak_bytes_of_a_schedule_are_those_counted() -> None:

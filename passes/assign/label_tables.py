@@ -152,7 +152,7 @@ def call_seconds(
     for (itemsize, shape), codes in zip(tensors, ports):
         bytes_moved += itemsize * elements(codes, shape, mesh.sizes)
     cluster = mesh.cluster
-    seconds = kernel_seconds(flops, bytes_moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
+    seconds = kernel_seconds(flops, bytes_moved, cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden)
     return np.broadcast_to(seconds, (labels,)).astype(float)
 
 

@@ -35,7 +35,7 @@ from sbpc.graph.ports import (
 )
 from sbpc.graph.pytree import flatten
 from sbpc.graph.rewrite import copied, put
-from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both
 from sbpc.mesh.states import Partial, Split
@@ -44,7 +44,7 @@ from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
-from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller
+from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, without_joins
 from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
 
@@ -54,8 +54,8 @@ OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
 
-def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
-    """Returns an annotated step as a loop over `count` micro-batches.
+def loop_of(gm: GraphModule, count: int) -> Loop:
+    """Returns an annotated step as a loop over `count` micro-batches, the same on every cluster.
 
     Raises PlanError if the batch does not divide, LoopError if a micro-batch cannot run without what others computed: the op is named.
     """
@@ -66,7 +66,7 @@ def loop_of(gm: GraphModule, count: int, cluster: Cluster) -> Loop:
         step = annotate(one_loss(gm))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
-    loop = written_loop(step, batch, count, Mesh(cluster=cluster, **{AXIS: count}))
+    loop = written_loop(step, batch, count, Mesh(cluster=without_joins(CLUSTERS["ideal"]), **{AXIS: count}))
     return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(gm).items() if port.kind != TANGENT})
 
 

@@ -13,10 +13,11 @@ from sbpc._compat import LazyGraphModule
 from sbpc.graph.panels import PANEL_OF
 from sbpc.graph.recomputed import awaited_gradients
 from sbpc.graph.rewrite import called, copied, put
+from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
 from sbpc.plans.memory import Life, local_bytes
-from sbpc.plans.timeline import COMPUTE, STREAMS, Work, kind_of, works
+from sbpc.plans.timeline import COMPUTE, Clock, Span, Work, kind_of, works
 
 WINDOWS = math.inf, 256, 64, 16, 0  # calls that one may run ahead of the first that has not run
 SHARES = 0.05, 0.2, math.inf  # see `list_schedule`: of the buckets that are tried; by the last one, none
@@ -46,9 +47,9 @@ def schedule(boxed: GraphModule, mesh: Mesh, budget: float | None = None) -> Gra
     tried: set[Hashable] = set()
     for window in (each for each in WINDOWS if each == math.inf or each < len(calls)):
         orders = [list_schedule(calls, work, window, rule, after, kinds, SHARES[0]) for rule in RULES]
-        best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work))[1]
+        best = min(zip(orders, RULES), key=lambda way: seconds_of(way[0][0], way[0][1], work, mesh.cluster))[1]
         orders += [list_schedule(calls, work, window, best, after, kinds, share) for share in SHARES[1:] if kinds]
-        for order, buckets in sorted(orders, key=lambda way: seconds_of(way[0], way[1], work)):
+        for order, buckets in sorted(orders, key=lambda way: seconds_of(way[0], way[1], work, mesh.cluster)):
             key = tuple(order), tuple(buckets.items())
             if key in tried:
                 continue
@@ -72,19 +73,16 @@ def panel_bytes(boxed: GraphModule, mesh: Mesh) -> int:
     return max(held.values(), default=0)
 
 
-def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work]) -> float:
+def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work], cluster: Cluster) -> float:
     """Returns what a step takes in an order: the makespan of the timeline of `ordered`."""
-    awaited = {node for node, waits in order if waits}
-    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[Node, float]()
+    awaited, clock, spans = {node for node, waits in order if waits}, Clock(cluster), list[Span]()
     for node, waits in order:
-        first = buckets.get(node, node)
+        message = buckets.get(node, node)
         if waits:
-            now = max(now, ends[first])
+            clock.wait(message)
         elif work[node].seconds:
-            stream, seconds = work[node].stream, work[node].seconds - (work[node].latency if first in ends else 0.0)
-            free[stream] = ends[first] = max(now, free[stream]) + seconds
-            now = now if stream != COMPUTE and node in awaited else ends[first]
-    return max(free.values())
+            spans.append(clock.take(work[node], message, node in awaited))
+    return max((span.end for span in spans), default=0.0)
 
 
 def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buckets | None = None) -> GraphModule:

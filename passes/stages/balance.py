@@ -186,7 +186,7 @@ def work_at(places: Places, mesh: Mesh) -> np.ndarray:
         if value_of(node)[0] is node and not (match is not None and match.view):
             moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / mesh.ranks
             flops = 0.0 if match is None else float(match.flops(match.sizes)) / mesh.ranks
-            work[place] += kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)
+            work[place] += kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden)
     return work
 
 

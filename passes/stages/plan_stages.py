@@ -57,7 +57,7 @@ def staged(
     """
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
-    loop, inner = loop_of(gm, count, mesh.cluster), mesh_of_stage(mesh, axis)
+    loop, inner = loop_of(gm, count), mesh_of_stage(mesh, axis)
 
     def attempt(once: Sequence[str], limit: float | None, bound: float | None = None) -> Draft:
         loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.runtime.start.direct_exchange import DirectGroup
 from sbpc.runtime.start.rendezvous import store_of_attempt
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h; 32 MB is the most that the second one may be
 TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
 
 # The state of this process, like torch's own table of groups: a group name means one process group in a process, every
@@ -43,6 +45,8 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_of(kind)
+    if kind == "cpu":
+        keep_memory()
     if timeout is not None:
         waiting["seconds"] = timeout
     if not dist.is_initialized():
@@ -65,6 +69,14 @@ def device_of(kind: str) -> torch.device:
         raise MeshError(f"rank {local} of this machine has no GPU, there are {there}\n  Start one rank for each GPU.")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def keep_memory() -> None:
+    """Lets glibc keep what this process frees, up to 1 GB: a step asks for the same again, and Linux would clear every page anew."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for name, size in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 1 << 30)):
+            mallopt(name, size)
 
 
 def check_ranks(mesh: Mesh) -> None:

@@ -108,7 +108,7 @@ def units_of(
     baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
-    loop = loop_of(gm, count, inner.cluster)
+    loop = loop_of(gm, count)
     loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
     asked = wishes(loop.body, inner, Requests({}, baseline=baseline)).nodes
     if spread:

@@ -32,6 +32,10 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
     "efficiency": ("", 1e-12, 1e12),
     "traffic": ("", 1e-12, 1e12),
     "least": ("seconds", 0.0, 1e6),
+    "hidden": ("", 0.0, 1.0),
+    "sharing": ("times", 1.0, 1e6),
+    "kernels_beside": ("times", 1.0, 1e6),
+    "links_beside": ("times", 1.0, 1e6),
 }
 
 
@@ -62,6 +66,11 @@ class Cluster:
     bytes/s: what one rank sends inside a node, and what one *node* sends to the others. memory: bytes of one device. collectives:
     where one runs otherwise than in those figures. source: where the figures are from.
 
+    hidden: which part of a kernel's multiplying, moving and starting the longest of them hides: with 1 it takes as long as that one,
+    with 0 as all three. All this is so where all ranks compute, and nothing else goes on. sharing: how many times as fast one rank
+    computes while no other one does: more than 1 where ranks share cores. kernels_beside, links_beside: how many times as long kernels
+    take beside a collective that is on its way, and that beside kernels: more than 1 where a processor does both.
+
     Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs. `sbpc profile -o cluster.json`, alone or under
     torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message takes at least.
     `Cluster.load("cluster.json")` reads that file, and so does `--cluster cluster.json`.
@@ -85,6 +94,10 @@ class Cluster:
     memory: float = math.inf
     collectives: tuple[Rate, ...] = ()
     source: str = ""
+    hidden: float = 1.0
+    sharing: float = 1.0
+    kernels_beside: float = 1.0
+    links_beside: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -97,6 +110,11 @@ class Cluster:
             raise MeshError(f"{what}\n  It is a tuple of rates.")
         for rate in self.collectives:
             check_rate(self.name, rate)
+
+    @property
+    def taken(self) -> float:
+        """Which part of a rank's device a collective takes away from the kernels beside it."""
+        return 1.0 - 1.0 / self.kernels_beside
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
         """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""
@@ -237,9 +255,11 @@ def named_cluster(name: str) -> Cluster:
     return CLUSTERS[name]
 
 
-def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any) -> Any:
-    """Seconds of one kernel; every argument a number, a numpy array or a sympy expression."""
-    return largest(flops / peak, bytes_moved / memory_bandwidth, launch)
+def kernel_seconds(flops: Any, bytes_moved: Any, peak: Any, memory_bandwidth: Any, launch: Any, hidden: float = 1.0) -> Any:
+    """Seconds of one kernel; every argument but `hidden` a number, a numpy array or a sympy expression. hidden: see `Cluster`."""
+    terms = flops / peak, bytes_moved / memory_bandwidth, launch
+    most = largest(*terms)
+    return most if hidden == 1.0 else hidden * most + (1.0 - hidden) * sum(terms)
 
 
 def collective_seconds(rounds: Any, bytes_sent: Any, latency: Any, bandwidth: Any, least: Any) -> Any:

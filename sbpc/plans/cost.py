@@ -208,7 +208,7 @@ class Cost:
         for kernel, count in self.kernels:
             if not kernel.free:
                 work = kernel_work(kernel, mesh.sizes, sizes)
-                terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"]))
+                terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"], mesh.cluster.hidden))
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)

@@ -148,7 +148,7 @@ def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, fl
         whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
-            rates = cluster.peak, cluster.memory_bandwidth, cluster.launch
+            rates = cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden
             seconds += count * float(kernel_seconds(local, moved, *rates))
     return seconds, flops, one_device
 

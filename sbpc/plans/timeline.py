@@ -3,7 +3,8 @@
 A program runs its nodes in order. A kernel takes the computing stream. A collective starts where it stands, as soon as its link
 is free, and goes on beside the kernels that follow, up to the node that waits for it. One that nobody waits for apart is waited
 for where it stands. Collectives of one bucket (`meta["bucket"]`) are one: the first takes its whole time, each other one what its
-bytes take, and all end together. Durations are those of the busiest rank, as in `Cost`.
+bytes take, and all end together. Durations are those of the busiest rank, as in `Cost`; where the cluster says so, both take longer
+while a kernel and a collective run beside each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import wire
-from sbpc.mesh.cluster import collective_seconds, kernel_seconds
+from sbpc.mesh.cluster import Cluster, collective_seconds, kernel_seconds
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import kernel_work
 from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
@@ -101,7 +102,8 @@ def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     if kernel.free:
         return NOTHING
     flops, moved = kernel_work(kernel, mesh.sizes)
-    return Work(COMPUTE, float(kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch)))
+    rates = cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden
+    return Work(COMPUTE, float(kernel_seconds(flops, moved, *rates)))
 
 
 def sends(node: Node, mesh: Mesh) -> bool:
@@ -116,20 +118,74 @@ def is_awaited(node: Node) -> bool:
 
 def timeline(boxed: GraphModule, mesh: Mesh) -> list[Event]:
     """Returns the events of one step of a boxed graph, in the order of its nodes."""
-    events: list[Event] = []
-    now, free, ends = 0.0, dict.fromkeys(STREAMS, 0.0), dict[str, float]()
+    clock, found = Clock(mesh.cluster), list[tuple[Node, Work, Span]]()
     for node, work in works(boxed, mesh).items():
         if "awaits" in node.meta:
-            now = max(now, ends[bucket_of(node.all_input_nodes[0])])
-        if not work.seconds:
-            continue
-        bucket, begin = bucket_of(node), max(now, free[work.stream])
-        end = begin + work.seconds - (work.latency if bucket in ends else 0.0)
-        free[work.stream] = ends[bucket] = end
-        events.append(event_of(node, work.stream, begin, end, mesh))
-        if work.stream == COMPUTE or not is_awaited(node):
-            now = end
-    return events
+            clock.wait(bucket_of(node.all_input_nodes[0]))
+        if work.seconds:
+            found.append((node, work, clock.take(work, bucket_of(node), is_awaited(node))))
+    return [event_of(node, work.stream, span.start, span.end, mesh) for node, work, span in found]
+
+
+@dataclass
+class Span:
+    """When a kernel or a collective starts and ends."""
+
+    start: float
+    end: float
+
+
+class Clock:
+    """The time on the computing stream while a program runs, and the collectives that are on their way.
+
+    Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside kernels.
+    now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what a message is
+    called, the last collective of it.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.now, self.kernels, self.slow = 0.0, cluster.kernels_beside, cluster.links_beside
+        self.links: dict[str, list[Span]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
+        self.last: dict[Hashable, Span] = {}
+
+    def take(self, work: Work, message: Hashable, awaited: bool) -> Span:
+        """Runs a kernel, or starts a collective as part of a message, which is waited for at once unless it is `awaited` later."""
+        if work.stream == COMPUTE:
+            start = self.now
+            self.compute(work.seconds)
+            return Span(start, self.now)
+        queue = self.links[work.stream]
+        start = max(self.now, queue[-1].end if queue else 0.0)
+        span = Span(start, start + work.seconds - (work.latency if message in self.last else 0.0))
+        self.last[message] = span
+        queue.append(span)
+        if not awaited:
+            self.wait(message)
+        return span
+
+    def wait(self, message: Hashable) -> None:
+        """Waits for all collectives of a message."""
+        self.now = max(self.now, self.last[message].end)
+
+    def compute(self, seconds: float) -> None:
+        """Runs a kernel that takes so long if nothing is on its way."""
+        for stream, queue in self.links.items():
+            self.links[stream] = [span for span in queue if span.end > self.now]
+        busy = [queue for queue in self.links.values() if queue]
+        if not busy or self.kernels == self.slow == 1.0:
+            self.now += seconds
+            return
+        took = min(seconds * self.kernels, min(queue[-1].end - self.now for queue in busy) * self.slow)
+        for span in (span for queue in busy for span in queue):
+            span.start, span.end = self.slowed(span.start, took), self.slowed(span.end, took)
+        self.now += took
+        if took < seconds * self.kernels:
+            self.compute(seconds - took / self.kernels)
+
+    def slowed(self, moment: float, seconds: float) -> float:
+        """Returns the moment at which a link gets to what it would have got to at `moment`, if kernels run for `seconds` from now on."""
+        ahead = moment - self.now
+        return moment if ahead <= 0 else self.now + min(ahead * self.slow, ahead + seconds * (1 - 1 / self.slow))
 
 
 def bucket_of(node: Node) -> str:

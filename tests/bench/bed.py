@@ -1,10 +1,10 @@
 """A bed: hosts on one Linux machine, each a network namespace whose link to a common switch is as slow as asked.
 
-Needs root, iproute2 and util-linux. A host has one interface, eth0; both directions of its link pass a token bucket with a queue
-that holds all windows of TCP, so that nothing is dropped. Ranks run before other processes of the machine, which would
-otherwise be measured too, and no thread of theirs interrupts another: on cores that ranks share, the thread of gloo that
-receives often woke up in place of one that held the lock it needs, and spun until the next tick, 3 ms later, so that
-small collectives took 2 to 15 ms instead of 1.5. Everything is removed at the end, whatever happens.
+Needs root and iproute2. A host has one interface, eth0; both directions of its link pass a token bucket with a queue that holds all
+windows of TCP, so that nothing is dropped. Ranks run before other processes of the machine, which would otherwise be measured, too.
+They stay in one session: Linux shares cores out among sessions first (`sched_autogroup`), and were each rank one, its threads of gloo
+would wait up to seconds for a core on which another rank computes. Hosts with cores of their own know no such thing. Everything is
+removed at the end, whatever happens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import TracebackType
 WINDOW = 1 << 19  # bytes of a TCP connection under way at most
 BATCH = 1 << 14  # bytes that the kernel hands to a link at once at most
 PORT = 29500
-RANK = "chrt", "--batch", "0", "nice", "-n", "-10"  # how ranks are scheduled
+NICE = -10  # of ranks, and of their session among the others
 
 
 def sh(*command: str, must: bool = True) -> None:
@@ -36,10 +36,20 @@ def sh(*command: str, must: bool = True) -> None:
 
 def missing() -> str | None:
     """Why there can be no bed here, None if there can be one."""
-    tools = [tool for tool in ("ip", "tc", "chrt") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "tc", "nice") if shutil.which(tool) is None]
     if sys.platform != "linux" or tools:
-        return f"a bed needs Linux, iproute2 and util-linux: {', '.join(tools) or sys.platform}"
+        return f"a bed needs Linux and iproute2: {', '.join(tools) or sys.platform}"
     return None if os.geteuid() == 0 else "a bed needs root"
+
+
+def prefer(nice: int) -> int:
+    """Give this session a nice value among the sessions of the machine, where Linux has such; return the one before."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        return 0
+    before = int(group.read_text().split()[-1])
+    group.write_text(str(nice))
+    return before
 
 
 class Bed:
@@ -48,12 +58,14 @@ class Bed:
     def __init__(self, hosts: int, mbit: float) -> None:
         self.hosts, self.mbit, self.name = hosts, mbit, f"sbpc{os.getpid()}"
         self.team: list[subprocess.Popen[bytes]] = []
+        self.before = 0
 
     def space(self, host: int | str) -> str:
         """The namespace of a host, or of the switch."""
         return f"{self.name}-{host}"
 
     def __enter__(self) -> Bed:
+        self.before = prefer(NICE)
         try:
             switch = self.space("switch")
             for host in ("switch", *range(self.hosts)):
@@ -91,6 +103,7 @@ class Bed:
         self.end()
         for host in (*range(self.hosts), "switch"):
             sh("ip", "netns", "del", self.space(host), must=False)
+        prefer(self.before)
 
     def end(self) -> None:
         """End all processes of the hosts."""
@@ -110,10 +123,10 @@ class Bed:
                     MASTER_ADDR="10.93.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1",
                 )  # fmt: skip
                 with log.open("wb") as out:
-                    inside = ["ip", "netns", "exec", self.space(host), *RANK, *command]
+                    inside = ["ip", "netns", "exec", self.space(host), "nice", "-n", str(NICE), *command]
                     self.team.append(
                         subprocess.Popen(
-                            inside, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+                            inside, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp
                         )
                     )
             limit = time.monotonic() + seconds

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import sbpc
 from sbpc import Cluster, Mesh
+from sbpc.cli.commands.profile import print_cluster
 from sbpc.runtime.start import process_groups as groups
 from tests import models
 from tests.bench.bed import Bed, missing
@@ -78,11 +80,12 @@ def worker(folder: Path, rounds: int) -> None:
             dist.barrier()
             start = time.perf_counter()
             module.step(*args)
+            dist.barrier()
+            took = time.perf_counter() - start
             optimizer.step()
             optimizer.zero_grad()
-            dist.barrier()
             if turn:
-                seconds[name].append(max(everyone(time.perf_counter() - start)))
+                seconds[name].append(max(everyone(took)))
     if dist.get_rank() == 0:
         (folder / "seconds.json").write_text(json.dumps({name: statistics.median(each) for name, each in seconds.items()}))
     dist.barrier()
@@ -106,6 +109,7 @@ def bench(hosts: int, mbit: float, rounds: int) -> None:
         bed.run([sys.executable, "-m", "tests.bench.strategies", "--worker", name, "--rounds", str(rounds)])
         found = json.loads((folder / "seconds.json").read_text())
     rows = [(name, plan.cost.seconds, found[f"{at:02}"]) for at, (name, plan) in enumerate(plans.items())]
+    print_cluster(cluster, Console(width=150))
     print(f"\n{hosts} hosts, {mbit:g} Mbit/s; the search chose {best.mesh}, {best.schedule}, m = {best.microbatches}")
     for name, predicted, measured in rows:
         print(f"  {name:36} predicted {predicted:7.3f} s  measured {measured:7.3f} s  {predicted / measured - 1:+7.1%}")

@@ -77,9 +77,14 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     lines = [
         f"cluster   {cluster.name!r}: {cluster.source}",
         f"device    {si(cluster.peak)}flop/s, {si(cluster.memory_bandwidth)}B/s of memory, "
-        f"{1e6 * cluster.launch:.3g} us a kernel at least, {si(cluster.memory)}B",
+        f"{1e6 * cluster.launch:.3g} us a kernel at least, {si(cluster.memory)}B; "
+        f"the longest of the three hides {cluster.hidden:.0%} of the others",
         f"intra     {1e6 * cluster.intra_latency:.3g} us a round, {si(cluster.intra_bandwidth)}B/s a rank",
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {si(cluster.inter_bandwidth)}B/s a node",
+    ]
+    lines += [
+        f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective kernels take "
+        f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels"
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

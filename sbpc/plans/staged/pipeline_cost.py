@@ -13,9 +13,10 @@ import numpy as np
 import sympy
 
 from sbpc.errors import PlanError
+from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, SAVED, ChunkCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, spans
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, shared_spans, spans
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 
@@ -84,7 +85,7 @@ class StagedCost:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which nothing is computed, since a collective is waited for."""
-        return self.seconds - self.compute_seconds - self.bubble_seconds
+        return max(0.0, self.seconds - self.compute_seconds - self.bubble_seconds)
 
     @property
     def gap(self) -> float:
@@ -109,6 +110,7 @@ class Moment(NamedTuple):
 class Pipeline(ABC):
     """Stages that work on micro-batches. What has `parts`, knows what needs what, and what crosses, has a cost."""
 
+    mesh: Mesh
     options: dict[str, Any]
     schedule: str
     bound: float
@@ -233,11 +235,27 @@ class Pipeline(ABC):
         starts = [self.single(stage, BEFORE) for stage in range(self.stages)]
         if not self.overlaps:
             starts = [max(starts)] * self.stages
-        return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
+        cluster = self.mesh.cluster
+        if cluster.sharing == 1.0:
+            return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
+        return shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, cluster.sharing, cluster.taken)
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""
-        return self.parts[action.chunk].program(self.runs(action)).seconds
+        return sum(self.work_of(action))
+
+    def work_of(self, action: Action) -> tuple[float, float]:
+        """Returns the seconds of computing in an action, and those of waiting for its own collectives.
+
+        The device also takes its part of what comes from other stages, and adds gradients to those of earlier micro-batches.
+        """
+        chunk, cluster = self.parts[action.chunk], self.mesh.cluster
+        program = chunk.program(self.runs(action))
+        compute = min(program.compute, program.seconds)
+        comes = sum(self.sending(need, action) for need in self.needs(action))
+        adds = WEIGHTS in self.runs(action) and action.micro_batch > 0
+        beside = cluster.taken * comes + (3 * chunk.added / cluster.memory_bandwidth if adds else 0.0)
+        return compute + beside, program.seconds - compute
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
@@ -254,6 +272,7 @@ class Pipeline(ABC):
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
         bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
+        compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
         figures = compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
         return StagedCost(seconds, *figures, self.formulas_of(most))
 

@@ -143,3 +143,52 @@ def spans(
         free[rank] = start + seconds(action)
         found[action] = start, free[rank]
     return found
+
+
+def shared_spans(
+    actions: Sequence[Sequence[Action]], needs: Needs, work: Callable[[Action], tuple[float, float]],
+    sending: Callable[[Action, Action], float], starts: Sequence[float], sharing: float, load: float,
+) -> dict[Action, tuple[float, float]]:  # fmt: skip
+    """Returns `spans` of stages that share cores.
+
+    work: of an action the seconds of computing, where all stages compute, and those that it only waits for its own collectives.
+    sharing: how many times as fast a stage computes while no other one does. load: of the cores that a rank takes while it computes,
+    the part that it takes while its collectives run.
+    """
+    in_turn(actions, needs)  # raises if stages would wait for ever
+    needs, work = functools.cache(needs), functools.cache(work)
+    began, ends, running = dict[Action, float](), dict[Action, float](), dict[int, tuple[Action, float]]()  # with the part left
+    at, now = [0] * len(actions), 0.0
+    while True:
+        later = []  # when what waits may start
+        for rank, mine in enumerate(actions):
+            if rank not in running and at[rank] < len(mine) and all(need in ends for need in needs(mine[at[rank]])):
+                action = mine[at[rank]]
+                moment = max([starts[rank], *(ends[need] + sending(need, action) for need in needs(action))])
+                if moment <= now:
+                    began[action], running[rank] = now, (action, 1.0)
+                    at[rank] += 1
+                else:
+                    later.append(moment)
+        if not running and not later:
+            return {action: (start, ends[action]) for action, start in began.items()}
+        loads = {rank: share(*work(action), load) for rank, (action, _) in running.items()}
+        left = {}  # seconds to its end, if nothing changes
+        for rank, (action, part) in running.items():
+            compute, waits = work(action)
+            speed = min(sharing, len(actions) / (1 + sum(loads.values()) - loads[rank]))
+            left[rank] = part, waits + compute / speed
+        until = min([*later, *(now + part * seconds for part, seconds in left.values())])
+        for rank, (part, seconds) in left.items():
+            action = running[rank][0]
+            rest = part - (until - now) / seconds if seconds else 0.0
+            running[rank] = action, rest
+            if rest <= 1e-9:
+                ends[action] = until
+                del running[rank]
+        now = until
+
+
+def share(compute: float, waits: float, load: float) -> float:
+    """Returns the part of a core that an action takes on average."""
+    return (compute + load * waits) / (compute + waits) if compute + waits else 0.0

@@ -1,0 +1,84 @@
+"""Measure what a flop, a byte of memory and a call cost on the device of a rank, while the other ranks do the same."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sbpc.mesh.cluster import kernel_seconds
+from sbpc.runtime.start.process_groups import from_all_ranks
+
+WINDOW = 0.2  # seconds in which all ranks call the same kernel, so that those that share cores share them all the time
+
+
+def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Measures the figures of a device: medians over the ranks, but that of `sharing`, which rank 0 measures while the others wait."""
+    a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+    large = torch.randn(1 << (28 if where.type == "cuda" else 22), device=where)
+    out, one = torch.empty_like(large), torch.ones(1, device=where)
+    product = timed(lambda: torch.mm(a, b), where, repeats, 1)
+    copied = timed(lambda: torch.add(large, 1.0, out=out), where, repeats, 1)
+    small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
+    alone = timed(lambda: torch.mm(a, b), where, repeats, 1, ranks=1)
+    run, work = layers(where, dtype)
+    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), alone))
+    product, copied, small, seconds, _ = map(statistics.median, zip(*found))
+    rates = 2 * side**3 / product, 2 * large.nbytes / copied, small
+    most, all_of_them = (sum(kernel_seconds(*each, *rates, hidden) for each in work) for hidden in (1.0, 0.0))
+    hidden = min(1.0, max(0.0, (all_of_them - seconds) / (all_of_them - most)))
+    figures = ("peak", "memory_bandwidth", "launch", "hidden", "sharing")
+    return dict(zip(figures, (*rates, hidden, max(1.0, product / found[0][-1]))))
+
+
+def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], list[tuple[float, float]]]:
+    """Returns a function that multiplies as layers do in a step, small operands that no cache holds into new memory, and of every
+    product the flops and the bytes."""
+    rows, width, count = 64, 256, 16
+    x = torch.randn(rows, width, device=where).to(dtype)
+    weights = torch.randn(count, width, 4 * width, device=where).to(dtype)
+
+    def run() -> None:
+        values = [torch.mm(x, weight) for weight in weights]
+        _ = [torch.mm(x.t(), value) for value in values]
+
+    sizes = x.nbytes, weights[0].nbytes, 4 * x.nbytes
+    return run, [(8.0 * rows * width * width, float(sum(sizes)))] * (2 * count)
+
+
+def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int, ranks: int | None = None) -> float:
+    """Returns the median seconds of a call where the first `ranks` ranks, by default all, call for a WINDOW at once.
+
+    calls: between two looks at the clock. The other ranks return 0.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        if ranks is not None and dist.get_rank() >= ranks:
+            continue
+        start, count = time.perf_counter(), 0
+        while (took := time.perf_counter() - start) < WINDOW:
+            for _ in range(calls):
+                run()
+            settle(where)
+            count += calls
+        seconds.append(took / count)
+    return statistics.median(seconds[1:]) if seconds else 0.0  # the first one warms up
+
+
+def settle(where: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+
+
+def memory_of(where: torch.device, per_node: int) -> float:
+    """Returns the bytes of one device; on CPUs a rank's share of the machine's."""
+    if where.type == "cuda":
+        return float(torch.cuda.get_device_properties(where).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node)

@@ -1,0 +1,76 @@
+"""What goes on at once slows each other down: kernels beside collectives, and ranks that share cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import sbpc
+from sbpc import Mesh
+from sbpc.mesh.cluster import CLUSTERS
+from sbpc.plans.staged.schedules import FORWARD, Action, actions_of, shared_spans, spans
+from sbpc.plans.timeline import ACROSS, COMPUTE, Clock, Span, Work, makespan
+from tests import models
+
+LAN = CLUSTERS["ethernet"]
+ONE_CORE = replace(LAN, kernels_beside=2.0, links_beside=1.5)
+
+
+def test_beside_a_collective_both_take_longer() -> None:
+    clock = Clock(ONE_CORE)
+    first = clock.take(Work(ACROSS, 3.0), "first", True)
+    second = clock.take(Work(ACROSS, 1.0), "second", True)
+    kernel = clock.take(Work(COMPUTE, 4.0), "kernel", False)
+    assert (first, second) == (Span(0.0, 4.5), Span(4.5, 6.0))
+    assert kernel == Span(0.0, 7.0)  # of which 3 seconds' work in the 6 seconds of the collectives
+    clock.take(Work(ACROSS, 2.0), "third", True)
+    clock.take(Work(COMPUTE, 1.0), "kernel", False)
+    clock.wait("third")
+    assert clock.now == pytest.approx(7.0 + 2.0 + (2.0 - 2.0 / 1.5))
+
+
+def test_a_step_takes_longer_where_one_core_computes_and_sends() -> None:
+    model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2)
+    plan = sbpc.baseline("data", model, args, Mesh(x=4, cluster=LAN), microbatches=1)
+    slower = replace(plan, mesh=Mesh(x=4, cluster=ONE_CORE))
+    assert plan.cost.seconds < slower.cost.seconds < 2 * plan.cost.seconds
+    assert slower.cost.compute_seconds == pytest.approx(plan.cost.compute_seconds)
+    assert makespan(slower.timeline()) == pytest.approx(slower.cost.seconds)
+
+
+def test_kernels_that_hide_nothing_take_the_sum_of_their_parts() -> None:
+    model, args = models.gpt2(layers=1)
+    costs = [
+        sbpc.plan(model, args, Mesh(x=2, cluster=replace(LAN, hidden=part)), objective="serial", pin={"*.weight": "B"}, inputs=["S(0)"] * len(args)).cost
+        for part in (1.0, 0.5, 0.0)
+    ]  # fmt: skip
+    for cost in costs:
+        assert cost.subs() == pytest.approx(cost.seconds)
+    most, half, whole = (cost.compute_seconds for cost in costs)
+    assert half == pytest.approx((most + whole) / 2) and most < whole < 3 * most
+
+
+def needs(action: Action) -> list[Action]:
+    """Two stages: the second one works on what the first one sends."""
+    earlier = Action(FORWARD, 0, action.micro_batch)
+    forward = Action(FORWARD, action.chunk, action.micro_batch)
+    back = Action("B", 1, action.micro_batch)
+    return ([earlier] if action.chunk else []) if action.kind == FORWARD else [forward] + ([] if action.chunk else [back])
+
+
+def test_a_stage_that_shares_cores_is_faster_while_others_wait() -> None:
+    actions = actions_of("1f1b", 2, 4)
+    apart = spans(actions, needs, lambda action: 1.0, lambda *_: 0.25, [0.0, 0.5])
+    alone = shared_spans(actions, needs, lambda action: (0.75, 0.25), lambda *_: 0.25, [0.0, 0.5], 1.0, 1.0)
+    assert alone == {action: pytest.approx(span) for action, span in apart.items()}
+    shared = shared_spans(actions, needs, lambda action: (1.0, 0.0), lambda *_: 0.0, [0.0, 0.0], 2.0, 0.0)
+    assert shared[Action(FORWARD, 0, 0)] == (0.0, 0.5)  # the second stage has nothing to do yet
+    assert max(end for _, end in shared.values()) == pytest.approx(8.0)  # 16 seconds' work on two ranks' share of the cores
+
+
+def test_a_step_becomes_a_loop_on_whatever_cluster() -> None:
+    model, args = models.gpt2(batch=8, layers=2)
+    fast = replace(LAN, peak=1e6, memory_bandwidth=1e6, inter_bandwidth=1e12, inter_latency=0.0, intra_bandwidth=1e12, intra_latency=0.0)
+    plan = sbpc.plan(model, args, Mesh(pipe=2, cluster=fast), stages="pipe", microbatches=4)
+    assert plan.loop.count == 4
