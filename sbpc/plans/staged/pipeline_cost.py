@@ -176,7 +176,7 @@ class Pipeline(ABC):
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
         parted = {action for chunk, action in last.items() if self.sends_back(chunk)}
         return [
-            [each for action in mine for each in ([action._replace(kind=k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])]
+            [each for action in mine for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])]
             for mine in order
         ]
 
@@ -188,7 +188,7 @@ class Pipeline(ABC):
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
         inputs = Action(INPUTS, chunk, micro_batch)
-        return Action(FORWARD, chunk, micro_batch) if not late else inputs if inputs in self.everything else inputs._replace(kind=BACKWARD)
+        return Action(FORWARD, chunk, micro_batch) if not late else inputs if inputs in self.everything else inputs.of_kind(BACKWARD)
 
     @functools.cached_property
     def merged(self) -> dict[Action, Parts]:

@@ -47,6 +47,10 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.micro_batch}"
 
+    def of_kind(self, kind: str) -> Action:
+        """Returns the action that runs another part."""
+        return Action(kind, self.chunk, self.micro_batch)
+
 
 def owners(schedule: str, stages: int) -> list[int]:
     """Returns by chunk the rank of the axis of stages that has it: one after the other, for "zbv" there and back.

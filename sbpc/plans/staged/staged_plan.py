@@ -192,7 +192,7 @@ class StagedPlan(Pipeline):
                 source, sent = self.sources[name]
                 found.append(self.acting(sent in self.chunks[source].sends_late, source, batch))
         if kind != FORWARD:
-            found.append(action._replace(kind=INPUTS if kind == WEIGHTS else FORWARD))
+            found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
 
     def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost]:
