@@ -9,7 +9,7 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import OBJECTIVES
+from sbpc.api.checks import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from tests.models import gpt2, mlp

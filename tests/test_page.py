@@ -13,7 +13,7 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.planning import OBJECTIVES
+from sbpc.api.checks import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from sbpc.inspect.graph_rows import graph_rows

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from sbpc.api.planning import Task, check_options
+from sbpc.api.checks import check_options
+from sbpc.api.planning import Task
 from sbpc.errors import PlanError
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten

@@ -17,9 +17,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
-from sbpc.api.recompute import AUTO, RECOMPUTE, forms_of, least_recompute
+from sbpc.api.checks import check_mesh, check_options
+from sbpc.api.recompute import AUTO, forms_of, least_recompute
 from sbpc.api.staging import check_staged, plan_stages
-from sbpc.errors import LayoutError, LoopError, PinError, PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.errors import LayoutError, LoopError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.graph_text import graph_text
@@ -36,7 +37,6 @@ from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
-from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import name_dims
@@ -44,7 +44,6 @@ from sbpc.plans.symbolic_sizes import name_dims
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what parts must save, and what must be exposed before they are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
-OBJECTIVES = ("seconds", "serial", "bytes")
 LOOP: dict[str, Any] = {  # options that a plan with stages has, with their defaults, in the order in which `plan_stages` takes them
     "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None,
     "objective": "seconds", "dynamic": None,
@@ -382,36 +381,3 @@ def prepare(
         "left_out": list(left_out_of(model)),
     }
     return Task(front(captured, stages), stages, about)
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raises SbpcError for what is no mesh."""
-    if not isinstance(mesh, Mesh):
-        raise SbpcError(
-            f"the mesh is a {type(mesh).__name__}\n  Give sbpc.Mesh(data=2, tensor=2) or Mesh.from_device_mesh(mesh)."
-        )
-
-
-def check_options(
-    *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
-    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, panels: Any = None, recompute: Any = "none",
-) -> None:  # fmt: skip
-    """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
-    check_kinds(
-        optimizer=(optimizer, "a text", "None"),
-        pin=(pin, "a mapping whose keys are texts", "None"),
-        inputs=(inputs, "a list", "None"),
-        outputs=(outputs, "a list", "None"),
-        spread=(spread, "True or False"),
-    )
-    for name, count in (("microbatches", microbatches), ("panels", panels)):
-        if count is not None and (not is_number(count, int) or count < 1):
-            raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
-    if recompute not in RECOMPUTE:
-        raise SbpcError(f"recompute is {shown(recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
-    if optimizer not in OPTIMIZER_STATE:
-        raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
-    if objective not in OBJECTIVES:
-        raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
-    if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
-        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from sbpc.api.planning import Task, check_options, prepare
+from sbpc.api.checks import check_options
+from sbpc.api.planning import Task, prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, candidates
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds

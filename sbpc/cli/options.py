@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sbpc.api.checks import OBJECTIVES
 from sbpc.api.loading import load
-from sbpc.api.planning import OBJECTIVES, plan
+from sbpc.api.planning import plan
 from sbpc.api.recompute import RECOMPUTE
 from sbpc.cli.progress import progress
 from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD
 
-if TYPE_CHECKING:
-    from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
-
-def report_lines(plan: StagedPlan) -> Sequence[str]:
+def report_lines(plan: Any) -> Sequence[str]:
     """Returns the lines that `print(plan)` shows."""
     cost = plan.cost
     sent = ", ".join(f"{size:,.0f} over {axis}" for axis, size in cost.bytes_sent.items() if size) or "none"
@@ -35,7 +32,7 @@ def report_lines(plan: StagedPlan) -> Sequence[str]:
     return lines
 
 
-def span_of(chunk: Chunk) -> str:
+def span_of(chunk: Any) -> str:
     """Returns the first and the last module of a chunk."""
     nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function"]
     named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
