@@ -162,7 +162,7 @@ def test_the_command_prints_the_text_and_json(small: sbpc.Plan, tmp_path, capsys
 
 def test_a_plan_with_stages_explains_layouts_within_a_stage() -> None:
     net, mesh = mlp(batch=16, layers=2), Mesh(pipe=2, data=2, cluster="h100")
-    asked = {"stages": "pipe", "microbatches": 2, "pin": {"downs.*": "B"}}
+    asked = {"stages": "pipe", "microbatches": 2, "pin": {"downs.*": "B"}, "objective": "serial"}
     plan = sbpc.plan(*net, mesh, **asked)
     explained = plan.explain(NAME)
     assert explained.layout == plan.layout(NAME) and explained.alternatives[0].difference > 0

@@ -193,10 +193,10 @@ def test_run_trains_stages_from_an_exported_file_and_goes_on(target: str, tmp_pa
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
     plan, file = written
     for call in (
-        lambda: plan.certify(seconds=1.0), lambda: plan.proof, lambda: plan.check_bound(),
         lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
     ):  # fmt: skip
         assert "a plan with stages has no " in refused(PlanError, call)
+    assert "that was read from a file does not hold" in refused(PlanError, lambda: sbpc.load(file).certify(seconds=1.0))
     assert "holds stages of a pipeline, which train" in refused(PlanError, lambda: sbpc.load_module(file, "inference"))
     with pytest.raises(AttributeError):
         plan.nothing  # noqa: B018

@@ -86,6 +86,20 @@ def kernel_of(node: Node) -> Kernel:
     return Kernel(str(node.target), factors, tensors, match.view, match.flops, dims)
 
 
+def sum_kernel(node: Node) -> Kernel:
+    """Returns the kernel that adds a value, in its layout, to a sum of others."""
+    value, layout, dims = node.meta["val"], layout_at(node), dims_at(node)
+    cuts = tuple(layout.cuts.get(dim, ()) for dim in range(value.dim()))
+    factors = tuple((str(dim), size, each) for dim, (size, each) in enumerate(zip(value.shape, cuts)))
+    tensor = value.element_size(), tuple(value.shape), cuts
+    return Kernel("add", factors, (tensor,) * 3, False, elements_of, (dims,) * 4 if dims else ())
+
+
+def elements_of(local: Mapping[str, Any]) -> Any:
+    """Returns the product of local sizes."""
+    return math.prod(local.values())
+
+
 def dims_at(node: Node) -> tuple[Any, ...]:
     """Returns the symbolic dims of the value that a node stands for; none if the graph has none."""
     while "step" in node.meta:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port
 from sbpc.graph.recomputed import is_recomputed
-from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, transfer_of
+from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.part_memory import Kept, bytes_at, rise
@@ -51,7 +51,7 @@ class ChunkCost:
 
     homes: bytes by parameter. trained: of trained ones. added: of gradients while they add up. kept: see `Kept`. program: by parts of
     a step, what the program costs that runs these. rise: the most bytes that this has alive besides what is there before; whether its
-    gradients are the first ones.
+    gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to those of others.
     """
 
     homes: dict[str, int]
@@ -60,6 +60,7 @@ class ChunkCost:
     kept: Kept
     program: Callable[[Parts], ProgramCost]
     rise: Callable[[Parts, bool], int]
+    adds: float
 
     def held(self, kind: str) -> int:
         """Returns the bytes of a kind that stays while other programs run: those of `Kept`, or ADDED."""
@@ -77,7 +78,8 @@ class ChunkCost:
         stored = {port: bytes_at(value, plan.given[port], plan.mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER}
         homes = {port.name: size for port, size in stored.items()}
         trained = sum(homes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
-        added = sum(bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in dict.fromkeys(chunk.homes.values()))
+        sums = dict.fromkeys(chunk.homes.values())
+        added = sum(bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in sums)
 
         @functools.cache
         def program(which: Parts) -> ProgramCost:
@@ -90,6 +92,7 @@ class ChunkCost:
         return cls(
             homes, trained, added, Kept.by(chunk), lambda which: program(chunk.of(which)),
             lambda which, first: most(chunk.of(which), first and bool(chunk.makes(which))),
+            compute_totals(Counter(map(sum_kernel, sums)), plan.mesh)[0],
         )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
     kept = Kept(*(sum(getattr(cost.kept, name) for cost in costs) for name in ("gathered", "saved", "handed", "home")))
     trained, added = (sum(getattr(cost, name) for cost in costs) for name in ("trained", "added"))
-    return ChunkCost(homes, trained, added, kept, program, most)
+    return ChunkCost(homes, trained, added, kept, program, most, sum(cost.adds for cost in costs))
 
 
 def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:

@@ -18,7 +18,7 @@ from sbpc.graph.operands import value_of
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port, placeholders
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer
-from sbpc.plans.measure import dims_at, kernel_of, layout_at, transfer_of
+from sbpc.plans.measure import dims_at, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
 from sbpc.plans.plan import Plan
@@ -77,6 +77,8 @@ def formulas(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], like: S
     m, mesh = symbol(M), next(iter(chunks.values())).plan.mesh
     kernels, transfers = dict[Kernel, Any](), dict[Transfer, Any]()
     for chunk in chunks.values():
+        for node in dict.fromkeys(chunk.homes.values()):
+            kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
         for part, nodes in chunk.calls.items():
             times = sympy.Integer(1) if part in (BEFORE, AFTER) else m
             for node in nodes:

@@ -254,7 +254,7 @@ class Pipeline(ABC):
         compute = min(program.compute, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
         adds = WEIGHTS in self.runs(action) and action.micro_batch > 0
-        beside = cluster.taken * comes + (3 * chunk.added / cluster.memory_bandwidth if adds else 0.0)
+        beside = cluster.taken * comes + (chunk.adds if adds else 0.0)
         return compute + beside, program.seconds - compute
 
     def single(self, stage: int, part: str) -> float:
@@ -292,7 +292,8 @@ class Pipeline(ABC):
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over all that its chunks run."""
         mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        return sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
+        adds = sum(self.parts[at].adds for at in mine) * (self.count - 1) if which in ("seconds", "compute") else 0.0
+        return adds + sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
 
     def sent_within(self, stage: int) -> Counter[str]:
         """Returns by axis the bytes that a rank sends in the programs of its chunks."""
