@@ -118,9 +118,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_traced(options: argparse.Namespace, plan: Any) -> None:
-    """Raises SbpcError where stages of a pipeline are to be measured."""
+    """Raises SbpcError where a loop over micro-batches or stages are to be measured."""
     if options.trace and isinstance(plan, StagedPlan):
-        raise SbpcError("--trace measures no stages of a pipeline\n  Remove it; plan.save_trace writes what is predicted.")
+        what = "--trace measures no stages of a pipeline and no loop over micro-batches"
+        raise SbpcError(f"{what}\n  Remove it; plan.save_trace writes what is predicted.")
 
 
 def check(options: argparse.Namespace) -> None:

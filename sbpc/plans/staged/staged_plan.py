@@ -325,7 +325,7 @@ class StagedPlan(Pipeline):
         """The plan of the body, whose layout problem is that of the step. Raises PlanError under a memory limit, and if it was not kept."""
         if self.body is None or self.options.get("memory") is not None:
             lost = "that was read from a file" if self.body is None else "under a memory limit"
-            raise PlanError(f"a plan with stages {lost} does not hold the problem that it solves\n  {AGAIN}")
+            raise PlanError(f"a plan {lost} does not hold the problem that it solves\n  {AGAIN}")
         return self.body
 
     def certify(self, *, seconds: float = 60.0) -> float:
