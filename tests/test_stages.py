@@ -230,8 +230,12 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     free = sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4)
     limit = 0.85 * free.cost.memory["total"]
     plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=limit)
-    assert plan.cost.memory["total"] <= limit  # and no faster, but for what overlaps: layouts are chosen at few weights of the streams
-    assert plan.cost.seconds >= 0.99 * free.cost.seconds
+    assert plan.cost.memory["total"] <= limit
+    serial = [
+        sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial")
+        for memory in (None, limit)
+    ]  # where nothing overlaps the free plan is the fastest
+    assert serial[1].cost.memory["total"] <= limit and serial[1].cost.seconds >= serial[0].cost.seconds
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     names = list(plan.parameters)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -54,6 +53,6 @@ def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit_and_betwee
 0.3089  36.3 ms 1.54 GB, 16  8 in the loop: 6 W reduce_scatter, 1 before all_gather, 5 free all_gather
 """)
     free, first, second, mixed, third = map(planned, LIMITS)
-    assert first.cost.seconds == pytest.approx(free.cost.seconds, rel=0.03)  # a scatter and a gather, both hidden, for each all-reduce
+    assert first.cost.seconds <= 1.001 * free.cost.seconds  # a scatter and a gather, both hidden, for each all-reduce
     assert first.cost.seconds < second.cost.seconds < mixed.cost.seconds < third.cost.seconds
     assert all(planned(limit).cost.memory["total"] <= limit * free.cost.memory["total"] for limit in LIMITS[1:])
