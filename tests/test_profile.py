@@ -12,8 +12,8 @@ from sbpc import Cluster, Mesh
 from sbpc.cli.main import main
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES
-from sbpc.runtime import measure_cluster as module
-from sbpc.runtime.measure_cluster import Grouping, LinearCost, Message, fit, measure, profile, rates, straight
+from sbpc.runtime.measure import measure_cluster as module
+from sbpc.runtime.measure.measure_cluster import Grouping, LinearCost, Message, fit, measure, profile, rates, straight
 from tests.processes import run_ranks
 
 

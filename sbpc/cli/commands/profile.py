@@ -13,7 +13,7 @@ from sbpc.cli.output import check_file, print_json, table_of, write
 from sbpc.errors import SbpcError
 from sbpc.inspect.report import si
 from sbpc.mesh.cluster import Cluster
-from sbpc.runtime.measure_cluster import profile
+from sbpc.runtime.measure.measure_cluster import profile
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import as_rank, launch
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sbpc.boxing.steps import WIRE
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import Cluster, Rate
-from sbpc.runtime.measure_device import device_figures, memory_of, settle, timed
+from sbpc.runtime.measure.measure_device import device_figures, memory_of, settle, timed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.process_groups import from_all_ranks
 

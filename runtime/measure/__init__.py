@@ -1,0 +1,1 @@
+"""Measures what computing and sending take on the machines at hand."""
