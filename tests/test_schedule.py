@@ -113,14 +113,35 @@ def check_random_schedules(net: str, mesh: Mesh, seeds: range) -> None:
         sent = {axes: size for axes, size in cut.cost.bytes_sent.items() if size}
         assert scheduled.cost.bytes_sent == pytest.approx(cut.cost.bytes_sent)
         assert {axes: size for axes, size in run.bytes_sent.items() if size} == pytest.approx(sent)
-        # Panels go straight from end to end, where the whole may go by a layout that nobody reads.
-        assert sum(sent.values()) <= sum(plan.cost.bytes_sent.values()) * (1 + 1e-12)
         assert scheduled.cost.seconds <= scheduled.cost.compute_seconds + scheduled.cost.comm_seconds + 1e-12
 
 
 @pytest.mark.parametrize("net, mesh", [("mlp", MESHES[3]), ("gpt2", MESHES[1]), ("resnet", MESHES[2])], ids=repr)
 def test_random_legal_schedules_compute_the_same(net: str, mesh: Mesh) -> None:
     check_random_schedules(net, mesh, range(1))
+
+
+class Sums(torch.nn.Module):
+    """Sums of one tensor: a number, and one over rows."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sum(), (2.0 * x).sum(0)
+
+
+def test_a_number_goes_in_one_message_with_a_tensor() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    plan = sbpc.plan(Sums(), (x,), Mesh(x=2), inputs=["S(0)"], outputs=["B", "B"], microbatches=1, panels=1)
+    calls = [node for node in plan.unscheduled.graph.nodes if node.op == "call_function"]
+    sent = [node for node in calls if sends(node, plan.mesh)]
+    assert [node.meta["val"].dim() for node in sent] == [0, 1]
+    made = {used for node in sent for used in node.all_input_nodes}
+    last = max(at for at, node in enumerate(calls) if node in made) + 1
+    before, after = ([(node, False) for node in part if node not in sent] for part in (calls[:last], calls[last:]))
+    order = [*before, *((node, waits) for waits in (False, True) for node in sent), *after]
+    together = with_order(plan, order, {node: sent[0] for node in sent})
+    together.verify()
+    run = sbpc.simulate(together, Sums(), (x,))
+    assert torch.allclose(run.outputs[0], x.sum(), 0, 1e-12) and torch.allclose(run.outputs[1], 2 * x.sum(0), 0, 1e-12)
 
 
 @pytest.mark.prove

@@ -77,7 +77,7 @@ class Bucket:
         ends = list(itertools.accumulate(self.widths.values()))
         at, (sent, rows) = names.index(member), self.rows
         start, end, shape = (ends[at - 1] if at else 0), ends[at], self.operands[member][1]
-        whole = [shape[0] * rows // sent, *shape[1:]]
+        whole = [*(size * rows // sent for size in shape[:1]), *shape[1:]]  # a number has no dim, and is as large as it was
         if rows == 1:
             return call(aten.view.default, call(aten.slice.Tensor, self.received, 0, start, end), whole)
         columns = call(aten.slice.Tensor, call(aten.view.default, self.received, [rows, ends[-1]]), 1, start, end)
