@@ -9,6 +9,7 @@ import pytest
 import sbpc
 from sbpc import Mesh
 from sbpc.mesh.cluster import CLUSTERS
+from sbpc.plans.cost import kernel_work
 from sbpc.plans.staged.schedules import FORWARD, Action, actions_of, shared_spans, spans
 from sbpc.plans.timeline import ACROSS, COMPUTE, Clock, Span, Work, makespan
 from tests import models
@@ -37,6 +38,28 @@ def test_a_step_takes_longer_where_one_core_computes_and_sends() -> None:
     assert plan.cost.seconds < slower.cost.seconds < 2 * plan.cost.seconds
     assert slower.cost.compute_seconds == pytest.approx(plan.cost.compute_seconds)
     assert makespan(slower.timeline()) == pytest.approx(slower.cost.seconds)
+
+
+def test_to_start_a_message_costs_computing() -> None:
+    clock = Clock(replace(LAN, start=0.25))
+    first, second = (clock.take(Work(ACROSS, 2.0, 0.5), "message", True) for _ in range(2))
+    assert (first, second) == (Span(0.0, 2.0), Span(2.0, 3.5)), "one message starts once"
+    assert clock.take(Work(COMPUTE, 1.0), "kernel", False) == Span(0.25, 1.25)
+    clock.take(Work(ACROSS, 2.0), "at once", False)
+    assert clock.now == 5.5, "what is waited for at once takes as long as was measured, its start included"
+
+
+def test_attention_takes_as_many_times_as_long_as_its_flops_say() -> None:
+    model, args = models.gpt2(layers=1)
+    slow = replace(LAN, memory_bandwidth=1e30, launch=0.0)
+    costs = [sbpc.plan(model, args, Mesh(x=2, cluster=replace(slow, attention=times)), objective="serial").cost for times in (1.0, 3.0)]
+    attention = sum(
+        count * float(kernel_work(kernel, (2,))[0]) / slow.peak for kernel, count in costs[0].kernels if "attention" in kernel.op
+    )
+    assert costs[0].flops == costs[1].flops and attention > 0
+    assert costs[1].compute_seconds == pytest.approx(costs[0].compute_seconds + 2 * attention)
+    for cost in costs:
+        assert cost.subs() == pytest.approx(cost.seconds) and cost.lower_bound <= cost.seconds
 
 
 def test_kernels_that_hide_nothing_take_the_sum_of_their_parts() -> None:

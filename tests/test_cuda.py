@@ -13,9 +13,11 @@ from torch.fx import Graph, GraphModule
 
 import sbpc
 from sbpc import Mesh
+from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import INSIDE, Event
+from sbpc.runtime.staged.stage_trace import stages_recorded
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.trace import Recorder
+from sbpc.runtime.trace import Recorder, clock_of
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -86,6 +88,25 @@ def test_a_step_on_a_gpu_is_timed_by_its_streams(one_rank: Any) -> None:
     check_recorder(torch.device("cuda", 0))
 
 
+def test_a_loop_on_a_gpu_is_timed_by_its_streams(one_rank: Any) -> None:
+    check_loop("cuda")
+
+
+def check_loop(device: str) -> None:
+    """A measured loop over micro-batches gives the losses that it gives else, and every predicted event a span within the step."""
+    torch.manual_seed(0)
+    model, args = models.gpt2(batch=4)
+    plan = sbpc.plan(model, args, Mesh(data=1), microbatches=2)
+    module: Any = sbpc.parallelize(model, plan, device=device)
+    losses = [module.step(*args).item()]
+    with stages_recorded(module) as recorder:
+        losses += [module.step(*args).item() for _ in range(3)]
+    events, length = recorder.events(), sorted(map(recorder.length, recorder.steps))[1]
+    assert len(set(losses)) == 1
+    assert {event.name for event in stage_events(plan, 0)} <= {event.name for event in events}
+    assert all(0 <= event.start <= event.end <= length + 1e-5 for event in events)
+
+
 def check_recorder(where: torch.device) -> None:
     """A program with a collective beside a kernel gives what it gave, and every part of it a span."""
     process_groups.bind_groups("sbpc::timed", [[0]])
@@ -95,7 +116,7 @@ def check_recorder(where: torch.device) -> None:
     product = graph.call_function(torch.ops.aten.mm.default, (x, x))
     end = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (end, product)),))
-    recorder = Recorder(GraphModule({}, graph), where)
+    recorder = Recorder(GraphModule({}, graph), clock_of(where))
     given = torch.randn(256, 256, device=where)
     for _ in range(3):
         (found,) = recorder([given])

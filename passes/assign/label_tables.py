@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from sbpc.mesh.cluster import kernel_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode, elements, joined, sorted_axes, state_code
 from sbpc.mesh.mesh import Mesh
@@ -151,8 +150,7 @@ def call_seconds(
     bytes_moved = np.zeros(labels)
     for (itemsize, shape), codes in zip(tensors, ports):
         bytes_moved += itemsize * elements(codes, shape, mesh.sizes)
-    cluster = mesh.cluster
-    seconds = kernel_seconds(flops, bytes_moved, cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden)
+    seconds = mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, bytes_moved)
     return np.broadcast_to(seconds, (labels,)).astype(float)
 
 

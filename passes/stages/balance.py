@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 from sbpc.errors import PlanError
 from sbpc.graph.operands import tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
-from sbpc.mesh.cluster import kernel_seconds
 from sbpc.mesh.mesh import Mesh
 
 Places = dict[Node, int]
@@ -180,13 +179,12 @@ def least_sum(allowed: np.ndarray, border: np.ndarray, stages: int) -> list[int]
 def work_at(places: Places, mesh: Mesh) -> np.ndarray:
     """Returns by place the seconds of forward and backward, spread evenly over the ranks of a stage."""
     work = np.zeros(max(places.values(), default=-1) + 1)
-    cluster = mesh.cluster
     for node, place in places.items():
         match = node.meta.get("match")
         if value_of(node)[0] is node and not (match is not None and match.view):
             moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / mesh.ranks
             flops = 0.0 if match is None else float(match.flops(match.sizes)) / mesh.ranks
-            work[place] += kernel_seconds(flops, moved, cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden)
+            work[place] += mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, moved)
     return work
 
 

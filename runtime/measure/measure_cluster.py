@@ -32,6 +32,7 @@ c10d = torch.ops._c10d_functional  # what programs call
 SENT = tuple(1 << power for power in (12, 14, *range(16, 24), 25, 28))
 LONG = 0.1  # seconds of a message that are enough: longer ones are not timed
 MOST = 1 << 28  # bytes that a rank sends beside kernels at most
+STARTED, STARTS = 1 << 16, 8  # bytes that a rank sends in a collective whose start is timed; how many follow each other
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -96,10 +97,11 @@ def profile(
     costs = measure(where, repeats, sent, tell)
     tell("kernels beside a collective")
     kernels, links = beside(where, repeats, costs)
+    start = starting(where, repeats, costs)
     intra, inter, missing = links_of(costs, per_node)
     cluster = Cluster(
         name, **figures, ranks_per_node=per_node, intra_latency=intra[0], intra_bandwidth=intra[1], inter_latency=inter[0],
-        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels, links_beside=links,
+        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels, links_beside=links, start=start,
         source=f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
         f"{str(dtype).removeprefix('torch.')}, medians of {repeats}{missing}",
     )  # fmt: skip
@@ -169,6 +171,26 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
     kernels, whole = (statistics.median(each) for each in zip(*found))
     left = max(whole - kernels, 0.0)  # the collective ran by itself
     return max(1.0, kernels / (count * kernel)), max(1.0, kernels / (alone - left)) if left < alone else 1.0
+
+
+def starting(where: torch.device, repeats: int, costs: Costs) -> float:
+    """Measures the seconds of computing that it costs to start a collective between kernels; none on a GPU, which goes on meanwhile."""
+    if where.type == "cuda":
+        return 0.0
+    grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
+    work, send = torch.randn(512, 512, device=where), Message("all_gather", grouping, STARTED).start(where)
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        sent = []
+        for _ in range(STARTS):
+            torch.mm(work, work)
+            start = time.perf_counter()
+            sent.append(send())
+            seconds.append(time.perf_counter() - start)
+        for value in sent:
+            c10d.wait_tensor(value)
+    return statistics.median(from_all_ranks(statistics.mean(seconds)))
 
 
 def series_of(collective: str, grouping: Grouping, sent: Sequence[int], work: torch.Tensor) -> list[Message]:

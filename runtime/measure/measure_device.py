@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from sbpc.mesh.cluster import kernel_seconds
 from sbpc.runtime.start.process_groups import from_all_ranks
@@ -27,13 +28,14 @@ def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: 
     small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
     alone = timed(lambda: torch.mm(a, b), where, repeats, 1, ranks=1)
     run, work = layers(where, dtype)
-    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), alone))
-    product, copied, small, seconds, _ = map(statistics.median, zip(*found))
+    attend, flops = attention(where, dtype)
+    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), timed(attend, where, repeats, 1), alone))
+    product, copied, small, seconds, attended, _ = map(statistics.median, zip(*found))
     rates = 2 * side**3 / product, 2 * large.nbytes / copied, small
     most, all_of_them = (sum(kernel_seconds(*each, *rates, hidden) for each in work) for hidden in (1.0, 0.0))
     hidden = min(1.0, max(0.0, (all_of_them - seconds) / (all_of_them - most)))
-    figures = ("peak", "memory_bandwidth", "launch", "hidden", "sharing")
-    return dict(zip(figures, (*rates, hidden, max(1.0, product / found[0][-1]))))
+    figures = ("peak", "memory_bandwidth", "launch", "hidden", "sharing", "attention")
+    return dict(zip(figures, (*rates, hidden, max(1.0, product / found[0][-1]), attended * rates[0] / flops)))
 
 
 def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], list[tuple[float, float]]]:
@@ -49,6 +51,18 @@ def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None],
 
     sizes = x.nbytes, weights[0].nbytes, 4 * x.nbytes
     return run, [(8.0 * rows * width * width, float(sum(sizes)))] * (2 * count)
+
+
+def attention(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+    """Returns a function that runs causal attention forward and backward, and its flops as rules count them, the mask left aside."""
+    batch, heads, length, width = (8, 16, 2048, 64) if where.type == "cuda" else (2, 4, 256, 32)
+    q, k, v = (torch.randn(batch, heads, length, width, device=where).to(dtype).requires_grad_() for _ in range(3))
+
+    def run() -> None:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    return run, 14.0 * batch * heads * length**2 * width  # 4 in the forward, 10 in the backward
 
 
 def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int, ranks: int | None = None) -> float:

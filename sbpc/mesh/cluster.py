@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ RANGES = {  # of every figure its unit, the least and the most: wide, but no cos
     "sharing": ("times", 1.0, 1e6),
     "kernels_beside": ("times", 1.0, 1e6),
     "links_beside": ("times", 1.0, 1e6),
+    "attention": ("times", 1e-6, 1e6),
+    "start": ("seconds", 0.0, 1e6),
 }
 
 
@@ -69,7 +71,9 @@ class Cluster:
     hidden: which part of a kernel's multiplying, moving and starting the longest of them hides: with 1 it takes as long as that one,
     with 0 as all three. All this is so where all ranks compute, and nothing else goes on. sharing: how many times as fast one rank
     computes while no other one does: more than 1 where ranks share cores. kernels_beside, links_beside: how many times as long kernels
-    take beside a collective that is on its way, and that beside kernels: more than 1 where a processor does both.
+    take beside a collective that is on its way, and that beside kernels: more than 1 where a processor does both. attention: how many
+    times as long a kernel of attention takes as a product of as many flops. start: seconds of computing that it costs a rank to start
+    a collective that then runs beside kernels.
 
     Named clusters (see `Mesh`) have published figures, for bfloat16 on GPUs. `sbpc profile -o cluster.json`, alone or under
     torchrun, measures yours: of each collective the latency of a round, the rate, and what a small message takes at least.
@@ -98,6 +102,8 @@ class Cluster:
     sharing: float = 1.0
     kernels_beside: float = 1.0
     links_beside: float = 1.0
+    attention: float = 1.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -115,6 +121,13 @@ class Cluster:
     def taken(self) -> float:
         """Which part of a rank's device a collective takes away from the kernels beside it."""
         return 1.0 - 1.0 / self.kernels_beside
+
+    def kernel_seconds(self, op: str, flops: Any, bytes_moved: Any, rates: Sequence[Any] = ()) -> Any:
+        """Returns the seconds of a call of an op; arguments as those of the function `kernel_seconds`. rates: its peak, memory bandwidth
+        and launch, by default the cluster's."""
+        work = flops * self.attention if "attention" in op else flops
+        peak, bandwidth, launch = rates or (self.peak, self.memory_bandwidth, self.launch)
+        return kernel_seconds(work, bytes_moved, peak, bandwidth, launch, self.hidden)
 
     def rate(self, collective: str, ranks: int, link: str) -> Rate:
         """Returns how a collective runs over groups of `ranks` on `link`: as given for this link and the nearest group size."""

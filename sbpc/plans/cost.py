@@ -15,7 +15,7 @@ import numpy as np
 import sympy
 
 from sbpc.boxing.steps import Step, wire
-from sbpc.mesh.cluster import collective_seconds, kernel_seconds
+from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.mesh import Mesh
 
 CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
@@ -25,9 +25,9 @@ CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a c
 class Kernel:
     """One op of a plan: its factors with their global sizes and the axes that cut them, and the tensors it touches.
 
-    tensors: per tensor read or written, its bytes per element, its global shape and the axes that cut each dim.
-    free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: the sizes of the factors, then those of
-    each tensor's dims, as they stand in formulas; empty where the numbers do.
+    op: its name, empty where it has no rule. tensors: per tensor read or written, its bytes per element, its global shape and the axes
+    that cut each dim. free: a view, for which no kernel runs. work: local factor sizes -> flops. dims: the sizes of the factors, then
+    those of each tensor's dims, as they stand in formulas; empty where the numbers do.
     """
 
     op: str
@@ -208,7 +208,8 @@ class Cost:
         for kernel, count in self.kernels:
             if not kernel.free:
                 work = kernel_work(kernel, mesh.sizes, sizes)
-                terms.append(count * kernel_seconds(*work, s["peak"], s["memory_bandwidth"], s["launch"], mesh.cluster.hidden))
+                rates = s["peak"], s["memory_bandwidth"], s["launch"]
+                terms.append(count * mesh.cluster.kernel_seconds(kernel.op, *work, rates))
         for transfer, count in self.transfers:
             rounds, sent = self.wire_expr(transfer)
             key = self.link_name(transfer.step)

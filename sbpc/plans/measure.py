@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from sbpc.boxing.steps import wire
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.recomputed import is_recomputed
-from sbpc.mesh.cluster import collective_seconds, kernel_seconds
+from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost, Kernel, Transfer, kernel_work
@@ -80,10 +80,10 @@ def kernel_of(node: Node) -> Kernel:
         shape = tuple(first.shape) if isinstance(first, torch.Tensor) else (0,)
         factors = tuple((str(dim), size, ()) for dim, size in enumerate(shape))
         dims = (node.meta["dims"][0], *dims) if symbolic else ()
-        return Kernel(str(node.target), factors, tensors, False, lambda local: math.prod(local.values()), dims)
+        return Kernel("", factors, tensors, False, lambda local: math.prod(local.values()), dims)
     factors = tuple((factor, size, cuts.get(factor, ())) for factor, size in match.sizes.items())
     dims = (tuple(node.meta["factors"][factor] for factor in match.sizes), *dims) if symbolic else ()
-    return Kernel(str(node.target), factors, tensors, match.view, match.flops, dims)
+    return Kernel(str(match.op), factors, tensors, match.view, match.flops, dims)
 
 
 def sum_kernel(node: Node) -> Kernel:
@@ -155,15 +155,13 @@ def layout_at(node: Node) -> Layout:
 
 def compute_totals(kernels: Mapping[Kernel, int], mesh: Mesh) -> tuple[float, float, float]:
     """Returns seconds of computing, flops of a rank, and flops of one device doing it all."""
-    cluster = mesh.cluster
     seconds = flops = one_device = 0.0
     for kernel, count in kernels.items():
         local, moved = kernel_work(kernel, mesh.sizes)
         whole, _ = kernel_work(kernel, (1,) * len(mesh.sizes))
         flops, one_device = flops + count * local, one_device + count * whole
         if not kernel.free:
-            rates = cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden
-            seconds += count * float(kernel_seconds(local, moved, *rates))
+            seconds += count * float(mesh.cluster.kernel_seconds(kernel.op, local, moved))
     return seconds, flops, one_device
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import wire
-from sbpc.mesh.cluster import Cluster, collective_seconds, kernel_seconds
+from sbpc.mesh.cluster import Cluster, collective_seconds
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import kernel_work
 from sbpc.plans.measure import kernel_key, kernel_of, transfer_of
@@ -98,12 +98,11 @@ def step_work(step: Any, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> W
 
 def kernel_work_of(node: Node, mesh: Mesh) -> Work:
     """Returns what one kernel occupies."""
-    kernel, cluster = kernel_of(node), mesh.cluster
+    kernel = kernel_of(node)
     if kernel.free:
         return NOTHING
     flops, moved = kernel_work(kernel, mesh.sizes)
-    rates = cluster.peak, cluster.memory_bandwidth, cluster.launch, cluster.hidden
-    return Work(COMPUTE, float(kernel_seconds(flops, moved, *rates)))
+    return Work(COMPUTE, float(mesh.cluster.kernel_seconds(kernel.op, flops, moved)))
 
 
 def sends(node: Node, mesh: Mesh) -> bool:
@@ -138,13 +137,15 @@ class Span:
 class Clock:
     """The time on the computing stream while a program runs, and the collectives that are on their way.
 
-    Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside kernels.
+    Beside a collective kernels take `kernels_beside` times as long, and it takes `links_beside` times as long beside kernels. To start
+    one that is waited for later takes `start` seconds.
     now: seconds since the step began. links: by stream, the collectives that have not ended, in order. last: by what a message is
     called, the last collective of it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.now, self.kernels, self.slow = 0.0, cluster.kernels_beside, cluster.links_beside
+        self.start = cluster.start
         self.links: dict[str, list[Span]] = {stream: [] for stream in STREAMS if stream != COMPUTE}
         self.last: dict[Hashable, Span] = {}
 
@@ -157,10 +158,12 @@ class Clock:
         queue = self.links[work.stream]
         start = max(self.now, queue[-1].end if queue else 0.0)
         span = Span(start, start + work.seconds - (work.latency if message in self.last else 0.0))
-        self.last[message] = span
+        first, self.last[message] = message not in self.last, span
         queue.append(span)
         if not awaited:
             self.wait(message)
+        elif first:
+            self.now += self.start
         return span
 
     def wait(self, message: Hashable) -> None:

@@ -83,6 +83,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {si(cluster.inter_bandwidth)}B/s a node",
     ]
     lines += [
+        f"attention takes {cluster.attention:.3g} x as long as a product of as many flops; to start a collective costs a rank "
+        f"{1e6 * cluster.start:.3g} us",
         f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective kernels take "
         f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels"
     ]
