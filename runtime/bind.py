@@ -16,6 +16,8 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 AnyPlan = Plan | Programs | StagedPlan
+ANOTHER_MODEL = "Give the model that was planned, or plan this one."
+OTHER_SHAPES = "Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
 
 
 def check_plan(plan: Any) -> None:
@@ -36,10 +38,10 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     if missing or more:
         raise PlanError(
             f"the model is not the one that was planned: it lacks {missing[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides\n"
-            "  Give the model that was planned, or plan this one."
+            f"  {ANOTHER_MODEL}"
         )
     for name, (_, value) in planned.items():
-        check(f"parameter {name}", tensors[name], value)
+        check(f"parameter {name}", tensors[name], value, todo=ANOTHER_MODEL)
     for name, first in plan.ports.tied.items():
         if name in tensors and first in tensors and tensors[name] is not tensors[first]:
             raise PlanError(f"{name} was tied to {first} when planned, and is not\n  Tie them, or plan this model.")
@@ -58,14 +60,11 @@ def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     return leaves
 
 
-def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None) -> None:
-    """Raises PlanError unless a tensor has the planned dtype and shape, or the planned dtype and `shape`."""
+def check(what: str, given: Tensor, planned: Tensor, shape: Sequence[int] | None = None, todo: str = OTHER_SHAPES) -> None:
+    """Raises PlanError unless a tensor has the planned dtype and shape, or the planned dtype and `shape`. todo: what then is to be done."""
     shape = tuple(planned.shape if shape is None else shape)
     if tuple(given.shape) != shape or given.dtype != planned.dtype:
-        raise PlanError(
-            f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n"
-            "  Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
-        )
+        raise PlanError(f"{what} is {given.dtype} {tuple(given.shape)}, the plan is for {planned.dtype} {shape}\n  {todo}")
 
 
 def default_tangents(plan: AnyPlan, tangents: Any) -> list[Tensor]:

@@ -7,7 +7,8 @@ On a GPU, stamps are events on the computing stream. A collective lasts from its
 - on gloo, to the first stamp that finds it done: late by one kernel or one wait at most;
 - where it is a direct exchange, to when its messages are there; the sums that the waiting thread then makes are part of the wait.
 
-A group does collectives of one sort one after the other, so one that starts while another is on its way begins when that is done.
+A group does collectives of one sort one after the other, so one that starts while another is on its way begins when that is done. On
+gloo two may run at a time: one that is done before the other was under way beside it since its start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.direct_exchange import DirectGroup, DirectWork
 
 KERNEL, START, WAIT = "kernel", "start", "wait"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ class HostClock:
 
     def stamp(self) -> None:
         """Takes the time."""
-        self.run.stamps.append(self.look())
+        self.run.stamps.append(self.moment())
 
-    def look(self) -> float:
-        """Looks which collectives are done, and returns when that was."""
+    def moment(self) -> float:
+        """Returns the time, at which it looks which collectives are done."""
         now = time.perf_counter()
         for name in [name for name, work in self.flying.items() if work.is_completed()]:
             self.run.done[name] = now
@@ -102,7 +104,7 @@ class HostClock:
     def wait(self, name: str, x: Tensor) -> Tensor:
         """Waits for a collective."""
         value, direct = wait(x), self.direct.pop(name, None)
-        now = self.look()
+        now = self.moment()
         if name not in self.run.done:
             self.run.done[name] = direct.received.result() if direct and direct.received else now
         return value
@@ -161,12 +163,19 @@ class DeviceClock:
         return first.elapsed_time(then) * 1e-3
 
 
-class Recorder:
-    """Runs a program and keeps the moments of every run."""
+Clock = HostClock | DeviceClock
 
-    def __init__(self, program: GraphModule, where: torch.device) -> None:
-        self.clock = DeviceClock() if where.type == "cuda" else HostClock()
-        self.parts = parts_of(program)
+
+def clock_of(where: torch.device) -> Clock:
+    """Returns a clock for what is computed on a device."""
+    return DeviceClock() if where.type == "cuda" else HostClock()
+
+
+class Recorder:
+    """Runs a program and keeps the moments of every run. clock: one for all programs that run by turns."""
+
+    def __init__(self, program: GraphModule, clock: Clock) -> None:
+        self.clock, self.parts = clock, parts_of(program)
         self.function = code(stamped(program, self.parts, self.clock))
         self.runs: list[Run] = []
 
@@ -181,14 +190,17 @@ class Recorder:
         return self.clock.seconds(run.stamps[0], run.stamps[-1])
 
     def events(self, predicted: Sequence[Event]) -> list[Event]:
-        """Returns what happened in the run of median length, in seconds since it began, in the order of the starts.
+        """Returns what happened in the run of median length, see `events_of`."""
+        return self.events_of(median(self.runs, self.length), predicted)
 
-        predicted: the plan's timeline. Every event of it that the program has is there once, by the same name. Besides, the computing
-        stream has what is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective, "pack" before it
-        and "unpack" after it, and ops such as views. Collectives that go in one message are measured as one: each has the part of its
-        time that is predicted.
+    def events_of(self, run: Run, predicted: Sequence[Event]) -> list[Event]:
+        """Returns what happened in a run, in seconds since it began, in the order of the starts.
+
+        predicted: the program's timeline. Every event of it is there once, by the same name. Besides, the computing stream has what
+        is not predicted, as it takes no time in the prediction: "start" and "wait" of a collective, "pack" before it and "unpack"
+        after it, and ops such as views. Collectives that go in one message are measured as one: each has the part of its time that
+        is predicted.
         """
-        run = sorted(self.runs, key=self.length)[(len(self.runs) - 1) // 2]
         known, seen, free = {event.name: event for event in predicted}, set[tuple[str, str]](), dict[Any, float]()
         moments = [self.clock.seconds(run.stamps[0], stamp) for stamp in run.stamps]
         found: list[Event] = []
@@ -198,13 +210,19 @@ class Recorder:
             seen.add((name, part.role))
             if part.role == START and event is not None:
                 queue, done = run.queue[name], self.clock.seconds(run.stamps[0], run.done[name])
-                start, free[queue] = max(start, free.get(queue, 0.0)), done
+                last = free.get(queue, 0.0)
+                start, free[queue] = max(start, last if last <= done else 0.0), max(last, done)
                 together = [each for each in predicted if each.bucket == name] if event.bucket else [event]
                 first, rate = together[0].start, (done - start) / (together[-1].end - together[0].start)
                 found += [
                     replace(each, start=start + rate * (each.start - first), end=start + rate * (each.end - first)) for each in together
                 ]
         return sorted(found, key=lambda event: event.start)
+
+
+def median(runs: Sequence[T], length: Callable[[T], float]) -> T:
+    """Returns the run of median length, of two in the middle the shorter one."""
+    return sorted(runs, key=length)[(len(runs) - 1) // 2]
 
 
 def kind_of(part: Part, predicted: Event | None, seen: set[tuple[str, str]]) -> str:
@@ -236,7 +254,7 @@ def parts_of(program: GraphModule) -> list[Part]:
     return found
 
 
-def stamped(program: GraphModule, parts: Sequence[Part], clock: HostClock | DeviceClock) -> GraphModule:
+def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphModule:
     """Returns a program that takes the time before its first part and after every part."""
 
     def stamp() -> None:
@@ -269,7 +287,7 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: HostClock | Devi
 def recorded(module: nn.Module) -> Iterator[Recorder]:
     """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps."""
     runner = training_runner(module)
-    recorder = Recorder(joint(runner.program), runner.where)
+    recorder = Recorder(joint(runner.program), clock_of(runner.where))
     plain, runner.joint = runner.joint, recorder
     try:
         yield recorder

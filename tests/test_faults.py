@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import MeshError, NanError, PlanError
 from sbpc.runtime.module import parallelize
-from sbpc.runtime.start.agree import check_nodes, compare
+from sbpc.runtime.start.agree import check_nodes, compare, identity
 from sbpc.runtime.start.launch import RankError, launch
 from tests.faults import GPT, STEP, processes, run_job
 from tests.processes import run_ranks
@@ -88,20 +89,44 @@ def test_a_rank_that_is_stuck_ends_a_job_under_torchrun_within_its_timeout(tmp_p
     assert not processes(str(tmp_path))
 
 
-def disagree() -> str:
-    """On a rank: run a model that is not the one of rank 0."""
-    width = 4 + dist.get_rank()
-    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
-    try:
-        parallelize(model, sbpc.plan(model, (torch.ones(4, 4),), Mesh(x=2)))
-    except PlanError as error:
-        return str(error)
-    return "agreed"
+def disagree() -> list[str]:
+    """On a rank: run a model that is not the one of rank 0, then one in stages whose collectives are not scheduled as there."""
+    rank, said = dist.get_rank(), []
+    width = 4 + rank
+    for model, mesh, options in (
+        (nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)), Mesh(x=2), {}),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Mesh(x=2), STAGED | {"objective": ("seconds", "serial")[rank]}),
+    ):  # fmt: skip
+        try:
+            parallelize(model, sbpc.plan(model, (torch.ones(4, 4),), mesh, loss=torch.sum, **options))
+            said.append("agreed")
+        except PlanError as error:
+            said.append(str(error))
+    return said
 
 
-def test_ranks_with_other_models_find_out_at_start() -> None:
+STAGED: dict[str, Any] = {"stages": "x", "microbatches": 2}
+
+
+def test_ranks_with_other_models_or_plans_find_out_at_start() -> None:
     found = run_ranks(disagree, 2)
-    assert found[0] == found[1] and "rank 1 has another model than rank 0" in found[0], found
+    assert found[0] == found[1], found
+    for said, what in zip(found[0], ("model", "options"), strict=True):
+        assert f"rank 1 has another {what} than rank 0" in said, found
+
+
+def test_plans_that_run_otherwise_are_told_apart() -> None:
+    def same(mesh: Mesh, **options: Any) -> dict[str, str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return identity(sbpc.plan(model, (torch.ones(4, 4),), mesh, loss=torch.sum, **options))
+
+    mesh = Mesh(x=2, y=2)
+    assert same(mesh, **STAGED) == same(mesh, **STAGED)
+    for other in ({"stages": "y"}, {"schedule": "gpipe"}, {"microbatches": 4}, {"objective": "serial"}):
+        assert "rank 1 has another " in refused(PlanError, lambda other=other: compare([same(mesh, **STAGED), same(mesh, **STAGED | other)]))
+    for options in ({}, STAGED):
+        plans = [same(Mesh(x=2, y=2, cluster=cluster), **options) for cluster in ("ideal", "h100")]
+        assert plans[0]["model"] == plans[1]["model"] and plans[0]["cluster"] != plans[1]["cluster"]
 
 
 def test_what_differs_between_ranks_is_named() -> None:
@@ -114,7 +139,7 @@ def test_what_differs_between_ranks_is_named() -> None:
         "  1 of 3 ranks differ from rank 0: start all with the same torch, model, options and file, or give all of them "
         "one plan: sbpc plan -o FILE."
     )
-    for key in ("mesh", "model", "layouts"):
+    for key in ("mesh", "model", "layouts", "cluster", "options"):
         assert f"another {key} than" in refused(PlanError, lambda key=key: compare([same, same | {key: "x"}]))
     exported = {key: same[key] for key in ("torch", "sbpc", "mesh", "node")}
     assert "another file" in refused(PlanError, lambda: compare([exported | {"file": "1"}, exported | {"file": "2"}]))

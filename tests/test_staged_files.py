@@ -162,8 +162,9 @@ def test_commands_plan_and_show_stages(target: str, tmp_path: Path, capsys: pyte
         (("plan", target, *ASKED, "--schedule", "x"), "no schedule 'x' is known"),
         (("show", file, "--svg", tmp_path / "a.svg"), "--svg draws one graph"),
         (("show", file, "--stages", "pipe"), "--stages cannot change it"),
-        (("run", target, "--plan", file, "--trace", tmp_path / "t.json"), "--trace measures no stages"),
-        (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "draws no measured trace"),
+        (("run", target, "--plan", file, "--trace", tmp_path / "none" / "t.json"), "there is no folder"),
+        (("run", target, "--plan", file, "--trace", tmp_path / "t.json", "--steps", "2"), "--trace with 2 steps to go"),
+        (("show", file, "--html", tmp_path / "b.html", "--trace", tmp_path / "t.json"), "is no trace: FileNotFoundError"),
         (("run", file, "--infer"), "holds stages of a pipeline, which train"),
         (("explain", file, "blocks.0.0.weight"), "that was read from a file does not hold the problem that it solves"),
     ):

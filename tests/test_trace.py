@@ -196,6 +196,6 @@ def test_what_cannot_be_measured_or_drawn_is_refused(tmp_path: Path, capsys: pyt
     from sbpc.runtime.trace import recorded
 
     with pytest.raises(SbpcError, match="--trace with 2 steps to go"):
-        TracedSteps(model, 2)
+        TracedSteps(model, plan, 2)
     with pytest.raises(PlanError, match="a GPT2 has no program of its step: it is not parallel, or its plan has stages"), recorded(model):
         pass

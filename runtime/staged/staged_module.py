@@ -36,6 +36,7 @@ from sbpc.runtime.state.members import RANDOM, STAGED, members_of
 from sbpc.runtime.step import no_autocast
 
 log = logging.getLogger("sbpc")
+RUNNER = "_sbpc_stage_runner"
 IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
 
@@ -47,6 +48,7 @@ class StageRunner:
 
     def __init__(self, plan: StagedPlan, executor: Executor, where: torch.device) -> None:
         self.plan, self.executor, self.where = plan, executor, where
+        self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
         self.stage = plan.stage_of(dist.get_rank())
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
         self.mine = [at for at, owner in enumerate(plan.owners) if owner == self.stage]
@@ -90,9 +92,9 @@ class Step:
 
     def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums) -> None:
         self.runner, self.plan, self.leaves, self.sums = runner, runner.plan, leaves, sums
+        self.mail = runner.mail(runner.where)
         buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
         self.before = before_loop(self.plan.loop, leaves, buffers, runner.where)
-        self.mail = Mail(runner.where)
         self.joined = Joined(self.plan.loop)
         self.runs = {at: self.stage_run(at, values) for at in runner.mine}
 
@@ -336,8 +338,17 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..
         cls.zero_grad(self, set_to_none)
 
     step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
-    own = {"no_sync": no_sync, "zero_grad": zero_grad}
+    own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNER: runner}
     return type(f"Staged{cls.__name__}", (cls,), members_of(cls, forward, step, elsewhere) | own)
+
+
+def runner_of(module: nn.Module) -> StageRunner:
+    """Returns what runs the stages of a module. Raises PlanError for a module without any."""
+    runner: StageRunner | None = getattr(type(module), RUNNER, None)
+    if runner is None:
+        what = f"a {type(module).__name__} has no stages and no loop over micro-batches"
+        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan that has them.")
+    return runner
 
 
 def sums_of(module: nn.Module) -> StageSums:

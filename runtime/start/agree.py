@@ -15,6 +15,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged import staged_file
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start import process_groups
 
@@ -30,20 +31,22 @@ def agree(plan: Plan | Programs | StagedPlan) -> None:
 
 
 def identity(plan: Plan | Programs | StagedPlan) -> dict[str, str]:
-    """Returns what must be the same on all ranks: versions, mesh, and digests of what is run, by name."""
+    """Returns what must be the same on all ranks: versions, mesh, and digests of what is run and of what its order depends on, by name."""
     same = {"torch": torch.__version__, "sbpc": installed(), "mesh": str(plan.mesh)}
     if isinstance(plan, Programs):
         return same | {"file": plan.digest}
-    if isinstance(plan, StagedPlan):
-        chunks = [identity(chunk.plan) for chunk in plan.chunks]
-        layouts = [[each["layouts"] for each in chunks], plan.schedule, plan.loop.count]
-        return same | {"model": digest([each["model"] for each in chunks]), "layouts": digest(layouts)}
-    graph = plan_file.encode_graph(plan.graph)
-    for item in graph["graph"]:
+    content = staged_file.encode(plan) if isinstance(plan, StagedPlan) else plan_file.encode(plan)
+    stages = content.get(staged_file.STAGES, {})
+    parts = [chunk["plan"] for chunk in stages["chunks"]] if stages else [content]
+    for item in (item for part in parts for item in part["graph"]):
         item.pop("stack_trace", None)  # where the source lies may differ from node to node
-    choices = {name: str(choice) for name, choice in plan.assignment.choices.items()}
-    layouts = [choices, [[*key, str(layout)] for key, layout in plan.assignment.aliases.items()]]
-    return same | {"model": digest(graph), "layouts": digest([layouts, list(map(str, plan.assignment.outputs))])}
+    asked = [each["options"] for each in (content, *parts)], [stages.get(key) for key in ("axis", "schedule", "count", "in_loop")]
+    return same | {
+        "model": digest([[part["graph"], part["constants"]] for part in parts]),
+        "layouts": digest([[part["choices"], part["aliases"], part["outputs"]] for part in parts]),
+        "cluster": f"{plan.mesh.cluster.name}, {digest(content['cluster'])}",
+        "options": digest(asked),
+    }
 
 
 def installed() -> str:
@@ -62,7 +65,7 @@ def digest(value: Any) -> str:
 def compare(everywhere: Sequence[dict[str, str]]) -> None:
     """Raises PlanError unless the ranks agree in everything but the node."""
     first = everywhere[0]
-    for key in ("torch", "sbpc", "mesh", "file", "model", "layouts"):
+    for key in ("torch", "sbpc", "mesh", "file", "model", "layouts", "cluster", "options"):
         others = [rank for rank, each in enumerate(everywhere) if each.get(key) != first.get(key)]
         if others:
             there = everywhere[others[0]].get(key, "none")

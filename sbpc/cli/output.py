@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -51,10 +52,14 @@ def table_of(titles: Collection[str], left: Collection[str], **column: Any) -> T
 
 def check_file(file: str | None) -> None:
     """Raises SbpcError for a file that cannot be written, before anything is planned."""
-    if file and Path(file).is_dir():
+    if not file:
+        return
+    if Path(file).is_dir():
         raise SbpcError(f"cannot write {file}: it is a folder\n  Name a file in it.")
-    if file and not Path(file).parent.is_dir():
+    if not Path(file).parent.is_dir():
         raise SbpcError(f"cannot write {file}: there is no folder {Path(file).parent}\n  Make it, or name another.")
+    if not os.access(file if Path(file).exists() else Path(file).parent, os.W_OK):
+        raise SbpcError(f"cannot write {file}: that is not allowed\n  Name a file that may be written to.")
 
 
 def write(file: str, save: Any) -> None:

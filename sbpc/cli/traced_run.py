@@ -1,4 +1,4 @@
-"""Measures the last steps of `sbpc run ... --trace FILE` beside their prediction."""
+"""Measures the last steps of `sbpc run ... --trace FILE` on rank 0 beside their prediction. With stages it is a rank of the first one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from sbpc.errors import SbpcError
 from sbpc.inspect.tables import Report, quantity
 from sbpc.inspect.trace import Comparison
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_timeline import stage_events
+from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import MEASURED, PREDICTED, save_trace
-from sbpc.runtime.module import training_runner
+from sbpc.runtime.staged.stage_trace import StageRecorder, stages_recorded
 from sbpc.runtime.trace import Recorder, recorded
 
 TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of which warms up
@@ -25,37 +28,44 @@ TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of wh
 class TracedSteps:
     """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between without."""
 
-    def __init__(self, module: nn.Module, steps: int) -> None:
+    def __init__(self, module: nn.Module, plan: Plan | StagedPlan, steps: int) -> None:
         check_steps(steps)
-        training_runner(module)  # raises an error before the first step
         self.step: Any = module.step
-        self.module, self.plain = module, steps - min(TRACED, steps - 2)
+        self.module, self.plan, self.plain = module, plan, steps - min(TRACED, steps - 2)
         self.seconds: list[float] = []
         self.recording = contextlib.ExitStack()
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | StageRecorder | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step. All ranks take the time at the same steps."""
         if len(self.seconds) == self.plain:
-            self.recorder = self.recording.enter_context(recorded(self.module))
+            record: Any = stages_recorded if isinstance(self.plan, StagedPlan) else recorded
+            self.recorder = self.recording.enter_context(record(self.module))
         start = now()
         result = self.step(*args, **kwargs)
         self.seconds.append(now() - start)
         return result
 
-    def finish(self, plan: Plan, file: str) -> tuple[dict[str, Any], Report]:
+    def finish(self, file: str) -> tuple[dict[str, Any], Report]:
         """Writes the trace of the measured step of median length, and returns its figures and what is told of it."""
         self.recording.close()
-        assert self.recorder is not None, "no step was measured"
-        predicted = plan.timeline()
-        measured = self.recorder.events(predicted)
+        predicted, measured = self.sides()
         save_trace({PREDICTED: predicted, MEASURED: measured}, Path(file))
         comparison = Comparison.of(predicted, measured)
         plain, traced = (statistics.median(each) for each in (self.seconds[1 : self.plain], self.seconds[self.plain :]))
         took = f"module.step took {quantity(traced, 's')} with time stamps, {quantity(plain, 's')} without"
-        report = comparison.report(plan.mesh, [f"{took}, on rank 0", f"written   {file}"])
+        report = comparison.report(self.plan.mesh, [f"{took}, on rank 0", f"written   {file}"])
         figures = {"file": file, "seconds_with_stamps": traced, "seconds_without": plain, **comparison.as_json()}
         return figures, report
+
+    def sides(self) -> tuple[list[Event], list[Event]]:
+        """Returns what this rank was predicted to do, and what it did in the step of median length."""
+        if isinstance(self.plan, StagedPlan):
+            assert isinstance(self.recorder, StageRecorder), "no step was measured"
+            return stage_events(self.plan, self.recorder.stage), self.recorder.events()
+        assert isinstance(self.recorder, Recorder), "no step was measured"
+        predicted = self.plan.timeline()
+        return predicted, self.recorder.events(predicted)
 
 
 def check_steps(steps: int) -> None:

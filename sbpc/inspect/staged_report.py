@@ -13,10 +13,14 @@ from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE
 from sbpc.plans.staged.staged_lines import span_of
 from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_timeline import actions_of, measured_actions
+from sbpc.plans.timeline import Event, makespan
 
 WIDE, LANE, BAR = 1200.0, 34.0, 26.0  # units of the schedule's picture: its width, from stage to stage, and of a bar
+ONCE = {BEFORE: "what is done before the loop", AFTER: "what is done after the loop"}
 ROOM = 16.0  # units of a bar in which a number can be read
 FIGURES = (
     "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound", "gap",
@@ -74,14 +78,14 @@ def staged_html(plan: StagedPlan) -> str:
     return Report(title_of(plan), summary(plan), tables).html()
 
 
-def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None = None) -> str:
+def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None = None, measured: Sequence[Event] = ()) -> str:
     """Returns one HTML page about a plan: figures, the schedule with its bubbles, memory by stage, chunks with their parameters.
 
-    losses: by name of a run, the loss of every step.
+    losses: by name of a run, the loss of every step. measured: the events of a step that rank 0 ran.
     """
     page = {
         "title": clean(title_of(plan)), "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
-        "losses": curves(losses) if losses else None, "cards": cards(plan), "schedule": picture(plan), "memory": memory(plan),
+        "losses": curves(losses) if losses else None, "cards": cards(plan), "schedule": picture(plan, measured), "memory": memory(plan),
         "chunks": [chunk(plan, at) for at in range(len(plan.chunks))],
         "axes": list(zip(plan.inner.axes, plan.inner.sizes)), "chip": chip_of, "seconds": quantity(plan.cost.seconds, "s"),
         "bubble": f"{100 * plan.cost.bubble_seconds / plan.cost.seconds:.1f} %" if plan.cost.seconds else "0 %",
@@ -116,23 +120,34 @@ def cards(plan: StagedPlan) -> list[dict[str, Any]]:
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
 
 
-def picture(plan: StagedPlan) -> dict[str, Any]:
-    """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a bubble."""
-    events = plan.timeline()
-    whole = plan.cost.seconds or 1.0
-    bars = []
-    for event in events:
-        x, width = WIDE * event.start / whole, WIDE * (event.end - event.start) / whole
-        stage, chunk = int(event.stream.split()[1]), int(event.module.split()[1])
-        batch = event.name.partition(event.kind)[2]
-        about = f"{event.phase} of micro-batch {batch} in chunk {chunk}, {quantity(event.end - event.start, 's')}"
-        bars.append({
-            "x": x, "y": LANE * stage + (LANE - BAR) / 2, "width": width, "phase": event.phase, "title": about,
-            "label": batch if width >= ROOM else "", "second": chunk >= plan.stages, "weights": event.kind == WEIGHTS,
-        })  # fmt: skip
-    lanes = [{"y": LANE * stage + (LANE - BAR) / 2, "name": f"stage {stage}"} for stage in range(plan.stages)]
+def picture(plan: StagedPlan, measured: Sequence[Event] = ()) -> dict[str, Any]:
+    """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a bubble.
+
+    measured: the events of a step that rank 0 ran, whose lane is the last.
+    """
+    sides = {f"stage {stage}": list(actions_of(plan, stage)) for stage in range(plan.stages)}
+    if measured:
+        sides["rank 0"] = list(measured_actions(plan, 0, measured))
+    whole = max(plan.cost.seconds, makespan(list(measured))) or 1.0
+    lanes = [{"y": LANE * row + (LANE - BAR) / 2, "name": name} for row, name in enumerate(sides)]
+    bars = [bar(plan, event, lane["y"], WIDE / whole) for lane, events in zip(lanes, sides.values()) for event in events]
     ticks = [quantity(whole * part / 10, "s") for part in range(11)]
-    return {"width": WIDE, "height": LANE * plan.stages, "bar": BAR, "bars": bars, "lanes": lanes, "ticks": ticks}
+    return {
+        "width": WIDE, "height": LANE * len(lanes), "bar": BAR, "bars": bars, "lanes": lanes, "ticks": ticks,
+        "measured": quantity(makespan(list(measured)), "s") if measured else "",
+    }  # fmt: skip
+
+
+def bar(plan: StagedPlan, event: Event, y: Any, scale: float) -> dict[str, Any]:
+    """Returns the bar of what a chunk does. scale: units a second."""
+    width, chunk, batch = scale * (event.end - event.start), int(event.module.split()[1]), event.name.partition(event.kind)[2]
+    what = ONCE.get(event.kind, f"{event.phase} of micro-batch {batch}")
+    return {
+        "x": scale * event.start, "y": y, "width": width, "phase": event.phase,
+        "title": f"{what} in chunk {chunk}, {quantity(event.end - event.start, 's')}",
+        "label": batch if width >= ROOM and event.kind not in ONCE else "",
+        "second": chunk >= plan.stages, "weights": event.kind == WEIGHTS,
+    }  # fmt: skip
 
 
 def memory(plan: StagedPlan) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from typing import Any
 from sbpc.inspect.report import IDEAL, numberless
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.staged.staged_timeline import BUBBLE
 from sbpc.plans.timeline import COMPUTE, Event, makespan
 
 WORST = 8  # rows of ops that are shown
-WAITING = "wait"  # the kind of an event on the computing stream in which nothing is computed
+WAITING = "wait"  # the kind of an event on the computing stream in which a collective is waited for
+IDLE = WAITING, BUBBLE  # those of events there in which nothing is computed
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Row:
 class Comparison:
     """A step as predicted and as measured.
 
-    rows: the step, what it computes, what goes over each axis, and the time in which nothing is computed. ops: by module (with * for
-    its numbers) and op or collective, those that differ most in all seconds, the largest difference first.
+    rows: the step, what it computes, what goes over each axis, where there are stages the bubble, and what else of the time nothing
+    is computed in. ops: by module (with * for its numbers) and op or collective, those that differ most in all seconds, the largest
+    difference first.
     """
 
     rows: list[Row]
@@ -60,22 +63,26 @@ class Comparison:
 
 
 def figures(events: Sequence[Event]) -> dict[str, float]:
-    """Returns the seconds of a step, of its computing, of what goes over each axis, and those in which nothing is computed."""
+    """Returns the seconds of a step, of its computing, of what goes over each axis, and those in which nothing is computed: where it
+    waits for other stages, and the others."""
     whole = makespan(list(events))
-    compute = math.fsum(event.end - event.start for event in events if event.stream == COMPUTE and event.kind != WAITING)
+    compute = math.fsum(event.end - event.start for event in events if event.stream == COMPUTE and event.kind not in IDLE)
+    waits = [event.end - event.start for event in events if event.kind == BUBBLE]
+    bubble = {"bubble: waiting for other stages": math.fsum(waits)} if waits else {}
     by_axis: dict[str, float] = {}
     for event in events:
         if event.stream != COMPUTE:
             name = f"moving data over {event.axis}"
             by_axis[name] = by_axis.get(name, 0.0) + event.end - event.start
-    return {"a step": whole, "computing": compute, **dict(sorted(by_axis.items())), "exposed: not computing": whole - compute}
+    exposed = whole - compute - math.fsum(waits)
+    return {"a step": whole, "computing": compute, **dict(sorted(by_axis.items())), **bubble, "exposed: not computing": exposed}
 
 
 def op_seconds(events: Sequence[Event]) -> dict[str, float]:
     """Returns seconds by module and op or collective."""
     found: dict[str, float] = {}
     for event in events:
-        if event.kind != WAITING:
+        if event.kind not in IDLE:
             name = f"{numberless(event.module) or 'the model'}: {event.kind}" + (f" over {event.axis}" if event.axis else "")
             found[name] = found.get(name, 0.0) + event.end - event.start
     return found

@@ -72,12 +72,13 @@ def read_trace(path: str | Path) -> dict[str, list[Event]]:
 
 
 def measured_step(path: str | Path, predicted: Sequence[Event]) -> list[Event]:
-    """Returns the measured events in a file. Raises PlanError if it has none, or none of these predicted ones."""
+    """Returns the measured events in a file. Raises PlanError if it has none, or not all of these predicted ones: a run measures each."""
     measured = read_trace(path).get(MEASURED)
     if measured is None:
         raise PlanError(f"{path} holds no measured step\n  `sbpc run ... --trace FILE` measures one.")
-    if {event.name for event in predicted}.isdisjoint(event.name for event in measured):
-        raise PlanError(f"{path} was measured with another plan: they have no event in common\n  Give the plan that was run.")
+    lost = {event.name for event in predicted} - {event.name for event in measured}
+    if lost:
+        raise PlanError(f"{path} was measured with another plan: it has no {min(lost)!r}\n  Give the plan that was run.")
     return measured
 
 

@@ -99,14 +99,12 @@ def run(options: argparse.Namespace) -> int:
             return run_rank(options)
     if is_plan(options.target):
         exported = load_exported(options.target, "inference" if options.infer else "train")
-        check_traced(options, exported)
         launch(arguments(options), exported.mesh.ranks)
         return 0
     with quiet(options):
         if options.plan:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
-        check_traced(options, plan)
         if not options.json:
             print_plan(plan)
             sys.stdout.flush()
@@ -115,13 +113,6 @@ def run(options: argparse.Namespace) -> int:
         plan.save(file)
         launch([*arguments(options), "--plan", str(file)], plan.mesh.ranks)
     return 0
-
-
-def check_traced(options: argparse.Namespace, plan: Any) -> None:
-    """Raises SbpcError where a loop over micro-batches or stages are to be measured."""
-    if options.trace and isinstance(plan, StagedPlan):
-        what = "--trace measures no stages of a pipeline and no loop over micro-batches"
-        raise SbpcError(f"{what}\n  Remove it; plan.save_trace writes what is predicted.")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -196,15 +187,17 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
         if checkpoints and (step % options.every == 0 or step == options.steps):
             checkpoints.save(step, job.module, optimizer)
 
-    traced = TracedSteps(job.module, options.steps - start) if options.trace else None
+    traced = None
+    if options.trace:
+        assert isinstance(job.plan, Plan | StagedPlan)
+        traced = TracedSteps(job.module, job.plan, options.steps - start)
     run: Any = traced or job.module.step
     figures: dict[str, Any] = {"start": start}
     figures["losses"] = train(job.module, map(job.batch, range(start, options.steps)), optimizer, tell, run)
     if checkpoints:
         checkpoints.wait()
     if traced and first:
-        assert isinstance(job.plan, Plan)
-        figures["trace"], report = traced.finish(job.plan, options.trace)
+        figures["trace"], report = traced.finish(options.trace)
         if not options.json:
             print(report.text())
     return figures
