@@ -213,7 +213,7 @@ def html(plan: Plan | StagedPlan) -> str:
 def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
     if isinstance(plan, StagedPlan):
-        return staged_page(plan, losses)
+        return staged_page(plan, losses, measured)
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 

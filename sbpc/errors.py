@@ -29,7 +29,11 @@ class LayoutError(SbpcError):
 
 
 class MemoryLimitError(SbpcError):
-    """No plan was found that stays under the memory limit."""
+    """No plan was found that stays under the memory limit. nearest: of the plans that were made the one that takes least."""
+
+    def __init__(self, message: str, nearest: Any = None) -> None:
+        super().__init__(message)
+        self.nearest = nearest
 
 
 class MeshError(SbpcError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import SbpcError
+from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
 from sbpc.plans.memory import POSITION
 from tests import models
@@ -91,6 +91,21 @@ def test_panels_are_chosen_where_they_make_a_step_shorter(tmp_path: Path) -> Non
     assert (sbpc.simulate(loaded, model, (x,)).outputs - x @ model.w).abs().max() <= 1e-10
     plan.export(tmp_path / "programs.sbpc")
     assert sbpc.load_programs(tmp_path / "programs.sbpc")
+
+
+def test_a_limit_that_only_panels_meet_is_met() -> None:
+    size = (64, 128, 96)
+    whole, eighths = (summa(panels, SQUARE, size, objective="serial")[0].cost.memory["total"] for panels in (1, 8))
+    limit = (whole + eighths) // 2
+    for objective in ("seconds", "serial"):
+        plan, model, x = summa(None, SQUARE, size, memory=limit, objective=objective)
+        assert plan.options["panels"] > 1 and plan.cost.memory["total"] <= limit < whole
+        run = sbpc.simulate(plan, model, (x,))
+        assert run.peak_memory <= limit and (run.outputs - x @ model.w).abs().max() <= 1e-10
+        assert plan.check_bound().bound <= plan.cost.seconds and plan.objective == objective
+    for panels, most in ((1, limit), (None, eighths // 2)):
+        with pytest.raises(MemoryLimitError, match="no plan was found that takes less than"):
+            summa(panels, SQUARE, size, memory=most)
 
 
 def test_a_training_step_in_panels_computes_the_same() -> None:

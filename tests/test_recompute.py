@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,17 +17,10 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
-from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders, results
+from sbpc.graph.ports import BUFFER, MUTATION, placeholders, results
 from sbpc.graph.random_bits import BITS
 from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
 from sbpc.mesh.cluster import Cluster
-from sbpc.mesh.pins import exactly
-from sbpc.passes.annotate import annotate
-from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
-from sbpc.passes.memory.live_bytes import STORED
-from sbpc.passes.memory.saved_values import store
-from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.schedule.list_schedule import list_schedule
 from sbpc.passes.schedule.schedule import ordered
 from sbpc.plans.memory import Life
@@ -272,63 +264,6 @@ def test_what_is_computed_again_waits_for_its_gradient_however_calls_are_ordered
     orders = [ordered(boxed, *list_schedule(calls, works(boxed, mesh), rule="order", after=waits)) for waits in (after, {})]
     waiting, early = (Life.of(gm, mesh).peak for gm in orders)
     assert waiting <= 1.05 * Life.of(boxed, mesh).peak < 1.3 * waiting < early
-
-
-# --- Megatron-LM (Korthikanti et al. 2022, section 4) -------------------------------------------------------------------
-
-s_, b_, h_, a_, t_ = sympy.symbols("s b h a t", positive=True)
-STATISTICS = 8 * s_ * b_  # mean and deviation of two layer norms, which the paper leaves out
-KEPT = {  # bytes of a layer between forward and backward, values of 2 bytes
-    ("none", None): s_ * b_ * h_ * (34 + 5 * a_ * s_ / h_) + STATISTICS,
-    ("none", "megatron"): s_ * b_ * h_ * (10 + 24 / t_ + 5 * a_ * s_ / (h_ * t_)) + STATISTICS,
-    ("none", "megatron+sp"): (s_ * b_ * h_ * (34 + 5 * a_ * s_ / h_) + STATISTICS) / t_,
-    ("selective", None): 34 * s_ * b_ * h_ + STATISTICS,
-    ("selective", "megatron"): s_ * b_ * h_ * (10 + 24 / t_) + STATISTICS,
-    ("selective", "megatron+sp"): (34 * s_ * b_ * h_ + STATISTICS) / t_,
-    ("full", None): 2 * s_ * b_ * h_,
-    ("full", "megatron"): 2 * s_ * b_ * h_,
-    ("full", "megatron+sp"): 2 * s_ * b_ * h_ / t_,
-}
-
-
-@pytest.mark.parametrize(("form", "scheme"), KEPT)
-def test_a_layer_keeps_the_bytes_of_the_published_formulas(form: str, scheme: str | None) -> None:
-    shapes = ((4, 32, 64, 8, 4), (2, 64, 64, 4, 4))  # only what attention keeps is no multiple of s b h
-    for batch, seq, width, heads, ranks in shapes if form == "none" else shapes[:1]:
-        one, two = (kept_bytes(form, scheme, batch, seq, width, heads, ranks, layers) for layers in (1, 2))
-        formula = KEPT[form, scheme].subs({b_: batch, s_: seq, h_: width, a_: heads, t_: ranks})
-        assert sympy.simplify(two - one - formula) == 0, (two - one, formula)
-
-
-def kept_bytes(form: str, scheme: str | None, batch: int, seq: int, width: int, heads: int, ranks: int, layers: int) -> int:
-    """Bytes of activations on a rank at the end of the forward."""
-    torch.set_default_dtype(torch.float32)
-    with torch.device("meta"):
-        model = Layers(width, heads, layers).to(torch.bfloat16)
-        x = torch.empty(batch, seq, width, dtype=torch.bfloat16, requires_grad=True)
-    ends = ["S(1)"] if scheme == "megatron+sp" else None
-    options: dict[str, Any] = {"recompute": form, "objective": "serial", "microbatches": 1, "inputs": ends}
-    mesh = Mesh(t=1 if scheme is None else ranks)
-    plan = sbpc.plan(model, (x,), mesh, **options) if scheme is None else sbpc.baseline(scheme, model, (x,), mesh, **options)
-    if scheme == "megatron":  # whose dropouts behind a block are whole on every rank, where the solver would split them
-        whole = [node for node in plan.graph.graph.nodes if node.target in (aten.lt.Scalar, aten.add.Tensor)]
-        pin = {node.name: "B" for node in whole if node.meta["val"].dim() == 3 and RECOMPUTES not in node.meta}
-        plan = sbpc.baseline(scheme, model, (x,), mesh, **options, pin=pin)
-    curve = (stored_as_made(plan, ends) if ends else plan).memory_curve()
-    return curve.groups["activations"][curve.phases.index("backward") - 1]
-
-
-def stored_as_made(plan: sbpc.Plan, ends: list[str]) -> sbpc.Plan:
-    """The same layouts, but what the backward reads is kept as it was made, and gathered again."""
-    calls = [node for node in plan.graph.graph.nodes if node.op == "call_function" and node.name in plan.layouts]
-    calls += [node for port, node in placeholders(plan.graph).items() if port.kind == PARAMETER]
-    wishes = {node.name: exactly(plan.layouts[node.name], "as in the plan") for node in calls}
-    gm = annotate(store(plan.graph))
-    kept = [node for node in gm.graph.nodes if STORED in node.meta]
-    wishes |= {node.name: exactly(plan.layouts[node.all_input_nodes[0].name], "as it was made") for node in kept}
-    wishes |= placeholder_wishes(gm, plan.mesh, ends, None, False)
-    assignment, _ = Space(gm, plan.mesh, wishes, output_wishes(gm, plan.mesh, None, False)).solve()
-    return make_plan(gm, plan.mesh, assignment, 0.0, {"objective": "serial"}, Stages())
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from sbpc.errors import VerifyError
 from sbpc.mesh.cluster import Cluster
 from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.timeline import makespan, sends
 from tests import models
 from tests.compare import compare, eager
 
@@ -77,3 +79,30 @@ def test_a_value_that_is_read_before_its_collective_ends_is_found() -> None:
     wait.replace_all_uses_with(wait.all_input_nodes[0])
     with pytest.raises(VerifyError, match="something else reads it before"):
         plan.verify()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zbv"}, {"schedule": "gpipe", "objective": "serial"}], ids=str)
+def test_lanes_of_a_stage_hold_its_actions_its_collectives_and_what_it_sends(options: dict[str, Any]) -> None:
+    """The lanes end with the step, each does one thing at a time, and collectives run while an action of their stage does."""
+    model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=4)
+    slow = Cluster("slow", 5e12, 1e12, 1e-6, 1, 2e-6, 24e6, 2e-6, 24e6)
+    plan = sbpc.plan(model, args, Mesh(pipe=2, d=2, cluster=slow), stages="pipe", microbatches=4, pin={"*up.weight": "S(0)"}, **options)
+    events = plan.timeline()
+    assert makespan(events) == pytest.approx(plan.cost.seconds)
+    lanes: dict[str, list[Any]] = {}
+    for event in events:
+        lanes.setdefault(event.stream, []).append(event)
+    assert {lane.partition(", ")[0] for lane in lanes} == {"stage 0", "stage 1"}
+    for lane, found in lanes.items():
+        ordered = sorted(found, key=lambda event: event.start)
+        assert all(one.end <= other.start + 1e-12 for one, other in itertools.pairwise(ordered)) or "sends" in lane
+        own = lanes[lane.partition(", ")[0]]
+        if "links" in lane:
+            assert all(any(a.start - 1e-12 <= e.start and e.end <= a.end + 1e-12 and e.name.startswith(f"{a.name} ") for a in own) for e in found)
+    sent = sum(map(len, (found for lane, found in lanes.items() if "sends" in lane)))
+    assert sent == sum(plan.sending(need, action) > 0 for action in plan.spans for need in plan.needs(action)) > 0
+    collectives = [event for lane, found in lanes.items() if "links" in lane for event in found]
+    runs = [(which, action.chunk) for stage in (0, 1) for which, action in plan.order(stage)]
+    assert collectives and len(collectives) == sum(
+        sends(node, plan.inner) for which, at in runs for node in plan.programs[at].program(which).gm.graph.nodes
+    )

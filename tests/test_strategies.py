@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc.api.short_model import short_model
+from sbpc.cli.commands.sweep import refused_lines
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
@@ -73,6 +74,35 @@ def test_the_best_row_under_a_limit_fits_and_is_right() -> None:
         sbpc.sweep(model, args, memory=1e4, **options)
     with pytest.raises(SbpcError, match="strategies are ranked by seconds"):
         sbpc.sweep(model, args, spread=True, **options)
+
+
+class Joined(nn.Module):
+    """A layer whose batch statistics no micro-batch has on its own, between blocks; also what it computes, beside the loss."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if joins else nn.ReLU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean(), x
+
+
+def test_what_is_refused_is_told_with_its_reason_and_does_not_move_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    args = (torch.randn(16, 8),)
+    options = {"devices": 2, "cluster": LAN, "stages": True, "microbatches": True, "seconds": 60}
+    rows = sbpc.sweep(Joined(joins=True), args, **options)
+    assert {row.microbatches for row in rows} == {1}
+    reasons = {(each.mesh.sizes, each.microbatches): each.reason for each in rows[0].refused}
+    why = "each micro-batch needs the whole batch's value of this op, which depends on parameter blocks.0.0.bias"
+    assert why in reasons.values() and all(count > 1 for _, count in reasons)
+    assert 0 < rows[0].lower_bound <= min(row.cost for row in rows)
+    lines = refused_lines(rows[0].refused)
+    assert any(line.endswith("and others") and why in line for line in lines)
+    several = sbpc.sweep(Joined(joins=False), args, **options)
+    assert len({row.microbatches for row in several}) > 1  # values beside the loss are put together behind the loop
+    assert several[0].lower_bound <= several[0].cost
 
 
 def test_chunks_are_as_even_as_can_be() -> None:

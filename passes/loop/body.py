@@ -49,7 +49,7 @@ from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
 
 aten = torch.ops.aten
-JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # equally dear, or parts are padded with zeros and added up
 OUTSIDE = 1e-6  # what a byte that crosses once, outside the loop, counts beside one in it
 INDEX = "micro_batch"  # the placeholder for the number of the micro-batch
 
@@ -66,7 +66,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
         step = annotate(one_loss(gm))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
-    loop = written_loop(step, batch, count, Mesh(cluster=without_joins(CLUSTERS["ideal"]), **{AXIS: count}))
+    loop = written_loop(step, batch, count, Mesh(cluster=without_joins(CLUSTERS["ideal"], JOINS), **{AXIS: count}))
     return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(gm).items() if port.kind != TANGENT})
 
 

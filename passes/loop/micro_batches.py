@@ -13,7 +13,7 @@ import functools
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -69,10 +69,10 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
 
 
-def without_joins(cluster: Cluster) -> Cluster:
+def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:
     """Returns the cluster with what joins copies so dear that it is done only where nothing else will do."""
-    others = (rate for rate in cluster.collectives if rate.collective not in JOINS)
-    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in JOINS)))
+    others = (rate for rate in cluster.collectives if rate.collective not in joins)
+    return replace(cluster, collectives=(*others, *(Rate(name, efficiency=1e-3) for name in joins)))
 
 
 def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:

@@ -82,7 +82,7 @@ def within(free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, made: 
     search.run(free)
     if search.best is None:
         least = min(search.candidates.values(), key=lambda each: each.bytes).plan
-        raise MemoryLimitError(shortage(least, search.limit, math.isinf(search.bound.bound)))
+        raise MemoryLimitError(shortage(least, search.limit, math.isinf(search.bound.bound)), least)
     return search.finished()
 
 
@@ -311,6 +311,11 @@ class MemorySearch:
         if not self.bound.proof.classes:
             self.bound = replace(self.bound, proof=Bounder(self.bound.problem(self.space), self.folded).proof)
         return self.bound.proof
+
+    @property
+    def least(self) -> dict[str, float]:
+        """See `Prover`."""
+        return self.space.least
 
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""

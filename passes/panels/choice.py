@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -37,6 +38,17 @@ def all_in_panels(plan: Plan, panels: int, made: Made) -> Plan:
     """Returns the plan with all that is next to products in so many panels, as far as sizes divide."""
     found = moves(plan)
     return with_panels(plan, found, [(move, panels) for move in sorted(found, key=lambda move: -move.seconds)], made)
+
+
+def fitting_in_panels(free: Plan, nearest: Plan, options: dict[str, Any], panels: int | None, made: Made) -> Plan | None:
+    """Returns the fastest plan with these options that fits into their memory by its panels; None if none does.
+
+    free: the plan without a limit, whose bounds hold for all plans. nearest: of the plans of a search for one that fits the smallest.
+    panels: in how many, or None for the number with which a plan is fastest.
+    """
+    plans = [overlapped(plan, options, of_whole(free), free.lower_bound, free.serial_bound) for plan in (free, nearest)]
+    cut = [all_in_panels(plan, count, made) for plan in plans for count in ([panels] if panels else PANELS)]
+    return min((plan for plan in cut if plan.cost.memory["total"] <= options["memory"]), key=lambda plan: plan.cost.seconds, default=None)
 
 
 def saved(move: Move, panels: int, mesh: Mesh) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sbpc.mesh.cluster import LINKS
@@ -29,7 +29,7 @@ class Overlap:
     """Proves bounds of steps in which streams overlap. Takes the place of the prover of a layout problem in a plan.
 
     serial: of the layout problem as it is. best: of the one whose bound, times `share`, is the best for the step. whole: the plan
-    of the whole batch, where it runs in halves.
+    of the whole batch, where it runs in halves. least: see `Prover`; none where no bound of computing alone was asked for.
     """
 
     serial: Prover
@@ -37,6 +37,7 @@ class Overlap:
     share: float
     bound: float
     whole: Plan | None = None
+    least: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> Overlap:
@@ -49,6 +50,16 @@ class Overlap:
         """Takes another bound, that of a problem with weights, if it is better."""
         if bound > self.bound:
             self.best, self.share, self.bound = best, 1.0, bound
+
+    def improve_by_computing(self, mesh: Mesh, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> None:
+        """Takes the bound of computing alone if it is better: every kernel, with its start, in the fastest of its layouts.
+
+        It is that of weights 1 for computing and 0 for links. So boxing costs nothing, and the least of all plans is the sum of what
+        each call takes at its fastest by itself. Kernels run one after the other on a device, whatever its links do beside them.
+        """
+        computing, _, bound = solve(weighted(mesh, dict.fromkeys(STREAMS, 0.0) | {COMPUTE: 1.0}))
+        self.improve(computing, bound)
+        self.least = computing.least
 
     @property
     def proof(self) -> Any:
@@ -80,7 +91,7 @@ def choose(
 
     plan: the fastest one where nothing overlaps, with its bound and its prover; it fits into the memory that `options` name.
     options: of the plan to be returned. solve: plans for a mesh whose costs are scaled; it returns the prover, the assignment and
-    the bound. made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first.
+    the bound. made: makes the plan of an assignment. rounds: how many weights are tried, equal ones first; none: nothing is solved.
     """
     streams, prover = streams_of(plan.mesh), Overlap.of(plan)
     candidates = [overlapped(each, options) for each in (plan, *map(made, others))]
@@ -99,6 +110,8 @@ def choose(
         candidates.append(overlapped(made(assignment), options))
     limit = options.get("memory") or math.inf
     best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
+    if rounds and prover.bound < best.cost.compute_seconds:
+        prover.improve_by_computing(plan.mesh, solve)
     made(best.assignment)  # the layouts in a graph are those of the plan that was made last
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 
@@ -112,6 +125,8 @@ def bounded(plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[P
     if not prover.share:
         space, _, bound = solve(weighted(plan.mesh, dict.fromkeys(streams, 1 / len(streams))))
         prover.improve(space, bound)
+    if prover.bound < alone.cost.compute_seconds:
+        prover.improve_by_computing(plan.mesh, solve)
     return overlapped(plan, options, prover, min(prover.bound, alone.cost.seconds), plan.lower_bound)
 
 
@@ -177,7 +192,7 @@ def weighted(mesh: Mesh, weights: Weights) -> Mesh:
     scaled = replace(
         cluster, name="weighted", peak=cluster.peak / compute, memory_bandwidth=cluster.memory_bandwidth / compute,
         launch=cluster.launch * compute, collectives=tuple(rates),
-        intra_latency=0.0, intra_bandwidth=cluster.intra_bandwidth / link["intra"],
-        inter_latency=0.0, inter_bandwidth=cluster.inter_bandwidth / link["inter"],
+        intra_latency=0.0, intra_bandwidth=cluster.intra_bandwidth / link["intra"] if link["intra"] else math.inf,
+        inter_latency=0.0, inter_bandwidth=cluster.inter_bandwidth / link["inter"] if link["inter"] else math.inf,
     )  # fmt: skip
     return Mesh(cluster=scaled, **dict(zip(mesh.axes, mesh.sizes)))

@@ -24,6 +24,7 @@ from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.schedules import actions_of, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]
@@ -66,13 +67,18 @@ def staged(
     def draft(whole: Plan, bound: float | None) -> Draft:
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
-        least = count * whole.lower_bound / stages if bound is None else bound  # of the mean stage: no layouts take less in all
+        times = count / stages  # of the mean stage: no layouts take less in all
+        bounds = [times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound if bound is None else bound]
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)
-            return StagedPlan(mesh, axis, loop, chunks_of(body, pieces, made), schedule, least, in_loop, options, body=body)
+            about = mesh, axis, loop, chunks_of(body, pieces, made), schedule, bounds[1], in_loop, options
+            return StagedPlan(*about, body=body, serial_bound=bounds[0])
 
-        return build(whole.assignment, frozenset()), whole, build
+        first = build(whole.assignment, frozenset())
+        if bound is None:
+            first.bound = bounds[1] = max(first.bound, stages_bound(first, whole.problem.least))
+        return first, whole, build
 
     memory = options.get("memory")
     free = plan, *_ = attempt((PARAMETER, GRADIENT), None)

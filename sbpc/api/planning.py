@@ -20,7 +20,7 @@ from sbpc._compat import left_out_of, trace_artifact
 from sbpc.api.checks import check_mesh, check_options
 from sbpc.api.recompute import AUTO, forms_of, least_recompute
 from sbpc.api.staging import check_staged, plan_stages
-from sbpc.errors import LayoutError, LoopError, PinError, PlanError, SbpcError, check_kinds
+from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.graph_text import graph_text
@@ -35,7 +35,7 @@ from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.passes.panels.choice import all_in_panels, faster_in_panels
+from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -118,7 +118,7 @@ def plan(  # type: ignore[misc]  # it names its options
                shorter by 2 % so, else 1; spaces of many layouts are not tried.
     panels     into how many equal parts the products next to a collective are cut, so that one part is computed while the next is
                gathered, or the last one reduced and scattered. Bytes and results are the same, each part gathered is smaller. None is
-               2, 4 or 8 beside collectives that are waited for, where the simulated step is shorter by 2 % with them, else 1.
+               2, 4 or 8, where the simulated step is shorter by 2 % with them, or no plan fits into `memory` without, else 1.
     stages     the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an
                `sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
                microbatches is by default the largest divisor of the batch up to four for each stage.
@@ -258,7 +258,13 @@ class Task:
         try:
             asked = wishes(gm, mesh, requests, whole)
             experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes, whole)
-            plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+            try:
+                plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+            except MemoryLimitError as error:
+                if panels == 1 or baseline is not None:
+                    raise
+                free = finish(gm, mesh, asked.nodes, asked.outputs, options | {"memory": None}, self.stages, experts)
+                plan = self.fitting(free, error, options, panels)
             made = self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
             made = self.in_panels(made, panels)
         except PinError as error:
@@ -282,17 +288,28 @@ class Task:
 
     def in_panels(self, plan: Plan, panels: int | None) -> Plan:
         """Returns the plan in so many panels; None: in as many as make it faster, if it may gain by them."""
-        if panels == 1 or (panels is None and not may_gain(plan)):
+        if panels == 1 or plan.options["panels"] > 1 or (panels is None and not may_gain(plan)):
             return plan
-        in_order = plan.options | {"objective": "serial"}
+        made = self.maker(plan)
+        with self.stages.timed("panels"):
+            return faster_in_panels(plan, GAIN, made) if panels is None else all_in_panels(plan, panels, made)
+
+    def maker(self, plan: Plan) -> Callable[[GraphModule, Assignment], Plan]:
+        """Returns what makes a plan like `plan` of a graph in panels and its assignment."""
 
         def made(gm: GraphModule, assignment: Assignment) -> Plan:
             if "dynamic" in plan.options:
                 name_dims(gm, plan.mesh, plan.options["dynamic"])
-            return make_plan(gm, plan.mesh, assignment, 0.0, in_order, self.stages)
+            return make_plan(gm, plan.mesh, assignment, 0.0, plan.options | {"objective": "serial"}, self.stages)
 
+        return made
+
+    def fitting(self, free: Plan, error: MemoryLimitError, options: dict[str, Any], panels: int | None) -> Plan:
+        """Returns a plan that fits by its panels, else raises the error of a search without any. free: the plan without a limit."""
         with self.stages.timed("panels"):
-            return faster_in_panels(plan, GAIN, made) if panels is None else all_in_panels(plan, panels, made)
+            if (plan := fitting_in_panels(free, error.nearest, options, panels, self.maker(free))) is None:
+                raise error
+        return plan
 
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""

@@ -88,14 +88,20 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
         return [plan]
     prover = Overlap.of(plan)
     assignments = [plan.assignment]
+
+    def solve(where: Mesh) -> tuple[Space, Assignment, float]:
+        space = Space(plan.graph, where, asked.nodes, asked.outputs)
+        return space, *space.solve(exact=False)
+
     if mesh.cluster.name != "ideal":  # where the layouts that send least are as good as any
         most, _ = heaviest(streams, [bare_seconds(plan)])
         weights = {stream: (most[stream] + 1 / len(streams)) / 2 for stream in streams}
-        space = Space(plan.graph, weighted(mesh, weights), asked.nodes, asked.outputs)
-        assignment, bound = space.solve(exact=False)
+        space, assignment, bound = solve(weighted(mesh, weights))
         prover.improve(space, bound)
         assignments.append(assignment)
-    return [replace(plan, assignment=each, lower_bound=prover.bound, prover=prover, programs={}) for each in assignments]
+    prover.improve_by_computing(mesh, solve)
+    bounds: dict[str, Any] = {"lower_bound": prover.bound, "serial_bound": plan.lower_bound, "prover": prover}
+    return [replace(plan, assignment=each, programs={}, **bounds) for each in assignments]
 
 
 def units_of(

@@ -16,7 +16,7 @@ from typing import Any
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import plan_stages, units_of
-from sbpc.errors import MemoryLimitError, PlanError
+from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
 from sbpc.mesh.cluster import Cluster
@@ -37,7 +37,20 @@ PIPE, DATA, TENSOR = "pipe", "data", "tensor"
 FASTEST, SPREAD, EXPERT = "fastest", "spread", ("megatron+sp",)  # kinds of layouts inside a stage
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
 MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
+SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
+TOO_LARGE = "it does not fit into the memory"
 Progress = Callable[[int, int, Any], None]
+
+
+class TooLarge(MemoryLimitError):
+    """No way of a strategy that was looked at fits. needed: bytes of a rank of the one that takes least."""
+
+    def __init__(self, needed: int, memory: float, what: str) -> None:
+        self.needed = needed
+        super().__init__(
+            f"the strategy that needs least, {what}, takes {needed:,} bytes a rank, the limit is {memory:,.0f}: it lacks "
+            f"{needed - memory:,.0f}\n  Give more devices, or more memory."
+        )
 
 
 @dataclass
@@ -46,7 +59,7 @@ class StrategyRow:
 
     mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step, of which compute_seconds, exposed_seconds,
     bubble_seconds; recompute_seconds are among those of computing. memory: bytes of a rank. lower_bound: what no strategy of the
-    search takes less.
+    search takes less, those among them that have no row. refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -57,6 +70,7 @@ class StrategyRow:
     figures: StagedCost
     make: Callable[[], StagedPlan] = field(repr=False)
     lower_bound: float = 0.0
+    refused: tuple[Refused, ...] = field(default=(), repr=False)
 
     @functools.cached_property
     def plan(self) -> StagedPlan:
@@ -95,16 +109,29 @@ class StrategyRow:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else None."""
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    reason: str
+    needed: int | None = None
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A strategy to be looked at.
 
-    least: seconds that it cannot beat: all flops at full speed, with the bubble of its schedule. guess: that, with what is boxed of
-    parameters and gradients. whole: bytes of parameters, gradients and optimizer of a rank that stores its stage's share whole.
+    floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
+    of its schedule where stages are even. guess: that, with what is boxed of parameters and gradients. whole: bytes of parameters,
+    gradients and optimizer of a rank that stores its stage's share whole.
     """
 
     mesh: Mesh
     schedule: str
     microbatches: int
+    floor: float
     least: float
     guess: float
     whole: float
@@ -127,20 +154,22 @@ class Search:
     recompute: str
     seconds: float
     chunks: dict[Any, list[Chunk]] = field(default_factory=dict)
+    order: Estimate | None = None  # of the candidate that is looked at, whose order of work its other estimates share
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
         """Returns the rows of candidates, best first, looked at in the order of what they take at least, for so many CPU seconds.
 
-        Raises MemoryLimitError if none fits, PlanError if none can be cut.
+        Each row has the bound of all candidates, whether they have a row or not: one that was refused might have been cut or laid out
+        otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
-        start, found, left = time.process_time(), list[StrategyRow](), list[float]()
-        errors: list[Exception] = []
+        start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
+        errors: list[SbpcError] = []
         for number, each in enumerate(candidates):
             best = min((row.cost for row in found), default=math.inf)
-            late = bool(found) and time.process_time() - start > self.seconds
-            if late or each.least >= best:
-                left.append(each.least)
+            why = SLOWER if each.least >= best else LATE if found and time.process_time() - start > self.seconds else ""
+            if why:
+                refused.append(refusal(each, why))
                 continue
             if progress is not None:
                 progress(number, len(candidates), each.mesh)
@@ -148,16 +177,19 @@ class Search:
                 found.append(self.row(each))
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
+                needed = error.needed if isinstance(error, TooLarge) else None
+                refused.append(refusal(each, TOO_LARGE if needed is not None else str(error).partition("\n")[0], needed))
         if not found:
-            raise errors[-1] if errors else PlanError("there is no strategy to look at\n  Give another number of devices.")
+            raise closest_error(errors)
         found.sort(key=lambda row: (row.cost, row.mesh.sizes, row.microbatches))
-        bound = min([*left, *(row.figures.lower_bound for row in found)])
-        return [replace(row, lower_bound=bound) for row in found]
+        bound = min([each.floor for each in candidates] + [row.cost for row in found])
+        return [replace(row, lower_bound=bound, refused=tuple(refused)) for row in found]
 
     def row(self, each: Candidate) -> StrategyRow:
         """Returns the fastest way of a candidate that fits: of each kind, without or with recompute."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
         closest: Estimate | None = None
+        self.order = None
         for form in forms:
             ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
             fitting = [way for way in ways if self.memory is None or way.memory["total"] <= self.memory]
@@ -167,11 +199,7 @@ class Search:
                 return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
             closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"])
         assert closest is not None and self.memory is not None
-        least = closest.memory["total"]
-        raise MemoryLimitError(
-            f"the strategy that needs least, {closest.mesh} with {closest.count} micro-batches, takes {least:,} bytes a rank, the limit is "
-            f"{self.memory:,.0f}\n  Give more devices, or more memory."
-        )
+        raise TooLarge(closest.memory["total"], self.memory, f"{closest.mesh} with {closest.count} micro-batches")
 
     def kinds(self, each: Candidate) -> Sequence[str]:
         """Returns what layouts inside a stage to look at: the fastest ones; under a limit also those that store least, and the expert's."""
@@ -190,10 +218,11 @@ class Search:
                     return
                 raise
             options = {"optimizer": self.optimizer}
-            made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, 0.0, options)
+            made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, each.floor, options)
             if len(made.row) < len(made.owners):
                 raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
-            made.bound = each.microbatches * sum(unit.seconds * unit.times for unit in units) / each.stages
+            self.order = self.order or made
+            made.take_order(self.order)
             yield made
             if self.memory is None or made.memory["total"] <= self.memory:
                 return
@@ -227,6 +256,19 @@ class Search:
         task = self.task()
         about = (task.gm, task.stages, task.about, each.mesh, PIPE, each.schedule, each.microbatches)
         return plan_stages(*about, form, self.optimizer, self.memory, {})
+
+
+def refusal(each: Candidate, reason: str, needed: int | None = None) -> Refused:
+    """Returns what is told of a candidate without a row."""
+    return Refused(each.mesh, each.schedule, each.microbatches, reason, needed)
+
+
+def closest_error(errors: Sequence[SbpcError]) -> SbpcError:
+    """Returns the error of a search without any row: where some strategies do not fit, that of the one that needs least."""
+    large = [error for error in errors if isinstance(error, TooLarge)]
+    if large:
+        return min(large, key=lambda error: error.needed)
+    return errors[-1] if errors else PlanError("there is no strategy to look at\n  Give another number of devices.")
 
 
 def name_of(chunk: Chunk) -> str:
@@ -275,13 +317,13 @@ def candidates(
                 continue
             for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
                 for schedule in schedules(pipe, count, blocks):
-                    bubble = (pipe - 1) / (count * chunks_in(schedule))
-                    least = work / (mesh.cluster.peak * devices) * (1 + bubble)
+                    floor = work / (mesh.cluster.peak * devices)
+                    least = floor * (1 + (pipe - 1) / (count * chunks_in(schedule)))
                     share = stored / (pipe * tensor)
                     whole = share * (2 + OPTIMIZER_STATE[optimizer])
                     gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
                     guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
-                    found.append(Candidate(mesh, schedule, count, least, guess, whole))
+                    found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
 
 

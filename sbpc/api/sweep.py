@@ -68,7 +68,8 @@ def sweep(
     stages, microbatches, recompute: search whole strategies (`sbpc.api.strategies`): with stages of a pipeline, with several
     micro-batches, with what `recompute` of `sbpc.plan` says. Rows are then a `StrategyRow` each: `.mesh` with the axes pipe, data and
     tensor, `.stages`, `.schedule`, `.microbatches`, `.recompute`, `.cost` with what it is made of, `.lower_bound`, and `.plan`, which is
-    made when it is asked for. seconds: CPU seconds after which the search looks at no further strategy.
+    made when it is asked for. seconds: CPU seconds after which the search looks at no further strategy. What has no row stands in
+    `.refused` of every row, with the reason.
 
     >>> import sbpc, torch
     >>> rows = sbpc.sweep(torch.nn.Linear(8, 8), (torch.ones(4, 8),), devices=4, axes=1)

@@ -66,6 +66,10 @@ class Prover(Protocol):
     def proof(self) -> Proof:
         """The multipliers that bound the problem, see `sbpc.solver.proof`."""
 
+    @property
+    def least(self) -> Mapping[str, float]:
+        """By name of a call the seconds that its kernel takes at least, whatever the layouts."""
+
     def check(self, assignment: Assignment, proof: Any) -> tuple[float, float]:
         """Returns what an assignment costs, and the bound that the multipliers give."""
 
@@ -304,8 +308,7 @@ class Plan:
         """Looks for a tighter lower bound for about so many CPU seconds, and returns the gap.
 
         It is of use where the gap is not 0. A plan without a memory limit stays as it is. Under a limit a better plan is looked for,
-        too, and replaces this one. Raises PlanError for a plan that was read from a file, and for seconds that are no number from
-        0 on.
+        too, and replaces this one. Raises PlanError for a plan that was read from a file, and for what is no number of seconds.
         """
         check_kinds(PlanError, seconds=(seconds, "a number of seconds"))
         better, bound = self.problem.certify(self, seconds)
@@ -326,10 +329,7 @@ class Plan:
 
     @property
     def proof(self) -> Proof:
-        """The multipliers behind the bound, which anybody can check with `check_bound`.
-
-        Raises PlanError for a plan that was read from a file.
-        """
+        """The multipliers behind the bound, see `check_bound`. Raises PlanError for a plan that was read from a file."""
         return self.problem.proof
 
     def check_bound(self, proof: Proof | None = None) -> Checked:

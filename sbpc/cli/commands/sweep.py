@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sbpc.api.recompute import RECOMPUTE
-from sbpc.api.strategies import StrategyRow
+from sbpc.api.strategies import Refused, StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of
@@ -52,13 +53,16 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda done, total, mesh: bar.update(task, completed=done, total=total, description=str(mesh)),
         )  # fmt: skip
     if options.json:
-        print_json({"rows": [row_json(row) for row in rows]})
+        refused = [refused_json(each) for each in rows[0].refused] if isinstance(rows[0], StrategyRow) else None
+        print_json({"rows": [row_json(row) for row in rows]} | ({} if refused is None else {"refused": refused}))
         return 0
     console = Console()
     if isinstance(rows[0], StrategyRow):
         console.print(strategies_table(rows[: options.top]))
         bound = f"none takes less than {rows[0].lower_bound:.3g} s"
         console.print(f"{len(rows)} strategies looked at; {bound}. A mesh is stages x data x tensor.", highlight=False)
+        for line in refused_lines(rows[0].refused):
+            console.print(line, highlight=False, markup=False)
         return 0
     console.print(table(rows[: options.top]))
     console.print(f"{len(rows)} meshes of {options.devices} ranks", highlight=False)
@@ -80,6 +84,26 @@ def row_json(row: SweepRow | StrategyRow) -> dict[str, Any]:
         "bytes_sent": cost.bytes_sent,
         "memory": cost.memory,
     }
+
+
+def refused_json(each: Refused) -> dict[str, Any]:
+    """Returns a strategy without a row and the reason, as JSON values."""
+    asked = ("schedule", "microbatches", "reason", "needed")
+    return {"mesh": dict(zip(each.mesh.axes, each.mesh.sizes)), **{name: getattr(each, name) for name in asked}}
+
+
+def refused_lines(refused: Sequence[Refused]) -> list[str]:
+    """Returns a line for each reason for which strategies have no row: how many, and the first of them."""
+    groups: dict[str, list[Refused]] = {}
+    for each in refused:
+        groups.setdefault(each.reason, []).append(each)
+    lines = []
+    for reason, group in groups.items():
+        first = min(group, key=lambda each: each.needed or 0)
+        which = f"{'x'.join(map(str, first.mesh.sizes))} {first.schedule}, {first.microbatches} parts"
+        which += f", takes {si(first.needed)}B a rank" if first.needed else ""
+        lines.append(f"{len(group)} without a row, as {reason}: {which}{', and others' if len(group) > 1 else ''}")
+    return lines
 
 
 def table(rows: list[SweepRow]) -> Table:

@@ -65,6 +65,10 @@ class Estimate(Pipeline):
         """How many micro-batches are simulated: from STEADY for each stage on, each further one takes the same."""
         return self.count if self.schedule == "gpipe" else min(self.count, STEADY * self.stages)
 
+    def take_order(self, other: Estimate) -> None:
+        """Takes over the order of work of another estimate with this mesh, schedule and number of micro-batches: it is the same."""
+        vars(self).update((name, getattr(other, name)) for name in ("owners", "actions", "everything", "merged", "apart"))
+
     def last_ends(self) -> list[float]:
         ends = super().last_ends()
         if self.count == self.simulated:

@@ -5,7 +5,6 @@ The batch is `batch`, unless `dynamic=` of `sbpc.plan` names it: an input of the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +103,7 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     peaks: dict[Any, None] = {}
     stage = plan.owners[next(iter(chunks))]
     for moment in plan.moments(stage):
-        flying = Counter((at, kind) for (at, _), kind in moment.flying.items())
+        flying = {key: times for key, times in moment.flying.items() if times}
         more = symbol(M) - plan.count if plan.schedule == "gpipe" else 0
         held = sympy.Add(*((times + more) * of[at].held(kind) for (at, kind), times in sorted(flying.items())))
         held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))

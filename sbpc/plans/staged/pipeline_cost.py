@@ -27,7 +27,7 @@ class StagedCost:
     seconds: from the start of the step to its end, as the schedule goes. compute_seconds, comm_seconds: that the busiest rank computes
     and communicates; exposed_seconds: of the latter, inside a stage and between stages, those that nothing hides; bubble_seconds: that
     it waits for other stages. bytes_sent: by axis. memory: by kind, "total" is the peak of the busiest rank. lower_bound: what no
-    layouts of these stages can beat.
+    layouts of these stages can beat. serial_bound: what compute_seconds + comm_seconds of no layouts can beat.
     """
 
     seconds: float
@@ -40,6 +40,7 @@ class StagedCost:
     lower_bound: float
     recompute_seconds: float = 0.0
     formulas_of: Callable[[StagedCost], Cost] | None = field(default=None, repr=False, compare=False)
+    serial_bound: float = 0.0
 
     @functools.cached_property
     def formulas(self) -> Cost:
@@ -92,18 +93,24 @@ class StagedCost:
         """(seconds - lower_bound) / seconds: bubble and uneven stages are in it."""
         return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
 
+    @property
+    def serial_gap(self) -> float:
+        """The gap of compute_seconds + comm_seconds to what the mean stage takes at least; that stages are uneven is in it."""
+        serial = self.compute_seconds + self.comm_seconds
+        return (serial - self.serial_bound) / serial if serial else 0.0
+
 
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}  # by kind of action
 
 
 class Moment(NamedTuple):
-    """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and micro-batch in flight
-    what it holds. once: what else chunks hold, see `ChunkCost.held`."""
+    """A program that runs: its parts, its chunk, and whether its gradients are the first ones. flying: by chunk and what is held of a
+    micro-batch, how many of these are in flight. once: what else chunks hold, see `ChunkCost.held`."""
 
     which: Parts
     chunk: int
     first: bool
-    flying: Mapping[tuple[int, int], str]
+    flying: Mapping[tuple[int, str], int]
     once: Sequence[tuple[int, str]]
 
 
@@ -114,6 +121,7 @@ class Pipeline(ABC):
     options: dict[str, Any]
     schedule: str
     bound: float
+    serial_bound: float = 0.0
 
     @property
     @abstractmethod
@@ -216,6 +224,13 @@ class Pipeline(ABC):
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
         return frozenset((part, at) for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside)
 
+    def order(self, stage: int) -> list[tuple[Parts, Action]]:
+        """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with no action has the
+        name of its part for the kind of one."""
+        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        early, late = ([((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER))
+        return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
+
     def tally(self, chunk: int) -> Counter[Parts]:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
@@ -274,7 +289,7 @@ class Pipeline(ABC):
         bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
         figures = compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
-        return StagedCost(seconds, *figures, self.formulas_of(most))
+        return StagedCost(seconds, *figures, self.formulas_of(most), min(self.serial_bound, compute + communicate))
 
     def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost] | None:
         """Returns what makes the formulas of a stage's cost; None where nothing is known of its kernels."""
@@ -324,7 +339,7 @@ class Pipeline(ABC):
         }
         peak = beside = 0
         for moment in self.moments(stage):
-            alive = sum(parts[at].held(kind) for (at, _), kind in moment.flying.items())
+            alive = sum(times * parts[at].held(kind) for (at, kind), times in moment.flying.items())
             once = sum(parts[at].held(kind) for at, kind in moment.once)
             more = parts[moment.chunk].rise(moment.which, moment.first) if moment.which else 0
             peak, beside = max(peak, alive + once + more), max(beside, more)
@@ -335,17 +350,17 @@ class Pipeline(ABC):
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs."""
         mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        flying, once, begun = dict[tuple[int, int], str](), list[tuple[int, str]](), set[int]()
-        early, late = ([((part,), at, 0) for part in [each] for at in mine if (each, at) in self.apart] for each in (BEFORE, AFTER))
-        for which, at, batch in [*early, *((self.runs(action), action.chunk, action.micro_batch) for action in self.actions[stage]), *late]:
+        flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
+        for which, (_, at, _) in self.order(stage):
             yield Moment(which, at, at not in begun, flying, once)
             if FORWARD in which:
-                flying[at, batch] = SAVED
-            elif WEIGHTS in which:
-                flying.pop((at, batch))
+                flying[at, SAVED] += 1
+            if INPUTS in which:
+                flying[at, SAVED] -= 1
+                flying[at, HANDED] += 1
+            if WEIGHTS in which:
+                flying[at, HANDED] -= 1
                 once += [] if at in begun else [(at, ADDED)]
                 begun.add(at)
-            elif INPUTS in which:
-                flying[at, batch] = HANDED
             once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
         yield Moment((), mine[0], False, flying, once)

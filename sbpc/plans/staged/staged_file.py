@@ -47,6 +47,7 @@ def encode(plan: StagedPlan) -> dict[str, Any]:
             "count": loop.count,
             "in_loop": sorted(map(list, map(astuple, plan.in_loop))),
             "bound": plan.bound,
+            "serial_bound": plan.serial_bound,
             "before": plan_file.encode_graph(loop.before),
             "after": plan_file.encode_graph(loop.after),
             "inputs": {name: list(astuple(source)) for name, source in loop.inputs.items()},
@@ -73,6 +74,7 @@ def decode(decoder: Decoder, plan_in: Callable[[Decoder], Plan]) -> StagedPlan:
     chunks = [decode_chunk(Decoder(chunk["plan"], decoder.path), chunk, plan_in) for chunk in body["chunks"]]
     options, in_loop = dict(decoder.body["options"]), frozenset(Port(*each) for each in body["in_loop"])
     plan = StagedPlan(mesh, body["axis"], loop, chunks, body["schedule"], float(body["bound"]), in_loop, options)
+    plan.serial_bound = float(body.get("serial_bound", 0.0))
     for mistake in chain(wrong_mesh(plan), wrong_loop(plan), wrong_chunks(plan), wrong_crossings(plan), wrong_parameters(plan)):
         raise decoder.fail(mistake)
     in_turn(plan.actions, plan.needs)

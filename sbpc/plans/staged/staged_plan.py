@@ -28,8 +28,9 @@ from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
 from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.staged.staged_lines import report_lines
+from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
-from sbpc.plans.trace_file import PREDICTED, save_trace
+from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
 OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")  # a plan of one chunk has those of the chunk
@@ -76,7 +77,8 @@ class StagedPlan(Pipeline):
 
     mesh: all axes. axis: that of the stages, None where all ranks are one stage. loop: the step as a loop over micro-batches. chunks: in
     the order of the model. schedule: as `sbpc.plan` takes it. bound: seconds that no layouts of these stages can beat. in_loop:
-    parameters and gradients that are boxed for every micro-batch; others are once for all. body: the plan of a micro-batch through all
+    parameters and gradients that are boxed for every micro-batch; others are once for all. serial_bound: what the mean stage computes
+    and communicates at least, whatever its layouts. body: the plan of a micro-batch through all
     stages, in which layouts were chosen; None where the plan was read from a file.
     """
 
@@ -90,6 +92,7 @@ class StagedPlan(Pipeline):
     options: dict[str, Any] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
     body: Plan | None = field(default=None, repr=False, compare=False)
+    serial_bound: float = 0.0
 
     @property
     def count(self) -> int:
@@ -251,13 +254,9 @@ class StagedPlan(Pipeline):
         return bytes_at(node.meta["val"], plan.left[port], self.inner)
 
     def timeline(self) -> list[Event]:
-        """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches."""
-        events = []
-        for action, (start, end) in self.spans.items():
-            stage, phase = self.owners[action.chunk], "forward" if action.kind == FORWARD else "backward"
-            module = f"chunk {action.chunk}"
-            events.append(Event(f"stage {stage}", start, end, str(action), action.kind, module, phase))
-        return events
+        """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches, and beside it lanes of the
+        collectives inside it and of what it sends to others."""
+        return stage_lanes(self)
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: open it at ui.perfetto.dev."""
@@ -301,13 +300,12 @@ class StagedPlan(Pipeline):
     ) -> None:
         """Writes one HTML page about the plan, which loads nothing: figures, the schedule, memory by stage, chunks with their parameters.
 
-        losses: by name of a run, the loss of every step. Raises PlanError if the page cannot be written, and for a trace, which only
-        the page of a plan without stages draws.
+        losses: by name of a run, the loss of every step. trace: a file of `sbpc run --trace`: what rank 0 did is drawn below the
+        predicted schedule. Raises PlanError if the page cannot be written, and for a trace of another plan.
         """
         check_kinds(PlanError, path=(path, "a path"))
-        if trace is not None:
-            raise PlanError("the page of a plan with stages draws no measured trace\n  Leave trace= out.")
-        write_page(self.rewriter.page(self, losses, ()), Path(path))
+        measured = [] if trace is None else measured_step(trace, stage_events(self, 0))
+        write_page(self.rewriter.page(self, losses, measured), Path(path))
 
     def explain(self, name: str) -> Any:
         """Returns why a parameter or a value has its layout on the mesh of its stage: an `sbpc.inspect.explain.Explanation`.

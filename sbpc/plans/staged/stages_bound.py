@@ -1,0 +1,65 @@
+"""A lower bound of a step in stages: what its schedule takes at least, however fast the layouts are.
+
+Let f, i and w be what a micro-batch's forward, the backward of its inputs and that of its weights take at least in a chunk; a stage with
+the chunks C, of which the first one is c, works on m micro-batches. It begins after a forward of all chunks before c. The last thing
+that it makes for others is an i of c: each micro-batch's backward leaves the stage through c, after its forwards, and, unless
+the schedule puts w off, after the w of all but that micro-batch in c. Then come the i of the chunks before, and the w of chunk 0. So
+
+    T >= sum of f before c + m * sum over C of (f + i + w) - w of c + sum of i before c + w of chunk 0
+
+for c > 0, in which m * w is left out where w is put off; and T >= sum of f before c + m * sum over C of (f + i + w) in any case. Each
+gradient is added to those of earlier micro-batches m - 1 times, which counts as part of w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sbpc.graph.ports import GRADIENT, results
+from sbpc.plans.staged.chunk_cost import ADDED
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.pipeline_cost import Pipeline
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
+from sbpc.plans.staged.staged_plan import StagedPlan
+
+WORK = (FORWARD, INPUTS, WEIGHTS)
+
+
+def stages_bound(plan: StagedPlan, least: Mapping[str, float]) -> float:
+    """Returns seconds that the schedule of a plan takes at least. least: by name of a call the seconds of its kernel in any layout.
+
+    Stages that share cores are faster while others wait: of these nothing is known.
+    """
+    if plan.mesh.cluster.sharing > 1.0:
+        return 0.0
+    parts = [least_of(each, least) for each in plan.programs]
+    return max(stage_bound(plan, parts, stage) for stage in range(plan.stages))
+
+
+def least_of(programs: ChunkPrograms, least: Mapping[str, float]) -> dict[str, float]:
+    """Returns what a micro-batch takes at least in each part of a chunk, and under ADDED what it takes to add its gradients to others."""
+    found = dict.fromkeys((*WORK, ADDED), 0.0)
+    for node, part in programs.parts.items():
+        if part in WORK:
+            found[part] += least.get(node.name, 0.0)
+    plan, cluster = programs.plan, programs.plan.mesh.cluster
+    ends = zip(plan.ports.outputs, results(plan.graph))
+    for value in (node.meta["val"] for node in dict.fromkeys(node for port, node in ends if port.kind == GRADIENT) if node is not None):
+        share = value.numel() / plan.mesh.ranks
+        found[ADDED] += float(cluster.kernel_seconds("add", share, 3 * value.element_size() * share))
+    return found
+
+
+def stage_bound(plan: Pipeline, parts: list[dict[str, float]], stage: int) -> float:
+    """Returns the bound of one stage. parts: by chunk the least seconds of a micro-batch in each part."""
+    mine = [at for at, owner in enumerate(plan.owners) if owner == stage]
+    first, before = parts[mine[0]], parts[: mine[0]]
+    lead = sum(each[FORWARD] for each in before)
+    busy = {part: plan.count * sum(parts[at][part] for at in mine) for part in WORK}
+    busy[WEIGHTS] += (plan.count - 1) * sum(parts[at][ADDED] for at in mine)
+    alone = lead + sum(busy.values())
+    if not before:
+        return alone
+    tail = sum(each[INPUTS] for each in before) + parts[0][WEIGHTS]
+    late = busy[WEIGHTS] if plan.split else first[WEIGHTS] + first[ADDED]
+    return max(alone, alone - late + tail)
