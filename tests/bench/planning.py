@@ -33,7 +33,9 @@ UNCHAINED = ("t5 16x8", "mixtral 8x8", "unet 8x8")
 LAYER, REST = 79, 43  # nodes of a layer of the GPT, and of what is around them
 
 
-def measured(name: str, certify: float, layers: int = 0, limits: Sequence[float] = ()) -> dict[str, Any]:
+def measured(
+    name: str, certify: float, layers: int = 0, limits: Sequence[float] = (), objective: str = "seconds"
+) -> dict[str, Any]:
     """One case in this process; layers: a GPT of so many on its mesh instead; limits: parts of what the plan takes."""
     import sbpc
     from sbpc import Mesh
@@ -45,7 +47,7 @@ def measured(name: str, certify: float, layers: int = 0, limits: Sequence[float]
     model, args, kwargs = getattr(zoo, model_name)(**options)
     gc.collect()
     start = time.process_time()
-    plan = sbpc.plan(model, args, Mesh(cluster="h100", **axes), kwargs=kwargs)
+    plan = sbpc.plan(model, args, Mesh(cluster="h100", **axes), kwargs=kwargs, objective=objective)
     cost = plan.cost
     row = {
         "case": name, "nodes": len(plan.graph.graph.nodes), "times": {k: round(v, 3) for k, v in plan.times.items()},
@@ -60,17 +62,18 @@ def measured(name: str, certify: float, layers: int = 0, limits: Sequence[float]
     start = time.process_time()
     local = plan.local
     row["local ms per node"] = (time.process_time() - start) / len(local.graph.nodes) * 1e3
-    row["limits"] = [limited(share, cost.memory["total"], (model, args, Mesh(cluster="h100", **axes)), kwargs) for share in limits]
+    what = (model, args, Mesh(cluster="h100", **axes))
+    row["limits"] = [limited(share, cost.memory["total"], what, {"kwargs": kwargs, "objective": objective}) for share in limits]
     return row
 
 
-def limited(share: float, most: int, what: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def limited(share: float, most: int, what: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """The plan that takes at most `share` of `most` bytes; what cannot be met has no seconds."""
     import sbpc
 
     start = time.process_time()
     try:
-        plan = sbpc.plan(*what, kwargs=kwargs, memory=share * most)
+        plan = sbpc.plan(*what, **options, memory=share * most)
     except sbpc.errors.MemoryLimitError as error:
         return {"share": share, "refused": str(error).splitlines()[0], "total": time.process_time() - start}
     outside = time.process_time() - start - plan.times["capture"]
@@ -93,9 +96,9 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def run(name: str, certify: float, layers: int, limits: Sequence[float] = ()) -> dict[str, Any] | None:
+def run(name: str, certify: float, layers: int, limits: Sequence[float], objective: str) -> dict[str, Any] | None:
     """One case in a process of its own, its line printed; None if it fails."""
-    options = ["--here", "--certify", str(certify), "--layers", str(layers), "--memory", *map(str, limits)]
+    options = ["--here", "--objective", objective, "--certify", str(certify), "--layers", str(layers), "--memory", *map(str, limits)]
     command = [sys.executable, "-m", "tests.bench.planning", name, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -113,17 +116,19 @@ def main() -> None:
     parser.add_argument("--certify", type=float, default=0.0, help="seconds for tightening each bound")
     parser.add_argument("--layers", type=int, default=0, help="a GPT of so many layers on the mesh of the case")
     parser.add_argument("--memory", type=float, nargs="*", default=[], help="also plans under these parts of the plan's bytes")
+    parser.add_argument("--objective", default="seconds", help="of sbpc.plan; serial: the layouts alone, no order of collectives")
     parser.add_argument("--here", action="store_true", help="run one case in this process and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(measured(arguments.cases[0], arguments.certify, arguments.layers, arguments.memory)))
+        options = arguments.certify, arguments.layers, arguments.memory, arguments.objective
+        print(json.dumps(measured(arguments.cases[0], *options)))
         return
     rows: list[dict[str, Any]] = []
     for name in arguments.cases or CASES:
-        row = run(name, arguments.certify, arguments.layers, arguments.memory)
+        row = run(name, arguments.certify, arguments.layers, arguments.memory, arguments.objective)
         rows += [row] if row else []
         if row and name in UNCHAINED and not arguments.layers:
-            chain = run(name, arguments.certify, round((row["nodes"] - REST) / LAYER))
+            chain = run(name, arguments.certify, round((row["nodes"] - REST) / LAYER), (), arguments.objective)
             if chain:
                 row["times a chain"] = row["outside"] / row["nodes"] / (chain["outside"] / chain["nodes"])
                 print(f"{name:18} takes {row['times a chain']:.2f} times as long per node", flush=True)

@@ -117,7 +117,7 @@ def measured(row: dict[str, Any], objective: str) -> Measured:
     baseline = "data" if row["tp"] == 1 else "megatron+sp" if row.get("sp") else "megatron"
     key = mesh.sizes[1:], count, "none", FASTEST
     search.chunks[key] = units_of(gm, task.stages, task.about, inner(mesh), count, False, ONCE, baseline)
-    units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0), "none", FASTEST, ())
+    units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0, 0.0), "none", FASTEST, ())
     return Measured(units, [ChunkPrograms(chunk.plan, (), objective == "seconds") for chunk in search.chunks[key]])
 
 

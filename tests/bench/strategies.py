@@ -27,7 +27,7 @@ from sbpc.cli.commands.profile import print_cluster
 from sbpc.runtime.start import process_groups as groups
 from tests import models
 from tests.bench.bed import Bed, missing
-from tests.bench.testbed import everyone
+from tests.bench.ranks import everyone
 
 GPT = {"batch": 32, "seq": 64, "vocab": 2048, "width": 256, "heads": 8, "layers": 8, "tied": False}
 CHOICE = "the search's choice"

@@ -1,105 +1,60 @@
-"""The cost model against reality: real processes over links of known speed. `python -m tests.bench.testbed` (root).
+"""Plans against reality: real processes over links of known speed. `python -m tests.bench.testbed [--only steps gpt ...]` (root).
 
-On four hosts of 200 and of 400 Mbit/s `sbpc profile` writes a cluster file. With it, ten plans of a small GPT are held
-against what is measured: seconds of communication (every collective by itself, between barriers: the median over steps,
-summed), and bytes through the interfaces. Then a VGG-like net trains by the solver's plan, by DistributedDataParallel
-and by a hand-written hybrid (data-parallel convolutions, tensor-parallel classifier), in turns in one run.
+On four hosts of 200 Mbit/s `sbpc profile` writes a cluster file. With it:
+
+- collectives: of ten plans of a small GPT predicted and measured seconds of communication (every collective by itself, between
+  barriers), and the bytes through the interfaces.
+- steps: predicted and measured seconds of the steps of these plans, in which collectives run beside computing.
+- draws: the same of plans drawn at random, and Spearman's correlation.
+- gpt, gpt2, vgg: what sbpc takes for a step of training, and what PyTorch's own strategies take; see `VERSUS`. Of sbpc's best plan also
+  the share of what can be hidden that is hidden.
+- loop: the same in micro-batches, gradients communicated once a step.
+
+Steps are measured in turns in one run; a figure is a median over rounds, of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from rich.console import Console
 
 import sbpc
 from sbpc import Cluster, Mesh, Plan
+from sbpc.cli.commands.profile import print_cluster
+from sbpc.plans.timeline import COMPUTE, timeline
 from sbpc.runtime.executors import EXECUTORS
 from sbpc.runtime.start import process_groups as groups
-from tests import models
+from tests.bench import by_hand
 from tests.bench.bed import Bed, missing
+from tests.bench.plans_to_measure import build, random_plans, ten_plans
+from tests.bench.ranks import everyone, in_turns, sent
 
 HOSTS = 4
-GPT = {"batch": 32, "seq": 64, "vocab": 1024, "width": 256, "heads": 8, "layers": 2, "tied": False}
-
-
-# --- models and plans -------------------------------------------------------------------------------------------------
-class VGG(nn.Module):
-    """Most parameters in the classifier, most flops in the convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width, pool in ((64, True), (128, True), (256, False), (256, True), (512, True)):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), *([nn.MaxPool2d(2)] if pool else [])]
-            channels = width
-        self.features = nn.Sequential(*layers, nn.Flatten())
-        linear = nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 100)
-        self.classifier = nn.Sequential(*linear)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.classifier(self.features(x)), labels)
-
-
-def build(name: str, batch: int = 128) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A model and its batch, the same on every rank."""
-    torch.manual_seed(0)
-    if name == "gpt":
-        return models.gpt2(**GPT)  # type: ignore[arg-type]
-    return VGG(), (torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,)))
-
-
-ROWS = {"*qkv.weight": "S(0)", "*up.weight": "S(0)", "*proj.weight": "S(1)", "*down.weight": "S(1)"}
-HIDDEN = "gelu", "gelu_1"  # the hidden values of the two blocks: dims batch, sequence, width
-EVERY = "*.weight", "*.bias"
-
-
-def ten_plans(cluster: Cluster) -> dict[str, Plan]:
-    """Plans of the GPT that differ: by experts' pins, by random pins, by the solver alone."""
-    model, args = build("gpt")
-    one, two = Mesh(t=HOSTS, cluster=cluster), Mesh(d=2, t=2, cluster=cluster)
-
-    def pinned(mesh: Mesh, hidden: str, homes: dict[str, str], inputs: str | None = None) -> Plan:
-        pins = {**homes, **dict.fromkeys(HIDDEN, hidden)}
-        return sbpc.plan(model, args, mesh, pin=pins, inputs=inputs and [inputs, inputs])
-
-    def drawn(mesh: Mesh, seed: int) -> Plan:
-        draw = random.Random(seed)
-        matrices = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
-        homes = {name: f"{draw.choice(['S(0)', 'S(1)', 'B'])}@{draw.choice(mesh.axes)}" for name in matrices}
-        hidden = {name: f"S({draw.randrange(3)})@{draw.choice(mesh.axes)}" for name in HIDDEN}
-        return sbpc.plan(model, args, mesh, pin={**homes, **hidden})
-
-    half = sbpc.plan(model, args, Mesh(t=1)).cost.memory["total"] / 2
-    rows = {name: f"{state}@t" for name, state in ROWS.items()}
-    both = {name: f"{state}@t,S({1 - int(state[2])})@d" for name, state in ROWS.items()}
-    return {
-        "data": pinned(one, "S(0)@t", dict.fromkeys(EVERY, "B@t"), "S(0)@t"),
-        "fsdp": pinned(one, "S(0)@t", dict.fromkeys(EVERY, "S(0)@t"), "S(0)@t"),
-        "tensor": pinned(one, "S(2)@t", rows),
-        "sequence": pinned(one, "S(1)@t", {}),
-        "data x tensor": pinned(two, "S(0)@d,S(2)@t", {name: f"{text},B@d" for name, text in rows.items()}, "S(0)@d"),
-        "fsdp x tensor": pinned(two, "S(0)@d,S(2)@t", both, "S(0)@d"),
-        "random, one axis": drawn(one, 1),
-        "random, two axes": drawn(two, 2),
-        "solver, one axis": sbpc.plan(model, args, one, memory=half),
-        "solver, two axes": sbpc.plan(model, args, two, memory=half),
-    }
+PREDICTED: dict[str, Callable[[Cluster, int], dict[str, Plan]]] = {"collectives": ten_plans, "steps": ten_plans, "draws": random_plans}
+LOOP, PIPELINE, STAGED = "loop", "pipeline", "sbpc, stages"
+VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {  # net, its sizes, strategies with their micro-batches
+    LOOP: ("gpt", {"batch": 64}, [("ddp", 4), ("zero2", 4), ("tp x dp", 4)]),
+    "gpt": ("gpt", {}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1), (PIPELINE, 4)]),
+    "gpt2": ("gpt", {"batch": 32, "layers": 2}, [("ddp", 1), ("zero2", 1), ("tp x dp", 1)]),
+    "vgg": ("vgg", {}, [("ddp", 1), ("zero2", 1), ("hybrid", 1)]),
+}
+PARTS = *PREDICTED, *VERSUS
+IN_ORDER, SERIAL = "sbpc, the better one in order", "sbpc, objective=serial"
 
 
 # --- what runs on a host ----------------------------------------------------------------------------------------------
@@ -120,10 +75,10 @@ class Timed(torch.fx.Interpreter):
         return found
 
 
-def timed(gm: torch.fx.GraphModule) -> Callable[[list[Tensor]], Any]:
+def timed(gm: torch.fx.GraphModule) -> Callable[[list[torch.Tensor]], Any]:
     """The executor that runs programs in this way."""
 
-    def run(given: list[Tensor]) -> Any:
+    def run(given: list[torch.Tensor]) -> Any:
         taken = given.copy()
         given.clear()
         return Timed(gm).run(*taken)
@@ -134,20 +89,6 @@ def timed(gm: torch.fx.GraphModule) -> Callable[[list[Tensor]], Any]:
 EXECUTORS["timed"] = timed
 
 
-def sent() -> int:
-    """Bytes that this host has sent."""
-    dist.barrier()
-    time.sleep(0.1)
-    return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
-
-
-def everyone(mine: Any) -> list[Any]:
-    """What every rank gives."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
 def local_args(plan: Plan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """This rank's shards of the inputs."""
     at = plan.mesh.coordinates(dist.get_rank())
@@ -155,10 +96,10 @@ def local_args(plan: Plan, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(layout.shard(x, plan.mesh.sizes, at) for layout, x in zip(given, args))
 
 
-def measure_plan(file: str, steps: int) -> dict[str, Any]:
+def measure_collectives(file: Path, steps: int) -> dict[str, float]:
     """Seconds and bytes of a plan's communication in a step of the GPT."""
     plan = sbpc.load(file)
-    net, args = build("gpt")
+    net, args = build()
     args = local_args(plan, args)
     watched, plain = (sbpc.parallelize(net, plan, executor=how, device="cpu") for how in ("timed", "code"))
     columns: list[list[float]] = []
@@ -170,215 +111,190 @@ def measure_plan(file: str, steps: int) -> dict[str, Any]:
     before = sent()
     for _ in range(steps):
         plain(*args).backward()
-    after = sent()
-    return {
-        "seconds": sum(statistics.median(column) for column in zip(*slowest)),
-        "bytes": max(everyone((after - before) / steps)),
-        "collectives": len(slowest[0]),
-    }
+    moved = max(everyone((sent() - before) / steps))
+    return {"seconds": sum(statistics.median(column) for column in zip(*slowest)), "bytes": moved}
 
 
-def trainers(file: str) -> dict[str, Callable[[], None]]:
-    """Ways to do one step of the VGG on the same batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        parallelize_module,
-    )
-    from torch.nn.parallel import DistributedDataParallel
-
-    groups.start("cpu")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    _, (x, labels) = build("vgg")
-    mine, target = x.chunk(ranks)[rank], labels.chunk(ranks)[rank]
-
-    def step_of(net: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, foreach=False)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            forward().backward()
-            optimizer.step()
-
-        return step
-
+def predicted_step(file: Path, small: bool) -> Callable[[], Any]:
+    """A step of the GPT by a plan: forward and backward, which is what plans predict."""
     plan = sbpc.load(file)
-    solved = sbpc.parallelize(build("vgg")[0], plan, device="cpu")
-    given = local_args(plan, (x, labels))
-    data = DistributedDataParallel(build("vgg")[0], gradient_as_bucket_view=True)
-    hybrid = build("vgg")[0]
-    whole = PrepareModuleInput(
-        input_layouts=Shard(0), desired_input_layouts=None or _replicate(), use_local_output=True
-    )
-    parallelize_module(
-        hybrid, init_device_mesh("cpu", (ranks,)),
-        {"classifier": whole, "classifier.0": ColwiseParallel(), "classifier.2": RowwiseParallel()},
-    )  # fmt: skip
-    features = DistributedDataParallel(hybrid.features, gradient_as_bucket_view=True)
+    net, args = build(small)
+    args, module = local_args(plan, args), sbpc.parallelize(net, plan, device="cpu")
 
-    def hybrid_loss() -> Tensor:
-        found = features(mine)
-        found.register_hook(lambda g: g * ranks)  # the mean over ranks of shares of one loss is to be their sum
-        return F.cross_entropy(hybrid.classifier(found), labels)
+    def step() -> None:
+        module.zero_grad()
+        module.step(*args)
 
-    return {
-        "solver": step_of(solved, lambda: solved(*given)),
-        "ddp": step_of(data, lambda: data(mine, target)),
-        "hybrid": step_of(hybrid, hybrid_loss),
-    }
+    return step
 
 
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate
+def training_step(file: Path, part: str) -> Callable[[], Any]:
+    """A step of training by a plan, as `by_hand.strategy` gives one."""
+    name, sizes, _ = VERSUS[part]
+    net, batch = by_hand.build(name, **sizes)
+    module = sbpc.parallelize(net, sbpc.load(file), device="cpu")
+    optimizer = by_hand.optimizer_of(module)
 
-    return Replicate()
+    def step() -> None:
+        module.step(*batch)
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-def measure_training(file: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a step and bytes of each way to train, in turns."""
-    steps = trainers(file)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    moved: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            before = sent()
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            took = time.perf_counter() - start
-            after = sent()
-            if turn:
-                seconds[name].append(max(everyone(took)))
-                moved[name].append(max(everyone(after - before)))
-    return {
-        name: {"seconds": statistics.median(seconds[name]), "bytes": statistics.median(moved[name])} for name in steps
-    }
+    return step
 
 
-def worker(options: argparse.Namespace) -> None:
-    """One rank: measure what the folder asks for; rank 0 writes the figures."""
+def worker(part: str, folder: Path, rounds: int) -> None:
+    """One rank: measures the plans of a part, and what they are held against; rank 0 writes the figures."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    folder = Path(options.folder)
     groups.start("cpu")
-    if options.worker == "gpt":
-        files = sorted(folder.glob("gpt-*.sbpc"))
-        found = {file.stem.removeprefix("gpt-"): measure_plan(str(file), options.steps) for file in files}
+    files = {file.stem: file for file in sorted((folder / part).glob("*.sbpc"))}
+    if part == "collectives":
+        found = {name: measure_collectives(file, rounds) for name, file in files.items()}
+    elif part in PREDICTED:
+        found = in_turns({name: predicted_step(file, part == "draws") for name, file in files.items()}, rounds)
     else:
-        found = measure_training(str(folder / "vgg.sbpc"), options.steps)
+        name, sizes, strategies = VERSUS[part]
+        steps = {each: by_hand.strategy(each, *by_hand.build(name, **sizes), many) for each, many in strategies}
+        found = in_turns(steps | {name: training_step(file, part) for name, file in files.items()}, rounds, warm=2)
     if dist.get_rank() == 0:
-        (folder / f"{options.worker}.json").write_text(json.dumps(found))
+        (folder / f"{part}.json").write_text(json.dumps(found))
     dist.barrier()
     groups.stop()
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------
-def bench(mbit: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything at one speed of the links."""
-    me = [sys.executable, "-m", "tests.bench.testbed", "--steps", str(options.steps)]
-    with tempfile.TemporaryDirectory() as name, Bed(HOSTS, mbit) as bed:
-        folder = Path(name)
-        file = folder / "cluster.json"
-        bed.run(
-            [
-                sys.executable,
-                "-m",
-                "sbpc",
-                "profile",
-                "--repeats",
-                str(2 * options.steps + 1),
-                "--name",
-                f"{mbit:g} Mbit/s",
-                "-o",
-                str(file),
-            ]
-        )
-        cluster = Cluster.load(file)
-        found: dict[str, Any] = {"mbit": mbit, "cluster": cluster.figures(), "gpt": [], "vgg": []}
-        show_rates(cluster)
-        if "gpt" in options.only:
-            plans = ten_plans(cluster)
-            for title, plan in plans.items():
-                plan.save(folder / f"gpt-{title}.sbpc")
-            bed.run([*me, "--worker", "gpt", "--folder", name])
-            measured = json.loads((folder / "gpt.json").read_text())
-            found["gpt"] = [row(title, plan, measured[title]) for title, plan in plans.items()]
-        if "vgg" in options.only:
-            net, args = build("vgg")
-            plan = sbpc.plan(net, args, Mesh(x=HOSTS, cluster=cluster), optimizer="momentum")
-            plan.save(folder / "vgg.sbpc")
-            found["vgg"] = vgg_rows(plan, bed, me, name)
+def kept(folder: Path, make: Callable[[Cluster], dict[str, Plan]], cluster: Cluster) -> dict[str, Plan]:
+    """Plans in a folder, by name; made if there are none."""
+    if not folder.exists():
+        folder.mkdir()
+        for title, plan in make(cluster).items():
+            plan.save(folder / f"{title}.sbpc")
+    return {file.stem: sbpc.load(file) for file in sorted(folder.glob("*.sbpc"))}  # type: ignore[misc]
+
+
+def measured(part: str, bed: Bed, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds and bytes of a step of everything that a part measures, by name."""
+    me = [sys.executable, "-m", "tests.bench.testbed", "--worker", "--only", part]
+    bed.run([*me, "--rounds", str(options.rounds), "--folder", str(options.folder)])
+    found: dict[str, dict[str, float]] = json.loads((options.folder / f"{part}.json").read_text())
     return found
 
 
-def show_rates(cluster: Cluster) -> None:
-    """The measured rates."""
-    print(f"\n{cluster.source}\n{cluster.peak / 1e9:.1f} Gflop/s, {cluster.memory_bandwidth / 1e9:.1f} GB/s of memory")
-    print(f"{cluster.inter_bandwidth / 1e6:.1f} MB/s, {1e6 * cluster.inter_latency:.0f} us a round")
-    for rate in cluster.collectives:
+def predictions(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Prints what plans predict beside what is measured, and how far they are apart."""
+    rows = []
+    for title, plan in plans.items():
+        cost, real = plan.cost, found[title]
+        seconds, moved = cost.comm_seconds if part == "collectives" else cost.seconds, sum(cost.bytes_on_wire.values())
+        row = {"plan": title, "predicted": seconds, "predicted bytes": moved, **real}
+        row["error"], row["error of bytes"] = seconds / real["seconds"] - 1, moved / real["bytes"] - 1
+        row |= {"microbatches": plan.options["microbatches"], "panels": plan.options["panels"]}
         print(
-            f"  {rate.collective:15} {rate.ranks} ranks  {1e6 * (rate.latency or 0):7.0f} us  "
-            f"efficiency {rate.efficiency:.3f}  bytes on the wire x {rate.traffic:.3f}  {1e6 * rate.least:7.0f} us at least"
-        )
-
-
-def row(title: str, plan: Plan, measured: dict[str, Any]) -> dict[str, Any]:
-    """Predicted against measured, printed."""
-    predicted, moved = plan.cost.comm_seconds, sum(plan.cost.bytes_on_wire.values())
-    found = {
-        "plan": title, "predicted_seconds": predicted, "measured_seconds": measured["seconds"],
-        "seconds_error": predicted / measured["seconds"] - 1, "predicted_bytes": moved,
-        "measured_bytes": measured["bytes"], "bytes_error": moved / measured["bytes"] - 1,
-    }  # fmt: skip
-    print(
-        f"  {title:22} {measured['collectives']:4} collectives  {predicted:7.3f} s predicted {measured['seconds']:7.3f} s "
-        f"measured ({100 * found['seconds_error']:+5.1f} %)  {moved / 1e6:8.3f} MB predicted "
-        f"{measured['bytes'] / 1e6:8.3f} MB measured ({100 * found['bytes_error']:+5.2f} %)",
-        flush=True,
-    )
-    return found
-
-
-def vgg_rows(plan: Plan, bed: Bed, me: list[str], folder: str) -> list[dict[str, Any]]:
-    """The three ways to train the VGG, printed."""
-    bed.run([*me, "--worker", "vgg", "--folder", folder])
-    measured = json.loads(Path(folder, "vgg.json").read_text())
-    slow, hand = measured["ddp"]["seconds"], measured["hybrid"]["bytes"]
-    for name, found in measured.items():
-        print(
-            f"  VGG, {name:7} {found['seconds']:6.3f} s a step ({slow / found['seconds']:.2f} x as fast as ddp)  "
-            f"{found['bytes'] / 1e6:7.2f} MB a rank ({found['bytes'] / hand:.3f} x the hybrid's)",
+            f"  {title:22} {seconds:7.3f} s predicted {real['seconds']:7.3f} s measured ({row['error']:+6.1%})  {moved / 1e6:8.3f} MB "
+            f"predicted ({row['error of bytes']:+7.2%})  halves {row['microbatches']}  panels {row['panels']}  "
+            f"compute {cost.compute_seconds:.3f} s  communication {cost.comm_seconds:.3f} s",
             flush=True,
         )
-    print(
-        f"  predicted: {plan.cost.seconds:.3f} s a step, {plan.cost.comm_seconds:.3f} s of them communicating, "
-        f"{sum(plan.cost.bytes_on_wire.values()) / 1e6:.2f} MB"
-    )
-    return [{"name": name, **found} for name, found in measured.items()]
+        rows.append(row)
+    ranks = [np.argsort(np.argsort([row[key] for row in rows])) for key in ("predicted", "seconds")]
+    errors = sorted(abs(row["error"]) for row in rows)
+    print(f"  worst {errors[-1]:.1%}, median {statistics.median(errors):.1%}, Spearman {np.corrcoef(ranks)[0, 1]:.3f}", flush=True)
+    return rows
+
+
+def hideable(plan: Plan) -> float:
+    """Seconds that can be hidden at most: in the forward, and in the backward, of computing and communicating what takes less."""
+    busy = {phase: [0.0, 0.0] for phase in ("forward", "backward")}
+    for event in timeline(plan.unscheduled, plan.mesh):
+        busy[event.phase][event.stream == COMPUTE] += event.end - event.start
+    return sum(map(min, busy.values()))
+
+
+def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
+    """The plans of sbpc for a net: on one axis and on two, the better one in order, and the best one where nothing overlaps.
+
+    With stages, too, where a pipeline by hand is there.
+    """
+    name, sizes, strategies = VERSUS[part]
+    net, (inputs, targets) = by_hand.build(name, **sizes)
+    about = {"loss": by_hand.loss_of, "targets": (targets,), "optimizer": "momentum"}
+    meshes = {"one axis": Mesh(t=HOSTS, cluster=cluster), "two axes": Mesh(d=2, t=HOSTS // 2, cluster=cluster)}
+    if part == LOOP:
+        return {f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about, microbatches=4) for title, mesh in meshes.items()}
+    plans = {f"sbpc, {title}": sbpc.plan(net, (inputs,), mesh, **about) for title, mesh in meshes.items()}
+    serial = [sbpc.plan(net, (inputs,), mesh, **about, objective="serial") for mesh in meshes.values()]
+    best = min(plans.values(), key=lambda plan: plan.cost.seconds)
+    in_order = replace(best, options={**best.options, "objective": "serial"}, programs={})
+    plans |= {IN_ORDER: in_order, SERIAL: min(serial, key=lambda plan: plan.cost.seconds)}
+    for each, many in strategies:
+        if each == PIPELINE:
+            plans[STAGED] = sbpc.plan(net, (inputs,), Mesh(pipe=HOSTS, cluster=cluster), **about, stages="pipe", microbatches=many)
+    return plans
+
+
+def versus(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Prints what a step of training takes by hand and by sbpc, and what of a plan's communication is hidden."""
+    rows = []
+    for title, real in found.items():
+        told = ""
+        if title in plans:
+            cost, options = plans[title].cost, plans[title].options
+            told = f"  {cost.seconds:6.3f} s predicted, compute {cost.compute_seconds:.3f} s, communication {cost.comm_seconds:.3f} s, "
+            told += f"micro-batches {options['microbatches']}, panels {options.get('panels', 1)}"
+        print(f"  {title:30} {real['seconds']:6.3f} s  {real['bytes'] / 1e6:7.2f} MB{told}", flush=True)
+        rows.append({"name": title, **real})
+    seconds = {row["name"]: row["seconds"] for row in rows}
+    hand = min(value for title, value in seconds.items() if title not in plans and title != PIPELINE)
+    ours = [title for title in plans if title not in (IN_ORDER, SERIAL, STAGED)]
+    print(f"  by hand / sbpc: {hand / min(seconds[title] for title in ours):.3f}", flush=True)
+    if STAGED in plans:
+        print(f"  pipeline by hand / sbpc: {seconds[PIPELINE] / seconds[STAGED]:.3f}")
+    if part == LOOP:
+        return rows
+    print(f"  by hand / sbpc without overlap: {hand / seconds[SERIAL]:.3f}")
+    best = min(ours, key=lambda title: plans[title].cost.seconds)
+    most, cost = hideable(plans[best]), plans[best].cost
+    told, real = cost.compute_seconds + cost.comm_seconds - cost.seconds, seconds[IN_ORDER] - seconds[best]
+    print(f"  of {most:.3f} s that can be hidden {told / most:.0%} are in the simulation, {real / most:.0%} as measured", flush=True)
+    return rows
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Plans and measures the parts that are asked for."""
+    with Bed(HOSTS, options.mbit) as bed:
+        file = options.folder / "cluster.json"
+        if not file.exists():
+            bed.run([sys.executable, "-m", "sbpc", "profile", "--repeats", "15", "--name", f"{options.mbit:g} Mbit/s", "-o", str(file)])
+        cluster, console = Cluster.load(file), Console(width=150)
+        print_cluster(cluster, console)
+        for part in options.only:
+            console.print(f"{part}, {options.mbit:g} Mbit/s")
+            make = partial(PREDICTED[part], hosts=HOSTS) if part in PREDICTED else partial(plans_of, part)
+            plans = kept(options.folder / part, make, cluster)
+            if not options.plan:
+                (predictions if part in PREDICTED else versus)(part, plans, measured(part, bed, options))
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, nargs="+", default=[200, 400], help="speeds of the links")
-    parser.add_argument("--steps", type=int, default=9, help="of each measurement")
-    parser.add_argument("--only", nargs="+", choices=("gpt", "vgg"), default=("gpt", "vgg"))
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--worker", choices=("gpt", "vgg"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--mbit", type=float, default=200, help="speed of the links")
+    parser.add_argument("--rounds", type=int, default=5, help="of each measurement")
+    parser.add_argument("--folder", type=Path, help="where the cluster file, plans and figures are kept; what is there is not made again")
+    parser.add_argument("--plan", action="store_true", help="make the plans and measure none of them")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options)
+        worker(options.only[0], options.folder, options.rounds)
         return
     if why := missing():
         raise SystemExit(f"testbed: {why}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the beds are removed
-    found = [bench(mbit, options) for mbit in options.mbit]
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the bed is removed
+    with tempfile.TemporaryDirectory() as name:
+        options.folder = options.folder or Path(name)
+        options.folder.mkdir(exist_ok=True)
+        bench(options)
 
 
 if __name__ == "__main__":
