@@ -49,6 +49,16 @@ def test_to_start_a_message_costs_computing() -> None:
     assert clock.now == 5.5, "what is waited for at once takes as long as was measured, its start included"
 
 
+def test_stages_start_each_message_at_both_ends() -> None:
+    model, args = models.gpt2(layers=2, tied=False)
+    costs = [
+        sbpc.plan(model, args, Mesh(pipe=2, cluster=replace(LAN, start=start)), stages="pipe", microbatches=1, schedule="gpipe").cost
+        for start in (0.0, 0.25)
+    ]
+    assert costs[1].seconds == pytest.approx(costs[0].seconds + 4 * 0.25), "one forth and one back, and nothing beside them"
+    assert costs[1].compute_seconds == pytest.approx(costs[0].compute_seconds)
+
+
 def test_attention_takes_as_many_times_as_long_as_its_flops_say() -> None:
     model, args = models.gpt2(layers=1)
     slow = replace(LAN, memory_bandwidth=1e30, launch=0.0)

@@ -262,15 +262,22 @@ class Pipeline(ABC):
     def work_of(self, action: Action) -> tuple[float, float]:
         """Returns the seconds of computing in an action, and those of waiting for its own collectives.
 
-        The device also takes its part of what comes from other stages, and adds gradients to those of earlier micro-batches.
+        The device also takes its part of what comes from other stages, starts each message at both of its ends, and adds gradients to
+        those of earlier micro-batches.
         """
         chunk, cluster = self.parts[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
         compute = min(program.compute, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
         adds = WEIGHTS in self.runs(action) and action.micro_batch > 0
-        beside = cluster.taken * comes + (chunk.adds if adds else 0.0)
+        beside = cluster.taken * comes + cluster.start * self.messages[action] + (chunk.adds if adds else 0.0)
         return compute + beside, program.seconds - compute
+
+    @functools.cached_property
+    def messages(self) -> Counter[Action]:
+        """By action how many others on other stages it sends to and receives from."""
+        pairs = [(need, action) for action in self.everything for need in self.needs(action) if self.sending(need, action)]
+        return Counter(end for pair in pairs for end in pair)
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
@@ -282,7 +289,8 @@ class Pipeline(ABC):
         """Seconds, bytes and memory of a step."""
         stages = range(self.stages)
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
-        busy = [self.totals(stage, "seconds") for stage in stages]
+        starts = [self.mesh.cluster.start * sum(self.messages[action] for action in self.actions[stage]) for stage in stages]
+        busy = [self.totals(stage, "seconds") + starts[stage] for stage in stages]
         most = max(stages, key=busy.__getitem__)
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
