@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sbpc
+from sbpc import Mesh
 from sbpc.api.short_model import short_model
+from sbpc.api.strategies import Candidate, Search, StrategyRow
 from sbpc.cli.commands.sweep import refused_lines
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
 from sbpc.plans.staged.estimate import even_ends
+from sbpc.plans.staged.pipeline_cost import StagedCost
 from tests import models
 from tests.compare import compare, eager
 
@@ -132,3 +136,26 @@ def test_the_command_line_ranks_strategies(capsys: pytest.CaptureFixture[str], t
     assert rows[0]["cost"] <= rows[-1]["cost"] and {row["stages"] for row in rows} > {1}
     assert main(asked) == 0
     assert "strategies looked at; none takes less than" in capsys.readouterr().out
+
+
+def test_what_seems_fastest_is_looked_at_next() -> None:
+    """Ranks of tensor are slower than the guess here: after the first of eight, all of fewer ranks come before the others of eight."""
+
+    class Guessing(Search):
+        def row(self, each: Candidate) -> StrategyRow:
+            seen.append((each.mesh.sizes[2], each.microbatches))
+            seconds = each.guess * each.mesh.sizes[2]
+            figures = StagedCost(seconds, seconds, 0.0, 0.0, {}, {"total": 1}, 1.0, 0.0)
+            return StrategyRow(each.mesh, 1, each.schedule, each.microbatches, "none", figures, refuse)
+
+    def refuse() -> Any:
+        raise AssertionError("no plan is asked for")
+
+    seen: list[tuple[int, int]] = []
+    found = [
+        Candidate(Mesh(pipe=1, data=8 // tensor, tensor=tensor), "1f1b", count, 0.5, 0.5, 1.0 + count / 100, 0.0)
+        for count in (1, 2) for tensor in (8, 4, 2, 1)
+    ]  # fmt: skip
+    rows = Guessing(refuse, None, {}, None, None, "none", 60.0).rows(found)  # type: ignore[arg-type]
+    assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (8, 2)]
+    assert [row.mesh.sizes[2] for row in rows] == [1, 1, 2, 2, 4, 4, 8, 8] and rows[0].cost == 1.01

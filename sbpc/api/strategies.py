@@ -158,23 +158,29 @@ class Search:
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
-        """Returns the rows of candidates, best first, looked at in the order of what they take at least, for so many CPU seconds.
+        """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
+        A guess knows nothing of what ranks of tensor send each other, so it counts as many times as what was looked at with as many.
         Each row has the bound of all candidates, whether they have a row or not: one that was refused might have been cut or laid out
         otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
-        errors: list[SbpcError] = []
-        for number, each in enumerate(candidates):
+        errors, slower, left = list[SbpcError](), dict[int, float](), list(candidates)
+        for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
-            why = SLOWER if each.least >= best else LATE if found and time.process_time() - start > self.seconds else ""
-            if why:
-                refused.append(refusal(each, why))
-                continue
+            late = bool(found) and time.process_time() - start > self.seconds
+            refused += [refusal(each, SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
+            left = [] if late else [each for each in left if each.least < best]
+            if not left:
+                break
+            each = min(left, key=lambda other: other.guess * slower.get(other.mesh.sizes[2], 1.0))
+            left.remove(each)
             if progress is not None:
                 progress(number, len(candidates), each.mesh)
             try:
                 found.append(self.row(each))
+                tensor, times = each.mesh.sizes[2], found[-1].cost / each.guess
+                slower[tensor] = min(slower.get(tensor, times), times)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
                 needed = error.needed if isinstance(error, TooLarge) else None

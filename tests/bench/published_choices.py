@@ -1,0 +1,83 @@
+"""What the search chooses beside what Megatron-LM published: `python -m tests.bench.published_choices FILE [models]`.
+
+FILE holds Megatron-LM SC21 table 1 (arXiv 2104.04473) as `tests.bench.published` reads it: for ten models the ranks of tensor and pipe
+that its authors took on so many A100 of 80 GB. The cluster has the constants that `tests.bench.published FILE seconds` fits. Each model
+is searched with everything recomputed, as there. Printed are the best row, the best one with the published ranks of tensor and pipe, and
+how much longer that takes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sbpc.api.planning import prepare
+from sbpc.api.short_model import short_model
+from sbpc.api.strategies import Search, StrategyRow, candidates
+from sbpc.mesh.cluster import Cluster, named_cluster
+from tests.bench.published import APART, OBJECTIVES, SEQ, VOCAB, Decoder, Rates, fit, measured, rows_of
+from tests.bench.zoo import tokens
+
+MEMORY, CLOSE = 80e9, 1.05
+SECONDS = 60.0  # of CPU, of a search
+
+
+def fitted(rows: list[dict[str, Any]]) -> Rates:
+    """The constants, fitted on every third row."""
+    chosen = [row for at, row in enumerate(rows) if at % 3 == 0 and row["model"] != APART]
+    return fit(chosen, [measured(row, OBJECTIVES[True]) for row in chosen])
+
+
+def a100(rates: Rates) -> Cluster:
+    """The cluster of these constants."""
+    sheet = named_cluster("a100")
+    return replace(
+        sheet, peak=sheet.peak / rates[0], memory_bandwidth=sheet.memory_bandwidth / rates[1],
+        intra_bandwidth=sheet.intra_bandwidth / rates[2], inter_bandwidth=sheet.inter_bandwidth / rates[2],
+    )  # fmt: skip
+
+
+def choices(row: dict[str, Any], cluster: Cluster) -> tuple[StrategyRow, StrategyRow]:
+    """The search's best row, and the best one with the ranks of tensor and pipe of a published row."""
+    with torch.device("meta"):
+        model = Decoder(row["h"], row["a"], row["L"]).to(torch.bfloat16)
+    args = tokens(row["gbs"], SEQ, VOCAB), tokens(row["gbs"], SEQ, VOCAB)
+    short, lengths = short_model(model)
+    task = prepare(short, args)
+    search = Search(functools.cache(lambda: prepare(model, args)), task, lengths, "adamw", MEMORY, "full", SECONDS)
+    found = candidates(task, lengths, row["gpus"], cluster, True, True, "adamw", MEMORY)
+    best = search.rows(found)[0]
+    theirs = [each for each in found if (each.mesh.sizes[0], each.mesh.sizes[2]) == (row["pp"], row["tp"])]
+    return best, search.rows(theirs)[0]
+
+
+def told(row: StrategyRow) -> str:
+    """A row in words."""
+    pipe, data, tensor = row.mesh.sizes
+    return f"pipe {pipe:2} data {data:3} tensor {tensor} m {row.microbatches:4} {row.schedule:13} {row.cost:7.2f} s"
+
+
+def main() -> None:
+    """Prints the models."""
+    rows, names = rows_of(json.loads(Path(sys.argv[1]).read_text())), sys.argv[2:]
+    cluster, close = a100(fitted(rows)), []
+    table = [row for row in rows if "tflops_per_gpu" in row and (not names or row["model"] in names)]
+    for row in table:
+        start = time.process_time()
+        best, theirs = choices(row, cluster)
+        close.append(theirs.cost <= CLOSE * best.cost)
+        took = time.process_time() - start
+        print(f"{row['model']:>6} {row['gpus']:5} GPUs  search {told(best)}", flush=True)
+        print(f"{'':13}published {told(theirs)}  {theirs.cost / best.cost:.3f} x  ({took:.0f} CPU s)", flush=True)
+    print(f"the published ranks of tensor and pipe are within {CLOSE - 1:.0%} of the best row in {sum(close)} of {len(close)} models")
+
+
+if __name__ == "__main__":
+    main()
