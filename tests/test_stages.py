@@ -71,6 +71,31 @@ def test_kinds_of_models_have_the_numbers_of_the_whole_batch(mesh: str, net: str
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
 
 
+class Losses(nn.Module):
+    """The sum of a mean for every layer, as Python's `sum` writes it: 0 is added first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            found.append(x.square().mean())
+        return sum(found) + x.abs().mean()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "tensor": 5}], ids=str)
+def test_losses_of_all_layers_are_added_up_over_stages_whatever_the_sizes_divide(mesh: dict[str, int]) -> None:
+    """5 ranks divide neither the width of 8 nor the 6 rows of a micro-batch: values cross whole."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, args = Losses(), (torch.randn(24, 8),)
+    plan = sbpc.plan(model, args, Mesh(**mesh), stages="pipe", microbatches=4, schedule="zbv")
+    assert compare(plan, model, args, *eager(model, args)) <= 1e-10
+
+
 def test_gradients_are_communicated_once_for_any_number_of_micro_batches() -> None:
     model, args = models.mlp(layers=4)
     few, many = (

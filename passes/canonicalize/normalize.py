@@ -41,6 +41,12 @@ def overwritten(write: Writer, x: Node, values: Node, *_: Any) -> Node | None:
     return values if same else None
 
 
+def added(write: Writer, x: Node, other: Any, **_: Any) -> Node | None:
+    """Drops the addition of 0, with which Python's `sum` begins: a partial sum to which nothing is added stays one."""
+    nothing = isinstance(other, (int, float)) and not isinstance(other, bool) and other == 0
+    return x if nothing and x.meta["val"].dtype == write.value.dtype else None
+
+
 def result_of(_: Writer, x: Any, at: int) -> Any:
     """Returns one result of an op that was rewritten into several; None leaves the getitem."""
     return x[at] if isinstance(x, tuple) else None
@@ -139,6 +145,8 @@ def loss_of_points_backward(write: Writer, *args: Any, **kwargs: Any) -> Node | 
 REWRITES: dict[Any, Callable[..., Any]] = {
     **LISTS,
     aten._unsafe_view.default: view,
+    aten.add.Scalar: added,
+    aten.add.Tensor: added,
     aten.alias.default: same,
     aten.binary_cross_entropy.default: loss_of_points,
     aten.binary_cross_entropy_backward.default: loss_of_points_backward,

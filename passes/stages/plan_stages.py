@@ -162,7 +162,7 @@ def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -
 
 
 def border(whole: Plan, name: str) -> Layout:
-    """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes a rank."""
+    """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes a rank, or whole."""
     node = next(node for node in whole.graph.graph.nodes if node.name == name)
     producer, index = value_of(node)
     axes, choices = whole.mesh.axes, whole.assignment.choices
@@ -174,6 +174,7 @@ def border(whole: Plan, name: str) -> Layout:
     kept = [layout for layout in dict.fromkeys(layouts) if not layout.partial and may_hold(layout, node, whole.mesh)]
     if not kept:  # a partial sum wherever it is made or read: it is added up on its way
         kept = [layout for each in layouts for layout in added_up(each, node) if may_hold(layout, node, whole.mesh)]
+    kept = kept or [layouts[0].replace(dict.fromkeys(range(len(axes)), B))]
     return min(kept, key=lambda layout: bytes_at(node.meta["val"], layout, whole.mesh))
 
 
