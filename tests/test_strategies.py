@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.api.candidates import Candidate
 from sbpc.api.short_model import short_model
-from sbpc.api.strategies import Candidate, Search, StrategyRow
+from sbpc.api.strategies import Search, StrategyRow
 from sbpc.cli.commands.sweep import refused_lines
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError

@@ -13,30 +13,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sbpc.api.candidates import PIPE, Candidate, block_times, expected
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import plan_stages, units_of
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
-from sbpc.mesh.cluster import Cluster
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.balance import block_of
-from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import StagedCost
-from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
-PIPE, DATA, TENSOR = "pipe", "data", "tensor"
 FASTEST, SPREAD, EXPERT = "fastest", "spread", ("megatron+sp",)  # kinds of layouts inside a stage
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
-MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
 Progress = Callable[[int, int, Any], None]
@@ -119,29 +114,6 @@ class Refused:
     needed: int | None = None
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy to be looked at.
-
-    floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
-    of its schedule where stages are even. guess: that, with what is boxed of parameters and gradients. whole: bytes of parameters,
-    gradients and optimizer of a rank that stores its stage's share whole.
-    """
-
-    mesh: Mesh
-    schedule: str
-    microbatches: int
-    floor: float
-    least: float
-    guess: float
-    whole: float
-
-    @property
-    def stages(self) -> int:
-        """How many stages it has."""
-        return self.mesh.sizes[0]
-
-
 @dataclass
 class Search:
     """The search of one model. task: the whole model, or how to capture it; short: that with two blocks a list; lengths: of the lists."""
@@ -160,12 +132,12 @@ class Search:
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
-        A guess knows nothing of what ranks of tensor send each other, so it counts as many times as what was looked at with as many.
+        A guess knows nothing but flops and parameters: what was looked at says how many times as long its kind takes, see `expected`.
         Each row has the bound of all candidates, whether they have a row or not: one that was refused might have been cut or laid out
         otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
         start, found, refused = time.process_time(), list[StrategyRow](), list[Refused]()
-        errors, slower, left = list[SbpcError](), dict[int, float](), list(candidates)
+        errors, times, left = list[SbpcError](), dict[tuple[int, int], float](), list(candidates)
         for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
             late = bool(found) and time.process_time() - start > self.seconds
@@ -173,14 +145,14 @@ class Search:
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
-            each = min(left, key=lambda other: other.guess * slower.get(other.mesh.sizes[2], 1.0))
+            expects = {kind: expected(kind, times) for kind in {other.kind for other in left}}
+            each = min(left, key=lambda other: other.guess * expects[other.kind])
             left.remove(each)
             if progress is not None:
                 progress(number, len(candidates), each.mesh)
             try:
                 found.append(self.row(each))
-                tensor, times = each.mesh.sizes[2], found[-1].cost / each.guess
-                slower[tensor] = min(slower.get(tensor, times), times)
+                times[each.kind] = min(times.get(each.kind, math.inf), found[-1].cost / each.guess)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
                 needed = error.needed if isinstance(error, TooLarge) else None
@@ -253,7 +225,7 @@ class Search:
         units = []
         for at, (cost, name) in enumerate(zip(costs, names)):
             folder, _, place = name.rpartition(".")
-            often = times(self.lengths, folder, place)
+            often = block_times(self.lengths, folder, place)
             units.append(Unit(cost, often, *borders[at - 1 if often > 1 else at]))
         return units
 
@@ -299,90 +271,3 @@ def crossing(chunks: Sequence[Chunk], at: int) -> tuple[float, float]:
 def received_bytes(chunk: Chunk, port: Port) -> int:
     """Returns the bytes of a received value on the busiest rank."""
     return bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)
-
-
-def candidates(
-    task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
-    optimizer: str | None, memory: float | None,
-) -> list[Candidate]:  # fmt: skip
-    """Returns the strategies of `devices` ranks, those that may be fastest first.
-
-    Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
-    1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
-    """
-    batch = Model(task.gm).batch
-    blocks = sum(lengths.values()) or 1
-    work, stored = flops_of(task, lengths), parameter_bytes(task, lengths)
-    found = []
-    for pipe in divisors(devices) if stages else [1]:
-        if pipe > max(blocks, 1):
-            continue
-        for tensor in divisors(devices // pipe):
-            mesh = Mesh(cluster=cluster, **{PIPE: pipe, DATA: devices // pipe // tensor, TENSOR: tensor})
-            if tensor > mesh.cluster.ranks_per_node and mesh.cluster.ranks_per_node < devices:
-                continue
-            for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
-                for schedule in schedules(pipe, count, blocks):
-                    floor = work / (mesh.cluster.peak * devices)
-                    least = floor * (1 + (pipe - 1) / (count * chunks_in(schedule)))
-                    share = stored / (pipe * tensor)
-                    whole = share * (2 + OPTIMIZER_STATE[optimizer])
-                    gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
-                    guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
-                    found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
-    return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
-
-
-def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
-    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on each stage.
-
-    >>> list(schedules(4, 8, 12)), list(schedules(4, 6, 12))
-    (['1f1b', 'interleaved:2', 'interleaved:3'], ['1f1b'])
-    """
-    yield from ("1f1b",) if count >= pipe else ()
-    if pipe > 1 and count % pipe == 0:
-        yield from (f"{INTERLEAVED}:{each}" for each in range(2, MOST + 1) if pipe * each <= blocks + 2)
-
-
-def counts(batch: int, data: int) -> list[int]:
-    """Returns the numbers of micro-batches with which each of `data` ranks has a power of two of samples, the batch at most.
-
-    >>> counts(48, 2)
-    [24, 12, 6, 3]
-    """
-    samples = [1 << power for power in range(batch.bit_length())]
-    return [batch // (data * each) for each in samples if batch % (data * each) == 0]
-
-
-def divisors(number: int) -> list[int]:
-    """Returns the divisors of a number, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def parameter_bytes(task: Task, lengths: dict[str, int]) -> float:
-    """Returns the bytes of the parameters of the whole model, from its short copy."""
-    total = 0.0
-    for port, node in placeholders(task.gm).items():
-        if port.kind == PARAMETER:
-            folder, _, place = block_of(port.name).rpartition(".")
-            value = node.meta["val"]
-            total += value.numel() * value.element_size() * times(lengths, folder, place)
-    return total
-
-
-def times(lengths: dict[str, int], folder: str, place: str) -> int:
-    """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
-    return lengths[folder] - 1 if folder in lengths and place == "1" else 1
-
-
-def flops_of(task: Task, lengths: dict[str, int]) -> float:
-    """Returns the flops of a step of the whole model on one device, from its short copy."""
-    total = 0.0
-    for node in task.gm.graph.nodes:
-        match = node.meta.get("match")
-        if node.op == "call_function" and match is not None and not match.view:
-            folder, _, place = block_of(node.meta.get("module") or "").rpartition(".")
-            total += float(match.flops(match.sizes)) * times(lengths, folder, place)
-    return total
-
-

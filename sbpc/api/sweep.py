@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from sbpc.api.candidates import candidates
 from sbpc.api.checks import check_options
 from sbpc.api.planning import Task, prepare
 from sbpc.api.short_model import short_model
-from sbpc.api.strategies import Search, candidates
+from sbpc.api.strategies import Search
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh

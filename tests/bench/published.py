@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpc import Mesh
+from sbpc.api.candidates import Candidate
 from sbpc.api.planning import prepare
 from sbpc.api.recompute import forms_of
 from sbpc.api.staging import units_of
-from sbpc.api.strategies import FASTEST, Candidate, Search
+from sbpc.api.strategies import FASTEST, Search
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.passes.loop.recompute import recompute

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from sbpc.api.candidates import candidates
 from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
-from sbpc.api.strategies import Search, StrategyRow, candidates
+from sbpc.api.strategies import Search, StrategyRow
 from sbpc.mesh.cluster import Cluster, named_cluster
 from tests.bench.published import APART, OBJECTIVES, SEQ, VOCAB, Decoder, Rates, fit, measured, rows_of
 from tests.bench.zoo import tokens

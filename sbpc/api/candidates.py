@@ -1,0 +1,146 @@
+"""The strategies of so many devices, and a guess of what each takes, by which the search looks at the most promising ones first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sbpc.api.planning import Task
+from sbpc.graph.ports import PARAMETER, placeholders
+from sbpc.mesh.cluster import Cluster
+from sbpc.mesh.mesh import Mesh
+from sbpc.passes.assign.expert_structure import Model
+from sbpc.passes.stages.balance import block_of
+from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
+
+PIPE, DATA, TENSOR = "pipe", "data", "tensor"
+MOST = 4  # chunks on each stage: what more of them would hide of the bubble, they send
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy to be looked at.
+
+    floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
+    of its schedule where stages are even. guess: that, with what is boxed of parameters and gradients. whole: bytes of parameters,
+    gradients and optimizer of a rank that stores its stage's share whole.
+    """
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    floor: float
+    least: float
+    guess: float
+    whole: float
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """The ranks of tensor, and in how many parts the batch is cut: what a sample takes depends on these."""
+        return self.mesh.sizes[2], self.mesh.sizes[1] * self.microbatches
+
+    @property
+    def stages(self) -> int:
+        """How many stages it has."""
+        return self.mesh.sizes[0]
+
+
+def expected(kind: tuple[int, int], times: Mapping[tuple[int, int], float]) -> float:
+    """Returns how many times as long as their guess strategies of a kind take, by the nearest kind that was looked at: 1 if there is none.
+
+    In a batch of fewer parts, what that takes beyond its guess may be spread over as many times as many samples.
+
+    >>> expected((2, 8), {(1, 8): 9.0}), expected((2, 8), {(2, 32): 3.0}), expected((2, 8), {(2, 4): 3.0})
+    (1.0, 1.5, 3.0)
+    """
+    tensor, parts = kind
+    near = [(-abs(math.log(parts / other)), known, other) for (ranks, other), known in times.items() if ranks == tensor]
+    _, known, other = max(near, default=(0.0, 1.0, 1))
+    return 1.0 + max(0.0, known - 1.0) * min(1.0, parts / other)
+
+
+def candidates(
+    task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
+    optimizer: str | None, memory: float | None,
+) -> list[Candidate]:  # fmt: skip
+    """Returns the strategies of `devices` ranks, those that may be fastest first.
+
+    Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
+    1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
+    """
+    batch = Model(task.gm).batch
+    blocks = sum(lengths.values()) or 1
+    work, stored = flops_of(task, lengths), parameter_bytes(task, lengths)
+    found = []
+    for pipe in divisors(devices) if stages else [1]:
+        if pipe > max(blocks, 1):
+            continue
+        for tensor in divisors(devices // pipe):
+            mesh = Mesh(cluster=cluster, **{PIPE: pipe, DATA: devices // pipe // tensor, TENSOR: tensor})
+            if tensor > mesh.cluster.ranks_per_node and mesh.cluster.ranks_per_node < devices:
+                continue
+            for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
+                for schedule in schedules(pipe, count, blocks):
+                    floor = work / (mesh.cluster.peak * devices)
+                    least = floor * (1 + (pipe - 1) / (count * chunks_in(schedule)))
+                    share = stored / (pipe * tensor)
+                    whole = share * (2 + OPTIMIZER_STATE[optimizer])
+                    gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
+                    guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
+                    found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
+    return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
+
+
+def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
+    """Yields the schedules of `count` micro-batches that keep all stages busy, up to `MOST` chunks of the blocks on each stage.
+
+    >>> list(schedules(4, 8, 12)), list(schedules(4, 6, 12))
+    (['1f1b', 'interleaved:2', 'interleaved:3'], ['1f1b'])
+    """
+    yield from ("1f1b",) if count >= pipe else ()
+    if pipe > 1 and count % pipe == 0:
+        yield from (f"{INTERLEAVED}:{each}" for each in range(2, MOST + 1) if pipe * each <= blocks + 2)
+
+
+def counts(batch: int, data: int) -> list[int]:
+    """Returns the numbers of micro-batches with which each of `data` ranks has a power of two of samples, the batch at most.
+
+    >>> counts(48, 2)
+    [24, 12, 6, 3]
+    """
+    samples = [1 << power for power in range(batch.bit_length())]
+    return [batch // (data * each) for each in samples if batch % (data * each) == 0]
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def parameter_bytes(task: Task, lengths: dict[str, int]) -> float:
+    """Returns the bytes of the parameters of the whole model, from its short copy."""
+    total = 0.0
+    for port, node in placeholders(task.gm).items():
+        if port.kind == PARAMETER:
+            folder, _, place = block_of(port.name).rpartition(".")
+            value = node.meta["val"]
+            total += value.numel() * value.element_size() * block_times(lengths, folder, place)
+    return total
+
+
+def block_times(lengths: dict[str, int], folder: str, place: str) -> int:
+    """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
+    return lengths[folder] - 1 if folder in lengths and place == "1" else 1
+
+
+def flops_of(task: Task, lengths: dict[str, int]) -> float:
+    """Returns the flops of a step of the whole model on one device, from its short copy."""
+    total = 0.0
+    for node in task.gm.graph.nodes:
+        match = node.meta.get("match")
+        if node.op == "call_function" and match is not None and not match.view:
+            folder, _, place = block_of(node.meta.get("module") or "").rpartition(".")
+            total += float(match.flops(match.sizes)) * block_times(lengths, folder, place)
+    return total
