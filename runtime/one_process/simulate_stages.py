@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
-from sbpc.runtime.staged.stage_programs import program_at
 from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
 
 
@@ -39,7 +37,6 @@ class PipelineSimulation:
         self.sent: list[Counter[str]] = [Counter() for _ in range(plan.stages)]
         self.peak = 0
         self.crossing: dict[tuple[str, int], list[Tensor]] = {}
-        self.program = functools.cache(lambda at, *key: program_at(plan.programs[at], *key))
         self.runs = [[self.stage_run(at, rank) for rank in range(self.inner.ranks)] for at in range(len(plan.chunks))]
 
     def stage_run(self, at: int, rank: int) -> StageRun:
@@ -98,7 +95,8 @@ class PipelineSimulation:
         """Runs the program of parts of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
         runs = self.runs[at]
         given = [run.given(which, batch) for run in runs]
-        graphs = [self.program(at, which, run.adds(which), rank) for rank, run in enumerate(runs)]
+        programs = self.plan.programs[at]
+        graphs = [programs.local_at(which, run.adds(which), rank) for rank, run in enumerate(runs)]
         done = lockstep(graphs, given, self.groups)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():

@@ -26,7 +26,6 @@ from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.staged.stage_programs import program_at
 from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, micro_batch
 from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
@@ -61,7 +60,7 @@ class StageRunner:
     def function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
         """Returns the compiled program of some parts of a chunk."""
         if (at, which, adding) not in self.functions:
-            program = program_at(self.plan.programs[at], which, adding, self.place)
+            program = self.plan.programs[at].local_at(which, adding, self.place)
             self.functions[at, which, adding] = self.executor(placed(program, self.where))
         return self.functions[at, which, adding]
 

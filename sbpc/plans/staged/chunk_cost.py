@@ -87,7 +87,7 @@ class ChunkCost:
 
         @functools.cache
         def most(which: Parts, first: bool) -> int:
-            return rise(chunk, chunk.program(which, not first).gm) if which else 0
+            return rise(chunk, which, chunk.program(which, not first).gm) if which else 0
 
         return cls(
             homes, trained, added, Kept.by(chunk), lambda which: program(chunk.of(which)),

@@ -24,7 +24,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ADDED
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import Kept
+from sbpc.plans.staged.part_memory import Kept, there_before
 from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.symbolic_sizes import name_dims, symbol
@@ -142,7 +142,7 @@ class ChunkMemory:
         gm = self.chunk.program(parts, not (first and self.chunk.makes(parts))).gm
         life = Life.of(gm, self.mesh)
         size = storage_formulas(life, self.mesh, self.sizes)
-        there = {node for port, node in placeholders(gm).items() if port not in self.chunk.own}
+        there = there_before(self.chunk, parts, gm)
         rest = sympy.Add(*(each for each, node in zip(size, life.owner) if node in there))
         always = POSITION * len(self.mesh.axes)
         return [always + total(moment) - rest for moment in largest(moments_of(life, size))]

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from sbpc.graph.ports import TANGENT, Port, placeholders, results
+from sbpc.graph.ports import INPUT, TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import numel
 from sbpc.plans.memory import Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 Place = tuple[str, int]  # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 
@@ -75,11 +75,17 @@ class Kept:
         return cls(gathered, saved, handed, run(AFTER))
 
 
-def rise(chunk: ChunkPrograms, gm: GraphModule) -> int:
-    """Returns the most bytes that a program has alive at once besides what is there before it is given a micro-batch."""
-    life = Life.of(gm, chunk.plan.mesh)
-    there = {node for port, node in placeholders(gm).items() if port not in chunk.own}
+def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> int:
+    """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch."""
+    life, there = Life.of(gm, chunk.plan.mesh), there_before(chunk, which, gm)
     return life.peak - sum(size for size, node in zip(life.size, life.owner) if node in there)
+
+
+def there_before(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> set[Node]:
+    """Returns the placeholders of the program of some parts but those of what arrives for it: the inputs of a micro-batch arrive for the
+    forward, and what later stages send back for the backward of inputs."""
+    arrives = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
+    return {node for port, node in placeholders(gm).items() if port not in chunk.own or not arrives[port.kind]}
 
 
 def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:
