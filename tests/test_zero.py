@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -56,3 +57,30 @@ def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit_and_betwee
     assert first.cost.seconds <= 1.001 * free.cost.seconds  # a scatter and a gather, both hidden, for each all-reduce
     assert first.cost.seconds < second.cost.seconds < mixed.cost.seconds < third.cost.seconds
     assert all(planned(limit).cost.memory["total"] <= limit * free.cost.memory["total"] for limit in LIMITS[1:])
+
+
+@functools.cache
+def alike(limit: float | None = None) -> StagedPlan:
+    """Two wide layers of four equal matrices and a large batch, so that cutting activations instead would send more."""
+    torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        model, args = models.mlp(batch=1 << 18, width=4096, hidden=1 << 14, layers=2, bias=False)
+    memory = None if limit is None else limit * alike().cost.memory["total"]
+    return sbpc.plan(model, args, Mesh(data=8, cluster="h100"), microbatches=4, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        (None, {"after all_reduce": 4}),
+        (0.728, {"after reduce_scatter": 4, "before all_gather": 4}),  # ZeRO-1
+        (0.616, {"W reduce_scatter": 4, "before all_gather": 4}),  # ZeRO-2: gradients are scattered in every micro-batch
+    ],
+)
+def test_equal_layers_are_all_at_one_stage_of_zero_at_the_bytes_of_that_stage(limit: float | None, most: dict[str, int]) -> None:
+    plan, sent = alike(limit), Counter[str]()
+    for node, part in parts_of(plan.chunks[0].plan.unscheduled, plan.in_loop).items():
+        if "step" in node.meta and node.meta["step"].collective in SENT and node.meta["val"].nbytes > 1e6:
+            sent[f"{part} {node.meta['step'].collective}"] += 1
+    assert sent == most
+    assert plan.cost.memory["total"] <= (limit or 1) * alike().cost.memory["total"]
