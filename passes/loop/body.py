@@ -47,6 +47,7 @@ from sbpc.passes.box import box
 from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, without_joins
 from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
+from sbpc.rules.choices import Candidates
 
 aten = torch.ops.aten
 JOINS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # equally dear, or parts are padded with zeros and added up
@@ -73,6 +74,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
 def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     """Returns the loop of a step that has one loss, without `shapes`. mesh: the micro-batches as ranks."""
     gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
+    cut_evenly(gm)
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
@@ -82,6 +84,15 @@ def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     except (PinError, LayoutError, PlanError) as error:
         raise LoopError(f"the step cannot run in {count} micro-batches: {error}") from error
     return BodyWriter(gm, box(gm, assignment, mesh), count).loop()
+
+
+def cut_evenly(gm: GraphModule) -> None:
+    """Leaves the nodes of a graph only cuts into equal parts: all micro-batches run one body."""
+    known: dict[Candidates, Candidates] = {}
+    for node in gm.graph.nodes:
+        if (had := node.meta.get("candidates")) is not None:
+            all_factors = frozenset(factor for factor, _ in had.sizes)
+            node.meta["candidates"] = known.setdefault(had, replace(had, divides=all_factors))
 
 
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
@@ -187,7 +198,16 @@ class BodyWriter(Unroller):
         """Writes one node, and returns what stands for it."""
         if "step" in node.meta:
             return MOVES[node.meta["step"].collective](self, node.meta["step"], self.values[operands(node)[0]])
+        if (match := node.meta.get("match")) is not None:
+            for factor in node.meta["choice"].cuts():
+                self.check_even(match.sizes[factor], node)
         return [self.call(node, 0)]
+
+    def check_even(self, size: int, node: Node) -> None:
+        """Raises LoopError if a dim does not come out even."""
+        if size % self.count:
+            what = f"a dim of {size} cannot be cut into {self.count} equal parts, one for each micro-batch"
+            raise LoopError(at_node(what, source_of(node), "Give a number of micro-batches that divides it."))
 
     def first(self, size: int, at: int) -> Any:
         """Writes where a micro-batch's part of a dim of `size` begins: a 0-dim int64."""
@@ -200,6 +220,7 @@ class BodyWriter(Unroller):
         (state,) = step.after.states
         assert isinstance(state, Split)
         size = copies[0].meta["val"].shape[state.dim]
+        self.check_even(size, copies[0])
         places = self.writer.call(aten.arange.default, size // self.count, dtype=torch.int64, device=torch.device("cpu"))
         places = self.writer.call(aten.add.Tensor, places, self.first(size, 0))
         return [self.writer.call(aten.index_select.default, copies[0], state.dim, places)]

@@ -109,7 +109,11 @@ class Joined:
 
     def results(self, numbers: Sequence[int]) -> list[Tensor]:
         """Returns these outputs, joined as the loop says."""
-        return [join(self.loop.joins[number], [self.values[number][at] for at in range(self.loop.count)]) for number in numbers]
+        return [self.joined(self.loop.joins[number], self.values[number]) for number in numbers]
+
+    def joined(self, how: Any, values: Mapping[int, Tensor]) -> Tensor:
+        """Returns the values of all micro-batches as one. What is the same for all may have been made once, before them."""
+        return next(iter(values.values())) if how == "same" else join(how, [values[at] for at in range(self.loop.count)])
 
     def after(self, joined: Sequence[Tensor]) -> dict[Port, Any]:
         """Returns the results of the step from all joined outputs, in order."""
@@ -120,9 +124,7 @@ class Joined:
 
 
 def join(how: Any, values: Sequence[Tensor]) -> Tensor:
-    """Returns the values of all micro-batches as one."""
-    if how == "same":
-        return values[0]
+    """Returns the values of all micro-batches as one, put along a dim or combined."""
     if isinstance(how, int):
         return torch.cat(list(values), how)
     stacked = torch.stack(list(values))

@@ -1,0 +1,118 @@
+"""Models whose micro-batches need each other, or more than a part of the batch: a step in parts has the whole batch's numbers, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import LoopError, SbpcError
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
+from tests.compare import eager, error_of, relative_error
+
+Step = Callable[["Net", Tensor, Any], Tensor]
+
+
+class Net(nn.Module):
+    """A layer, buffers, and a loss made of the layer's values."""
+
+    def __init__(self, loss: Step) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(6, 4), loss
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("weight", torch.rand(4))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.loss(self, torch.tanh(self.layer(x)), other)
+
+
+def averaged(net: Net, y: Tensor, _: Tensor) -> Tensor:
+    net.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    return (y - net.mean).square().mean()
+
+
+def counted(net: Net, y: Tensor, _: Tensor) -> Tensor:
+    net.count += 1
+    return y.square().mean() / net.count
+
+
+def smoothed(net: Net, y: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(y, target, weight=net.weight, ignore_index=-1, label_smoothing=0.1) + y.abs().sum()
+
+
+LOOPS: dict[str, Step] = {
+    "a sum over the sequence of another input": lambda _, y, other: (y * other.sum().sin()).square().mean(),
+    "a counter": counted,
+    "weights, ignored targets and smoothed labels": smoothed,
+    "a product of a mean and a count": lambda _, y, target: y.square().mean() * (target >= 0).sum(),
+}
+NO_LOOPS: dict[str, Step] = {
+    "a term of weights alone": lambda net, y, _: y.square().mean() + 0.1 * net.layer.weight.square().sum(),
+    "contrast": lambda _, y, __: F.cross_entropy(y @ y.T, torch.arange(8)),
+    "deviation": lambda _, y, __: y.std(0).sum(),
+    "exponential averages": averaged,
+    "order": lambda _, y, __: (y.sort(0).values * torch.arange(8.0)[:, None]).sum(),
+    "product of sums": lambda _, y, __: y.square().mean() * y.sum(),
+    "running sum": lambda _, y, __: y.cumsum(0).square().mean(),
+    "median": lambda _, y, __: y.median(),
+}
+
+
+def arguments() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 6), torch.tensor([-1, -1, -1, -1, -1, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, StagedPlan) for name in LOOPS), *((name, Plan) for name in NO_LOOPS)])
+def test_parts_have_the_numbers_of_the_whole_batch_and_loop_where_they_can(name: str, kind: type, float64: None) -> None:
+    net, args = Net((LOOPS | NO_LOOPS)[name]), arguments()
+    plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4)
+    assert isinstance(plan, kind)
+    run = sbpc.simulate(plan, net, args)
+    assert error_of(run, *eager(net, args)) <= 1e-10  # which writes the buffers
+    buffers = dict(net.named_buffers())
+    assert all(relative_error(value, buffers[key]) <= 1e-10 for key, value in run.buffers.items())
+    assert sum(map(bool, run.buffers)) == (name in ("a counter", "exponential averages"))
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 3), (4, 6)])
+def test_inputs_of_other_sizes_are_cut_evenly_or_are_whole_in_every_part(sizes: tuple[int, int], float64: None) -> None:
+    """The batch is that of the first input. What has 6 or 3 rows is not four equal parts."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.layer(x).sum(0) * self.layer(y).tanh()).square().mean() + self.layer(y).square().mean()
+
+    class Added(Two):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x).square().mean() + self.layer(y).square().mean()
+
+    for net, kind in ((Two(), Plan), (Added(), StagedPlan)):
+        args = torch.randn(sizes[0], 6), torch.randn(sizes[1], 6)
+        plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4)
+        assert isinstance(plan, kind)
+        assert error_of(sbpc.simulate(plan, net, args), *eager(net, args)) <= 1e-10
+
+
+@pytest.mark.parametrize("count", [16, 3, 0, -4, 4.0, True, "4"])
+def test_numbers_of_parts_that_do_not_divide_the_batch_are_refused(count: Any) -> None:
+    with pytest.raises(SbpcError, match=r"a batch of 8 in \d+ micro-batches|microbatches is") as caught:
+        sbpc.plan(Net(LOOPS["a counter"]), arguments(), Mesh(x=2), microbatches=count)
+    assert "\n  " in str(caught.value)  # what to do
+
+
+def test_stages_name_the_op_that_needs_the_whole_batch() -> None:
+    with pytest.raises(LoopError, match=r"aten\.\w+") as caught:
+        sbpc.plan(Net(NO_LOOPS["running sum"]), arguments(), Mesh(pipe=2), stages="pipe", microbatches=4)
+    assert "test_batch_traps.py" in str(caught.value) and "Plan without stages=" in str(caught.value)
