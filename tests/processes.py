@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import sbpc
+from sbpc.plans.staged.staged_plan import StagedPlan
+
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """What `function(*args)` returns on each of `ranks` new processes, an Exception's text where it raises.
 
     A rank that ends without a result has None, and how it ended is printed. After `seconds` all that still run are killed
-    and the test fails.
+    and the test fails. A plan among `args` is planned once: the ranks load it, a tenth of the work.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
         context.set_forkserver_preload(["tests.warm"])
+        args = tuple(saved(arg, Path(folder, f"plan{at}")) for at, arg in enumerate(args))
         workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
         for process in workers:
             process.start()
@@ -48,6 +53,21 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
         return found
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A plan on its way to the ranks."""
+
+    path: Path
+
+
+def saved(arg: Any, path: Path) -> Any:
+    """An argument as the ranks get it: a plan as a file."""
+    if not isinstance(arg, (sbpc.Plan, StagedPlan)):
+        return arg
+    arg.save(path)
+    return Saved(path)
+
+
 def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
     """One rank. What it raises or dies of is printed with where it was, as the other ranks only see that it is gone."""
     faulthandler.enable()
@@ -56,7 +76,7 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     try:
-        result = function(*args)
+        result = function(*(sbpc.load(arg.path) if isinstance(arg, Saved) else arg for arg in args))
     except Exception as error:  # the test looks at what the rank returns, this text as well
         result = f"{type(error).__name__}: {error}"
         traceback.print_exc()

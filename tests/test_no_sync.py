@@ -26,7 +26,6 @@ from sbpc.runtime.module import training_runner
 from tests.processes import run_ranks
 
 MESHES: dict[str, dict[str, int]] = {"2": {"d": 2}, "4": {"d": 4}, "2x2": {"d": 2, "t": 2}}
-EXPERTS = {"solved": None, "data": "data", "fsdp": "fsdp", "megatron": "megatron"}
 
 
 class Net(nn.Module):
@@ -94,12 +93,10 @@ def by_step(module: Any, args: Any) -> Any:
     return module.step(*args)
 
 
-def accumulate(sizes: dict[str, int], expert: str | None) -> dict[str, Any]:
+def accumulate(plan: sbpc.Plan) -> dict[str, Any]:
     """What a rank has after backwards within and outside of no_sync, of all kinds, and what it sends."""
     found: dict[str, Any] = {}
-    model, mesh = model_of(), Mesh(**sizes)
-    plan = sbpc.baseline(expert, model, batch(0), mesh) if expert else sbpc.plan(model, batch(0), mesh)
-    module: Any = sbpc.parallelize(model, plan)
+    module: Any = sbpc.parallelize(model_of(), plan)
     for name, kinds in {"halves": [by_halves] * 3, "steps": [by_step] * 3, "mixed": [by_step, by_halves, by_step]}.items():
         module.zero_grad()
         for seed, run in enumerate(kinds):
@@ -139,9 +136,9 @@ def traffic(module: Any) -> dict[str, Any]:
     return found | halves | {"boxing": boxing}
 
 
-def on_rank(sizes: dict[str, int], expert: str | None) -> Any:
+def on_rank(plan: sbpc.Plan) -> Any:
     try:
-        return accumulate(sizes, expert)
+        return accumulate(plan)
     except Exception:  # the test shows it
         return traceback.format_exc()
 
@@ -153,8 +150,9 @@ LONG = [("4", "data"), ("4", "fsdp"), ("2x2", "solved")]
 @pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.prove) for case in LONG)], ids=" ".join)
 def ranks(request: pytest.FixtureRequest) -> list[Any]:
     mesh, expert = request.param
-    sizes = MESHES[mesh]
-    found = run_ranks(on_rank, Mesh(**sizes).ranks, sizes, EXPERTS[expert])
+    given = model_of(), batch(0), Mesh(**MESHES[mesh])
+    plan = sbpc.plan(*given) if expert == "solved" else sbpc.baseline(expert, *given)
+    found = run_ranks(on_rank, plan.mesh.ranks, plan)
     assert all(isinstance(each, dict) for each in found), found[0]
     return found
 

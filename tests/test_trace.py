@@ -29,17 +29,20 @@ MESHES = {"2": {"d": 2}, "2x2": {"d": 2, "t": 2}}
 GPT = f"{Path(__file__).with_name('models.py')}:gpt2"
 
 
-def planned(sizes: dict[str, int], **options: Any) -> tuple[Plan, torch.nn.Module, Any]:
+def gpt2() -> models.Model:
     torch.manual_seed(0)
-    model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2)
-    return sbpc.plan(model, args, Mesh(cluster=LAN, **sizes), **options), model, args
+    return models.gpt2(batch=16, seq=32, width=64, heads=4, layers=1)
 
 
-def measure(sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+def planned(sizes: dict[str, int], **options: Any) -> Plan:
+    return sbpc.plan(*gpt2(), Mesh(cluster=LAN, **sizes), **options)
+
+
+def measure(plan: Plan) -> dict[str, Any]:
     """What a rank measures in three steps, the losses with and without time stamps, and the collectives that it started."""
     from sbpc.runtime.trace import START, recorded
 
-    plan, model, args = planned(sizes, **options)
+    model, args = gpt2()
     module: Any = sbpc.parallelize(model, plan)
     before = module.step(*args).item()
     with recorded(module) as recorder:
@@ -56,7 +59,7 @@ CASES = {"2": ("2", {"microbatches": 1}), "2x2": ("2x2", {}), "serial": ("2x2", 
 @pytest.fixture(scope="module", params=CASES)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     mesh, options = CASES[request.param]
-    ranks = run_ranks(measure, 2 ** len(MESHES[mesh]), MESHES[mesh], options)
+    ranks = run_ranks(measure, 2 ** len(MESHES[mesh]), planned(MESHES[mesh], **options))
     assert all(isinstance(each, dict) for each in ranks), ranks
     return ranks
 
@@ -179,7 +182,7 @@ def test_what_cannot_be_measured_or_drawn_is_refused(tmp_path: Path, capsys: pyt
     assert "--trace with 2 steps to go" in capsys.readouterr().err
     assert run("show", GPT, *mesh, "--trace", trace) == 2
     assert "--trace is of no use without --html" in capsys.readouterr().err
-    plan, model, _ = planned({"d": 2}, microbatches=1)
+    plan, (model, _) = planned({"d": 2}, microbatches=1), gpt2()
     with pytest.raises(PlanError, match="is no trace: FileNotFoundError"):
         plan.save_page(tmp_path / "page.html", trace=trace)
     for text in ("{", "[]", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X", "name": "a"}]}'):
