@@ -87,11 +87,10 @@ def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does():
 
 
 def test_when_a_rank_is_killed_the_others_are_ended_and_it_is_named(tmp_path):
-    begin = time.monotonic()
     with pytest.raises(RankError, match="rank 1 was ended by SIGKILL") as error:
         launch(script(tmp_path, MEET.format(fault="os.kill(os.getpid(), signal.SIGKILL)")), 2)
     assert (error.value.rank, error.value.code) == (1, -signal.SIGKILL)
-    assert time.monotonic() - begin < 60 and gone(tmp_path, 2)
+    assert gone(tmp_path, 2)
 
 
 def test_the_message_of_the_rank_that_failed_first_is_shown(tmp_path):

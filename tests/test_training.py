@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +170,19 @@ def test_what_does_not_fit_the_plan_is_refused_on_every_rank(tmp_path: Path) -> 
         ]
 
 
-def die_or_wait(path: str) -> float:
-    """Rank 1 kills itself before the second step; the others say after how long they were told."""
+def die_or_wait(path: str) -> str:
+    """Rank 1 kills itself before the second step; what the others are told."""
     torch.manual_seed(0)
     model, args = models.mlp(batch=12)
     parallel = sbpc.parallelize(model, sbpc.load(path))
     parallel(*args).backward()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
     try:
         parallel(*args).backward()
     except RuntimeError:
-        return time.monotonic() - start
-    return -1.0
+        return "an error"
+    return "nothing"
 
 
 def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
@@ -192,6 +190,4 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
     model, args = models.mlp(batch=12)
     path = tmp_path / "plan.sbpc"
     sbpc.plan(model, args, Mesh(data=2), pin={"ups.0.weight": "S(0)"}).save(path)
-    waited, dead = run_ranks(die_or_wait, 2, str(path))
-    assert dead is None
-    assert 0 <= waited < 60
+    assert run_ranks(die_or_wait, 2, str(path)) == ["an error", None]
