@@ -17,7 +17,7 @@ from tests.compare import compare, eager, relative_error
 from tests.processes import run_ranks
 from tests.random_plans import random_plan
 
-MESHES = ({"x": 2}, {"x": 3}, {"x": 2, "y": 2})
+MESHES = ({"x": 3}, {"x": 2, "y": 2})
 TOLERANCE = 1e-9
 
 
@@ -113,7 +113,7 @@ def test_buffers_outputs_and_gradients_are_those_of_eager_torch(name: str, float
     model, args = made(name)
     after, before = copy.deepcopy(model), buffers(model)
     outputs, gradients = eager(after, args)
-    for sizes, method in zip(MESHES, ("light", "aot", "light")):
+    for sizes, method in zip(MESHES, ("aot", "light")):
         plan = sbpc.plan(model, args, Mesh(**sizes), capture=method)
         assert not plan.notes
         for each in (plan, random_plan(plan, 0)):

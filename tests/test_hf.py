@@ -17,9 +17,8 @@ from tests.random_plans import random_plan
 
 MESHES = {"2": {"x": 2}, "3": {"x": 3}, "4": {"x": 4}, "2x2": {"x": 2, "y": 2}}
 QUICK = [
-    ("gpt2", "eager", "2"), ("gpt2", "sdpa", "2x2"), ("llama", "eager", "2"), ("llama", "sdpa", "2x2"),
-    ("qwen", "sdpa", "2"), ("bert", "sdpa", "2"), ("bert", "eager", "2x2"), ("t5", "sdpa", "2"),
-    ("vit", "eager", "2"), ("vit", "sdpa", "2x2"), ("mixtral", "sdpa", "2"),
+    ("gpt2", "sdpa", "2x2"), ("llama", "eager", "2"), ("qwen", "sdpa", "2"), ("bert", "eager", "2x2"), ("t5", "sdpa", "2"),
+    ("vit", "sdpa", "2x2"), ("mixtral", "sdpa", "2"),
 ]  # fmt: skip
 LONG = [(net, "sdpa", mesh) for net in hf_models.MODELS for mesh in MESHES]
 LONG += [(net, "eager", "2x2") for net in hf_models.MODELS]  # the same model but for one op and what it is made of
@@ -76,7 +75,7 @@ def test_norms_and_losses_in_float32_stay_so() -> None:
 @pytest.mark.parametrize(
     "net, dtype, mesh",
     [
-        ("mixtral", torch.float64, "2"), ("gpt_oss", torch.float64, "2"), ("mixtral", torch.float32, "2"),
+        ("gpt_oss", torch.float64, "2"), ("mixtral", torch.float32, "2"),
         *(
             pytest.param(net, dtype, mesh, marks=pytest.mark.prove_library)
             for net in hf_models.MIXTURES for dtype in EXPERTS for mesh in ("2", "2x2", "3")

@@ -295,9 +295,8 @@ def check_model(net: str, attention: str, meshes: Sequence[Mapping[str, int]]) -
         assert not same(step(plan, model, (), SEED + 1, kwargs), expected)
 
 
-@pytest.mark.parametrize("net, attention", [("gpt2", "sdpa"), ("bert", "eager")])
-def test_models_of_the_library_with_dropout_agree_on_meshes(net: str, attention: str, float64: None) -> None:
-    check_model(net, attention, ({"x": 2},))
+def test_a_model_of_the_library_with_dropout_agrees_on_meshes(float64: None) -> None:
+    check_model("gpt2", "sdpa", ({"x": 2},))
 
 
 @pytest.mark.prove

@@ -26,10 +26,10 @@ def product(m: int, n: int, k: int, devices: int, **options: Any) -> list[SweepR
 
 PRODUCTS = [  # m, n, k, ranks, axes to look at, the grid
     (65536, 1024, 1024, 16, 4, (16,)),
-    (16384, 16384, 1024, 16, 4, (4, 4)),
+    pytest.param(16384, 16384, 1024, 16, 4, (4, 4), marks=pytest.mark.prove),
     (1024, 16384, 16384, 16, 4, (4, 4)),
     (8192, 8192, 8192, 8, 4, (2, 2, 2)),
-    (8192, 8192, 8192, 64, 3, (4, 4, 4)),
+    pytest.param(8192, 8192, 8192, 64, 3, (4, 4, 4), marks=pytest.mark.prove),
     (8192, 8192, 8192, 512, 3, (8, 8, 8)),
     (16384, 4096, 8192, 64, 3, (2, 4, 8)),
 ]
