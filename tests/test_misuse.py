@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,12 @@ def made(kind: type[nn.Module] = Net, asks: bool = False) -> tuple[nn.Module, nn
     """A module on this rank, the same on one device, an argument."""
     torch.manual_seed(0)
     model, x = kind(), torch.randn(4, 6, requires_grad=asks)
-    return sbpc.parallelize(copy.deepcopy(model), sbpc.plan(copy.deepcopy(model), (x,), Mesh(x=2))), model, x
+    return sbpc.parallelize(copy.deepcopy(model), planned(kind, asks)), model, x
+
+
+@functools.cache
+def planned(kind: type[nn.Module], asks: bool) -> sbpc.Plan:
+    return sbpc.plan(kind(), (torch.randn(4, 6, requires_grad=asks),), Mesh(x=2))
 
 
 def error(function: Callable[[], Any]) -> str:
