@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -39,26 +39,25 @@ def backward(module: Any, *args: Tensor) -> Tensor:
 
 
 def plans_of(model: Any) -> list[sbpc.Plan]:
-    """Plans for training on 8 and on 3 rows, for a forward alone on 8, and for evaluation on 5."""
+    """Plans for training on 8 rows, on 4 in another layout, and on 3, for a forward alone on 8, and for evaluation on 5."""
     mesh = Mesh(x=2)
     first = sbpc.plan(model.train(), batch(0, 8), mesh, pin={"inner.weight": "S(0)"})
     homes = first.parameters
     small = sbpc.plan(model, batch(0, 3), mesh, pin=homes)
     forward = sbpc.plan(model, batch(0, 8), mesh, train=False, pin=homes)
-    return [first, small, forward, sbpc.plan(model.eval(), batch(0, 5), mesh, train=False, pin=homes)]
+    other = sbpc.plan(model, batch(0, 4), mesh, pin={"inner.weight": "B"})
+    return [first, other, small, forward, sbpc.plan(model.eval(), batch(0, 5), mesh, train=False, pin=homes)]
 
 
-def on_ranks() -> dict[str, Any]:
+def on_ranks(first: sbpc.Plan, other: sbpc.Plan, *others: sbpc.Plan) -> dict[str, Any]:
     """Losses of training by backward and by step, and what is said of calls that were not planned."""
     torch.set_default_dtype(torch.float64)
     model = seeded(Stats)
-    first, *others = plans_of(model)
-    model.train()
     found: dict[str, Any] = {"backward": trained(sbpc.parallelize(model, first, also=others), backward)}
     module: Any = sbpc.parallelize(model, first, also=others[:2], evaluate=others[2])
     found["step"] = trained(module, lambda module, *args: module.step(*args))
     found["state"] = {name: whole(value) for name, value in module.state_dict().items()}
-    found["errors"] = [said(call) for call in misuses(model, module, first, others)]
+    found["errors"] = [said(call) for call in misuses(model, module, first, other, others)]
     return found
 
 
@@ -66,7 +65,7 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
-def misuses(model: Any, module: Any, first: sbpc.Plan, others: list[sbpc.Plan]) -> list[Callable[[], Any]]:
+def misuses(model: Any, module: Any, first: sbpc.Plan, other: sbpc.Plan, others: Sequence[sbpc.Plan]) -> list[Callable[[], Any]]:
     x, y = batch(0, 4)
 
     def other_sums() -> None:
@@ -79,7 +78,7 @@ def misuses(model: Any, module: Any, first: sbpc.Plan, others: list[sbpc.Plan]) 
         lambda: module.train()(x, y=y.float()),
         lambda: module.eval()(x, y),
         lambda: sbpc.parallelize(model, first, also=others[0]),  # type: ignore[arg-type]
-        lambda: sbpc.parallelize(model, first, also=[sbpc.plan(model, (x, y), first.mesh, pin={"inner.weight": "B"})]),
+        lambda: sbpc.parallelize(model, first, also=[other]),
         lambda: module.train() and other_sums(),
     ]
 
@@ -117,7 +116,7 @@ def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
     torch.set_default_dtype(torch.float64)
     alone = seeded(Stats)
     expected = trained(alone, backward)
-    for found in run_ranks(on_ranks, 2):
+    for found in run_ranks(on_ranks, 2, *plans_of(seeded(Stats))):
         assert found["backward"] == pytest.approx(expected, rel=1e-12)
         assert found["step"] == pytest.approx(expected, rel=1e-12)
         for name, value in alone.state_dict().items():
