@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sbpc.api.planning import Task
@@ -38,27 +37,13 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """The ranks of tensor, and in how many parts the batch is cut: what a sample takes depends on these."""
-        return self.mesh.sizes[2], self.mesh.sizes[1] * self.microbatches
+        """The ranks of pipe and of tensor: how much longer than its guess a strategy takes depends on these most of all."""
+        return self.mesh.sizes[0], self.mesh.sizes[2]
 
     @property
     def stages(self) -> int:
         """How many stages it has."""
         return self.mesh.sizes[0]
-
-
-def expected(kind: tuple[int, int], times: Mapping[tuple[int, int], float]) -> float:
-    """Returns how many times as long as their guess strategies of a kind take, by the nearest kind that was looked at: 1 if there is none.
-
-    In a batch of fewer parts, what that takes beyond its guess may be spread over as many times as many samples.
-
-    >>> expected((2, 8), {(1, 8): 9.0}), expected((2, 8), {(2, 32): 3.0}), expected((2, 8), {(2, 4): 3.0})
-    (1.0, 1.5, 3.0)
-    """
-    tensor, parts = kind
-    near = [(-abs(math.log(parts / other)), known, other) for (ranks, other), known in times.items() if ranks == tensor]
-    _, known, other = max(near, default=(0.0, 1.0, 1))
-    return 1.0 + max(0.0, known - 1.0) * min(1.0, parts / other)
 
 
 def candidates(

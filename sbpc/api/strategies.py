@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sbpc.api.candidates import PIPE, Candidate, block_times, expected
+from sbpc.api.candidates import PIPE, Candidate, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import plan_stages, units_of
@@ -126,13 +126,14 @@ class Search:
     recompute: str
     seconds: float
     chunks: dict[Any, list[Chunk]] = field(default_factory=dict)
+    units: dict[Any, list[Unit]] = field(default_factory=dict)
     order: Estimate | None = None  # of the candidate that is looked at, whose order of work its other estimates share
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
         """Returns the rows of candidates, best first, for so many CPU seconds: what seems fastest is looked at next.
 
-        A guess knows nothing but flops and parameters: what was looked at says how many times as long its kind takes, see `expected`.
+        A guess knows nothing but flops and parameters. So first each kind is looked at once, and then counts as many times as it took.
         Each row has the bound of all candidates, whether they have a row or not: one that was refused might have been cut or laid out
         otherwise. Raises MemoryLimitError if none fits, PlanError if none can be cut.
         """
@@ -145,8 +146,7 @@ class Search:
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
-            expects = {kind: expected(kind, times) for kind in {other.kind for other in left}}
-            each = min(left, key=lambda other: other.guess * expects[other.kind])
+            each = min(left, key=lambda other: other.guess * times.get(other.kind, 1.0))
             left.remove(each)
             if progress is not None:
                 progress(number, len(candidates), each.mesh)
@@ -170,7 +170,7 @@ class Search:
         self.order = None
         for form in forms:
             ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
-            fitting = [way for way in ways if self.memory is None or way.memory["total"] <= self.memory]
+            fitting = list(filter(self.fits, ways))
             if fitting:
                 best = min(fitting, key=lambda way: way.cost.seconds)
                 make = functools.partial(self.planned, each, form)
@@ -178,6 +178,10 @@ class Search:
             closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"])
         assert closest is not None and self.memory is not None
         raise TooLarge(closest.memory["total"], self.memory, f"{closest.mesh} with {closest.count} micro-batches")
+
+    def fits(self, way: Estimate) -> bool:
+        """Returns whether a rank has the memory for a way."""
+        return self.memory is None or way.memory["total"] <= self.memory
 
     def kinds(self, each: Candidate) -> Sequence[str]:
         """Returns what layouts inside a stage to look at: the fastest ones; under a limit also those that store least, and the expert's."""
@@ -202,12 +206,14 @@ class Search:
             self.order = self.order or made
             made.take_order(self.order)
             yield made
-            if self.memory is None or made.memory["total"] <= self.memory:
+            if self.fits(made):
                 return
 
     def measured(self, each: Candidate, form: str, kind: str, kinds: Sequence[str]) -> list[Unit]:
-        """Returns the units of the model on the mesh of a stage, planned once for each size of micro-batch."""
+        """Returns the units of the model on the mesh of a stage, planned and measured once for each size of micro-batch."""
         key = each.mesh.sizes[1:], each.microbatches, form, kind
+        if (key, kinds) in self.units:
+            return self.units[key, kinds]
         if key not in self.chunks:
             gm = self.short.again().gm
             gm = compute_again(gm, forms_of(gm, form))
@@ -222,7 +228,7 @@ class Search:
         costs = [ChunkCost.of(chunk.plan, in_loop) for chunk in chunks]
         names = [name_of(chunk) for chunk in chunks]
         borders = [crossing(chunks, at) for at in range(len(chunks))]
-        units = []
+        units = self.units[key, kinds] = []
         for at, (cost, name) in enumerate(zip(costs, names)):
             folder, _, place = name.rpartition(".")
             often = block_times(self.lengths, folder, place)

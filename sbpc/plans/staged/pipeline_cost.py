@@ -275,9 +275,9 @@ class Pipeline(ABC):
 
     @functools.cached_property
     def messages(self) -> Counter[Action]:
-        """By action how many others on other stages it sends to and receives from."""
-        pairs = [(need, action) for action in self.everything for need in self.needs(action) if self.sending(need, action)]
-        return Counter(end for pair in pairs for end in pair)
+        """By action how many others on other stages it sends to and receives from; none where to start a message costs nothing."""
+        actions = self.everything if self.mesh.cluster.start else ()
+        return Counter(end for action in actions for need in self.needs(action) if self.sending(need, action) for end in (need, action))
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
