@@ -250,7 +250,7 @@ def peak_of(model: nn.Module, args: Any, count: int, form: str) -> int:
     plan = sbpc.plan(model, args, Mesh(x=1, cluster="h100"), recompute=form, microbatches=count)
     found = sbpc.simulate(plan, model, args).peak_memory
     held = plan.cost.memory["total"] - plan.cost.memory["optimizer"]
-    assert held == found if count == 1 else found <= held <= 1.05 * found
+    assert held == found if count == 1 else abs(held - found) <= 1e-3 * found, "the losses of earlier micro-batches are not counted"
     return found
 
 
