@@ -69,6 +69,8 @@ def staged(
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
         times = count / stages  # of the mean stage: no layouts take less in all
         bounds = [times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound if bound is None else bound]
+        if bound is None and not whole.serial_bound:
+            bounds[1] /= min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)

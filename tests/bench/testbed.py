@@ -54,7 +54,7 @@ VERSUS: dict[str, tuple[str, dict[str, int], list[tuple[str, int]]]] = {  # net,
     "vgg": ("vgg", {}, [("ddp", 1), ("zero2", 1), ("hybrid", 1)]),
 }
 PARTS = *PREDICTED, *VERSUS
-STAGES = {LOOP: {"pipe": HOSTS}, "gpt": {"pipe": HOSTS}, "gpt2": {"pipe": 2, "d": HOSTS // 2}}  # in 4 micro-batches
+STAGES = {LOOP: {"pipe": 2, "d": HOSTS // 2}, "gpt": {"pipe": HOSTS}, "gpt2": {"pipe": 2, "d": HOSTS // 2}}  # in 4 micro-batches
 IN_ORDER, SERIAL = "sbpc, the better one in order", "sbpc, objective=serial"
 
 

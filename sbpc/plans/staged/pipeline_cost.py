@@ -243,6 +243,11 @@ class Pipeline(ABC):
         """Whether every backward runs in two parts."""
         return self.schedule == "zbv"
 
+    @property
+    def alone(self) -> float:
+        """How many times as fast a stage computes while no other one does."""
+        return min(self.mesh.cluster.sharing, self.stages)
+
     # --- what a step costs -------------------------------------------------------------------------------------------
     @functools.cached_property
     def spans(self) -> dict[Action, tuple[float, float]]:
@@ -250,10 +255,9 @@ class Pipeline(ABC):
         starts = [self.single(stage, BEFORE) for stage in range(self.stages)]
         if not self.overlaps:
             starts = [max(starts)] * self.stages
-        cluster = self.mesh.cluster
-        if cluster.sharing == 1.0:
+        if self.alone == 1.0:
             return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, cluster.sharing, cluster.taken)
+        return shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""

@@ -9,6 +9,9 @@ the schedule puts w off, after the w of all but that micro-batch in c. Then come
 
 for c > 0, in which m * w is left out where w is put off; and T >= sum of f before c + m * sum over C of (f + i + w) in any case. Each
 gradient is added to those of earlier micro-batches m - 1 times, which counts as part of w.
+
+Where p stages share cores, one that computes alone is up to `sharing` times as fast, and all of them together are no faster than where
+all compute: so T is at least that bound divided by `sharing`, and a p-th part of what all stages compute.
 """
 
 from __future__ import annotations
@@ -26,14 +29,10 @@ WORK = (FORWARD, INPUTS, WEIGHTS)
 
 
 def stages_bound(plan: StagedPlan, least: Mapping[str, float]) -> float:
-    """Returns seconds that the schedule of a plan takes at least. least: by name of a call the seconds of its kernel in any layout.
-
-    Stages that share cores are faster while others wait: of these nothing is known.
-    """
-    if plan.mesh.cluster.sharing > 1.0:
-        return 0.0
+    """Returns seconds that the schedule of a plan takes at least. least: by name of a call the seconds of its kernel in any layout."""
     parts = [least_of(each, least) for each in plan.programs]
-    return max(stage_bound(plan, parts, stage) for stage in range(plan.stages))
+    longest = max(stage_bound(plan, parts, stage) for stage in range(plan.stages))
+    return max(longest / plan.alone, sum(sum(busy(plan, each).values()) for each in parts) / plan.stages)
 
 
 def least_of(programs: ChunkPrograms, least: Mapping[str, float]) -> dict[str, float]:
@@ -50,16 +49,19 @@ def least_of(programs: ChunkPrograms, least: Mapping[str, float]) -> dict[str, f
     return found
 
 
+def busy(plan: Pipeline, least: Mapping[str, float]) -> dict[str, float]:
+    """Returns what all micro-batches take at least in each part of a chunk. least: what one takes."""
+    return {part: plan.count * least[part] + (part == WEIGHTS) * (plan.count - 1) * least[ADDED] for part in WORK}
+
+
 def stage_bound(plan: Pipeline, parts: list[dict[str, float]], stage: int) -> float:
     """Returns the bound of one stage. parts: by chunk the least seconds of a micro-batch in each part."""
     mine = [at for at, owner in enumerate(plan.owners) if owner == stage]
     first, before = parts[mine[0]], parts[: mine[0]]
-    lead = sum(each[FORWARD] for each in before)
-    busy = {part: plan.count * sum(parts[at][part] for at in mine) for part in WORK}
-    busy[WEIGHTS] += (plan.count - 1) * sum(parts[at][ADDED] for at in mine)
-    alone = lead + sum(busy.values())
+    each = [busy(plan, parts[at]) for at in mine]
+    alone = sum(one[FORWARD] for one in before) + sum(sum(one.values()) for one in each)
     if not before:
         return alone
-    tail = sum(each[INPUTS] for each in before) + parts[0][WEIGHTS]
-    late = busy[WEIGHTS] if plan.split else first[WEIGHTS] + first[ADDED]
+    tail = sum(one[INPUTS] for one in before) + parts[0][WEIGHTS]
+    late = sum(one[WEIGHTS] for one in each) if plan.split else first[WEIGHTS] + first[ADDED]
     return max(alone, alone - late + tail)
