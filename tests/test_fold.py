@@ -16,11 +16,11 @@ from sbpc import Mesh
 from sbpc.passes.assign.repeated_blocks import Run, runs
 from sbpc.passes.assign.space import Space
 from sbpc.solver import Bounder, Problem, Proof, Solution, Value, Variable, certify, checked_bound, solve, total
-from sbpc.solver.dual import blocks, raise_bound
+from sbpc.solver.bounder import blocks, raise_bound
 from sbpc.solver.fold import fold
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
 from sbpc.solver.problem import with_ports
-from sbpc.solver.subsets import nearest
+from sbpc.solver.subsets import least_reduced
 from tests import models
 from tests.test_solver import brute_force, closed, problems
 
@@ -222,8 +222,8 @@ def on_three_axes(problem: Problem) -> Problem:
 
 def test_the_nearest_labels_are_near_among_all_and_in_their_variable():
     extra = [np.array([0.0, 3.0, 1.0, 2.0]), np.array([5.0, 9.0]), np.array([0.5, 0.5, 0.5])]
-    assert [found.tolist() for found in nearest(extra, 2)] == [[0, 2], [], [0, 1]]
-    assert [found.tolist() for found in nearest(extra, 99)] == [[0, 2, 3, 1], [0, 1], [0, 1, 2]]
+    assert [found.tolist() for found in least_reduced(extra, 2)] == [[0, 2], [], [0, 1]]
+    assert [found.tolist() for found in least_reduced(extra, 99)] == [[0, 2, 3, 1], [0, 1], [0, 1, 2]]
 
 
 def test_on_three_axes_ends_of_runs_on_their_own_better_the_bound(monkeypatch):

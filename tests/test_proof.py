@@ -101,9 +101,9 @@ def test_under_a_memory_limit_multipliers_and_prices_are_a_proof() -> None:
     assert free.check_bound().bound < checked.bound <= checked.searched * (1 + 1e-9) <= checked.paid * (1 + 1e-9)
     for seed in range(4):
         assert plan.check_bound(spoiled(plan.proof, seed, checked.paid / 100)).bound < checked.bound
-    priced, space = plan.prover.bound, plan.prover.space
-    assert max(priced.prices) > 0
-    assert checked.bound == pytest.approx(checked_bound(priced.problem(space), plan.proof) - sum(priced.prices), rel=1e-9)
+    _, problem, allowed = plan.prover.priced()
+    assert allowed > 0
+    assert checked.bound == pytest.approx(checked_bound(problem, plan.proof) - allowed, rel=1e-9)
 
 
 def test_a_plan_from_a_file_says_that_it_holds_no_problem(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sbpc.solver import Problem, Proof, Value, Variable, star, total
 from sbpc.solver.highs import cheapest
 from sbpc.solver.problem import SLACK, star_seconds
 from sbpc.solver.program import columns_of
-from sbpc.solver.subsets import around, everything, nearest
+from sbpc.solver.subsets import around, everything, least_reduced
 
 SOLVED = 12  # layouts that are solved again, those of least reduced cost; of the others the bounds are told
 SMALL = 5_000  # columns of a program in which everything is free
@@ -156,7 +156,7 @@ class Solved:
     def solve_near(self, free: Sequence[int], pinned: np.ndarray) -> list[int] | None:
         """Returns the best labels with some variables free, those near by the multipliers, and all others as they are."""
         members, part = self.part(free)
-        near = nearest([self.reduced_costs(at) for at in free], NEAR)
+        near = least_reduced([self.reduced_costs(at) for at in free], NEAR)
         labels = [np.union1d(each, [self.labels[at]]).astype(np.intp) for at, each in zip(free, near)]
         labels += [np.array([self.labels[at]], dtype=np.intp) for at in members[len(free) :]]
         labels[0] = pinned

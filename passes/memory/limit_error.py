@@ -13,32 +13,34 @@ MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reas
 
 
 def shortage(plan: Plan, limit: float, least: bool) -> str:
-    """What is missing for a plan to fit, and the three tensors that hold most at its peak; least: it is known that no plan
-    fits, not only that none was found."""
+    """Returns the message of the error: what is missing for a plan to fit, and the three tensors that take most at its peak.
+
+    limit: bytes. least: it is known that no plan fits, not only that none was found.
+    """
     memory = plan.memory
     sizes: Counter[str] = Counter()
     for node, size in plan.life.at_peak():
         sizes[node.name] += size
-    most = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
-    held = ", ".join(f"%{name} {sizes[name]:,}" for name in most)
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
+    tensors = ", ".join(f"%{name} {sizes[name]:,}" for name in largest)
     parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
     over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
     known = f"; no plan takes as little as {int(limit):,}" if least else ""
     return (
         f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}{known}\n"
-        f"  of which {parts}; the largest tensors: {held}\n"
+        f"  of which {parts}; the largest tensors: {tensors}\n"
         f"  Give more memory, more ranks or a smaller batch{split_outputs(plan, memory['total'])}."
     )
 
 
 def split_outputs(plan: Plan, most: int) -> str:
-    """What to do about results of the model that are whole on every rank, if one takes much of `most` bytes."""
-    found = [
+    """Returns what to do about results of the model that are whole on every rank, if one takes much of `most` bytes."""
+    whole = [
         (local_bytes(result, plan.mesh), int(port.name))
         for port, result in zip(plan.boxed.meta["ports"].outputs, results(plan.boxed))
         if port.kind == OUTPUT and result is not None and result.meta["sbp"] == broadcast(plan.mesh.axes)
     ]
-    size, at = max(found, default=(0, 0))
+    size, at = max(whole, default=(0, 0))
     if size <= MUCH * most or plan.mesh.ranks == 1:
         return ""
     return f", or leave output {at}, {size:,} bytes on every rank, split: see `outputs=`"

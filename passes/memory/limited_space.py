@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +10,7 @@ import numpy as np
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
 from sbpc.passes.memory.live_bytes import Moment
-from sbpc.plans.plan import Assignment
-from sbpc.solver import Limit, Problem, Proof, checked_bound, priced
+from sbpc.solver import Limit, Proof
 from sbpc.solver.fold import Folded
 
 
@@ -40,8 +38,7 @@ def by_class(folded: Folded, limits: Sequence[Limit]) -> list[Limit]:
     for limit in limits:
         weights: dict[int, np.ndarray] = {}
         for at, each in limit.weights.items():
-            number = folded.classes[at]
-            weights[number] = weights[number] + each if number in weights else each
+            weights[folded.classes[at]] = weights.get(folded.classes[at], 0.0) + each
         folded_limits.append(Limit(weights, limit.most))
     return folded_limits
 
@@ -58,11 +55,3 @@ class PricedBound:
     limits: Sequence[Limit] = ()
     prices: Sequence[float] = ()
     proof: Proof = field(default_factory=lambda: Proof([]))
-
-    def problem(self, space: Space) -> Problem:
-        """Returns the problem in which labels pay the prices."""
-        return priced(space.problem, self.limits, self.prices)
-
-    def check(self, space: Space, assignment: Assignment, proof: Proof) -> tuple[float, float]:
-        """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""
-        return space.seconds(assignment), checked_bound(self.problem(space), proof) - math.fsum(self.prices)

@@ -3,8 +3,8 @@
 What is alive at a moment of the step is a sum over nodes (see `sbpc.passes.memory.live_bytes`), so the limit at a moment is a
 row of weights, and the price of a byte its Lagrange multiplier.
 
-1. Prices: the relaxation on near labels says what the rows are worth. At these prices messages give a plan and a bound for all
-   plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
+1. Prices: the relaxation on labels of least reduced cost says what the rows are worth. At these prices messages give a plan and a
+   bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
 2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
    block by itself, mixes them.
 3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until
@@ -35,14 +35,14 @@ from sbpc.passes.memory.live_bytes import (
 )
 from sbpc.plans.memory import POSITION
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.solver import Bounder, Limit, Problem, Proof, certify, priced, total
+from sbpc.solver import Bounder, Limit, Problem, Proof, certify, checked_bound, priced, total
 from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import ROUGH, cheapest, relax, support
 from sbpc.solver.problem import gap_of
 from sbpc.solver.program import columns_of
-from sbpc.solver.search import COLUMNS, near_program
-from sbpc.solver.subsets import Subset, around, everything, nearest
+from sbpc.solver.search import COLUMNS, restricted_program
+from sbpc.solver.subsets import Subset, around, everything, least_reduced
 
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
@@ -53,8 +53,9 @@ DEAREST = 16.0  # steps that all of a limit may cost, at most
 EVER_DEARER = 1.0, 8.0, 64.0  # the same, one after the other, while no plan fits
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
 NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
-SMALL = 2_000  # variables of a problem in which nothing is tied for the last bound, at most
+SMALL = 2_000  # variables of a problem that is not folded for the last bound, at most
 LEAST = 1e-3  # of the limit: what a row allows at least
+Make = Callable[[Assignment], Plan]
 
 
 @dataclass
@@ -72,14 +73,14 @@ class Candidate:
         return self.plan.memory["total"]
 
 
-def within(free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan]) -> Plan:
+def within(free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> Plan:
     """Returns the fastest plan found under the limit of the plan `free`, which breaks it.
 
-    gm: the graph of the space. copies: tensors of the size of a trained parameter beside it. made: makes the plan of an
+    gm: the graph of the space. copies: tensors of the size of a trained parameter beside it. make: makes the plan of an
     assignment. Raises MemoryLimitError.
     """
-    search = MemorySearch(float(free.options["memory"]), space, gm, copies, made)
-    search.run(free)
+    search = MemorySearch(free, space, gm, copies, make)
+    search.run()
     if search.best is None:
         least = min(search.candidates.values(), key=lambda each: each.bytes).plan
         raise MemoryLimitError(shortage(least, search.limit, math.isinf(search.bound.bound)), least)
@@ -89,24 +90,28 @@ def within(free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, made: 
 class MemorySearch:
     """Plans of a graph, and the best bound of those that take no more than `limit` bytes.
 
-    moments: by name of a call, the moments that have prices. near: by class and label, how far above a bound the label has been at
-    best. Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`.
+    Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a moment.
+    moments: by name of a call, what has a price. pool: labels of all plans, made or not. mixed: by class, the labels of mixtures.
+    corrections: by name of a call, the rows about plans. reduced_costs: by class and label, the least at any prices.
     """
 
-    def __init__(
-        self, limit: float, space: LimitedSpace, gm: GraphModule, copies: int, made: Callable[[Assignment], Plan]
-    ) -> None:
-        self.limit, self.space, self.gm, self.copies, self.made = limit, space, gm, copies, made
+    def __init__(self, free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> None:
+        self.limit = float(free.options["memory"])
+        self.space, self.gm, self.copies, self.make = space, gm, copies, make
+        self.least = space.least
         self.calls = calls_of(gm)
         self.moments: dict[str, Moment] = {"": at_optimizer(gm, copies)}
-        self.known: dict[tuple[str, bool], Moment] = {}
-        self.room = limit - min(POSITION * len(space.mesh.axes), limit / 2)  # less what every plan holds at every moment
+        self.room = self.limit - min(POSITION * len(space.mesh.axes), self.limit / 2)  # less what every plan holds at every moment
         self.folded = fold(space.problem, space.classes())
         self.candidates: dict[tuple[int, ...], Candidate] = {}
-        self.pool: list[list[int]] = []  # labels of all plans, made or not
+        self.pool: list[list[int]] = []
         self.corrections: dict[str, Limit] = {}
-        self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.sizes]
-        self.bound = PricedBound(0.0)
+        self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.members]
+        self.bound = PricedBound(free.lower_bound)
+        self.start = self.keep(space.labels(free.assignment))
+        self.scale = self.start.seconds or 1.0
+        self.bounder = Bounder(space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
+        self.reduced_costs = self.bounder.reduced_costs
 
     @property
     def best(self) -> Candidate | None:
@@ -116,7 +121,7 @@ class MemorySearch:
 
     @property
     def large(self) -> bool:
-        """Whether messages in which nothing is tied would take long."""
+        """Whether messages on the unfolded problem would take long."""
         return is_wide(self.space.problem) or len(self.space.problem.variables) > SMALL
 
     @property
@@ -124,15 +129,10 @@ class MemorySearch:
         """How far the best plan may be above the bound, as a part of it; 1 if there is none."""
         return 1.0 if self.best is None else gap_of(self.best.seconds, min(self.bound.bound, self.best.seconds))
 
-    def run(self, free: Plan) -> None:
+    def run(self) -> None:
         """Looks for prices, then for mixtures of the plans found on the way, then for a better bound."""
-        self.bound = PricedBound(free.lower_bound)
-        start = self.keep(self.space.labels(free.assignment))
-        self.scale = start.seconds or 1.0
-        self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
-        self.near = self.bounder.reduced_costs
         self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
-        self.add_moment(next(iter(start.peaks), None))
+        self.add_moment(next(iter(self.start.peaks), None))
         prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
             self.take_bound(self.bound_at([factor * price for price in prices]))
@@ -168,9 +168,9 @@ class MemorySearch:
         return prices
 
     def lp_prices(self) -> list[float]:
-        """Returns what more of each row would save in the relaxation on the labels of all plans and near ones."""
+        """Returns what more of each row would save in the relaxation on the labels of all plans and those of least reduced cost."""
         plans = list(map(self.folded.fold, self.pool))
-        subset = around(self.folded.problem, plans, nearest(self.near, EACH))
+        subset = around(self.folded.problem, plans, least_reduced(self.reduced_costs, EACH))
         return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
 
     def bound_at(self, prices: Sequence[float]) -> PricedBound:
@@ -178,7 +178,7 @@ class MemorySearch:
         rows = self.rows()
         prices = [*prices, *[0.0] * (len(rows) - len(prices))]
         self.bounder.solve(priced(self.space.problem, rows, prices))
-        self.near = list(map(np.minimum, self.near, self.bounder.reduced_costs))
+        self.reduced_costs = list(map(np.minimum, self.reduced_costs, self.bounder.reduced_costs))
         return PricedBound(self.bounder.bound - math.fsum(prices), rows, prices, self.bounder.proof)
 
     def solve_at(self, prices: Sequence[float]) -> Candidate:
@@ -193,7 +193,7 @@ class MemorySearch:
         """Returns, by class, the labels of the plan at the last prices."""
         labels, problem = self.bounder.labels, self.bounder.folded.problem
         if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
-            labels = near_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
+            labels = restricted_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
         return labels
 
     def squeeze(self) -> None:
@@ -221,8 +221,7 @@ class MemorySearch:
         for _ in range(turns):
             if time.process_time() > until:
                 return
-            limits = [*self.rows(), *self.corrections.values()]
-            labels, least = self.mixture(limits, base, more)
+            labels, least = self.mixture(base, more)
             if labels is None:  # no mixture keeps the rows: let it be the best plan, then allow more
                 if self.best is None or base is self.best:
                     self.corrections = {n: replace(row, most=(row.most + self.limit) / 2) for n, row in self.corrections.items()}
@@ -234,58 +233,48 @@ class MemorySearch:
                 return
             self.correct(candidate)
 
-    def mixture(self, limits: Sequence[Limit], base: Candidate | None, more: int) -> tuple[list[int] | None, float]:
-        """Returns the cheapest labels under the limits on the support of the relaxation and those of `base`, None if there are none;
+    def mixture(self, base: Candidate | None, more: int) -> tuple[list[int] | None, float]:
+        """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if there are none;
         and the seconds of the relaxation."""
-        folded, problem = self.folded, self.space.problem
-        plans = self.pool
-        subset = around(folded.problem, list(map(folded.fold, plans)), self.labels_of(plans))
+        folded, problem, limits = self.folded, self.space.problem, [*self.rows(), *self.corrections.values()]
+        plans = np.array(self.pool, dtype=np.intp)
+        labels_of_plans = [np.unique(plans[:, members]) for members in folded.members]
+        subset = around(folded.problem, list(map(folded.fold, self.pool)), labels_of_plans)
         relaxed = relax(folded.problem, subset, self.scale, by_class(folded, limits), 100 * self.scale)
-        self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed.parts)))
-        labels = [each.astype(np.intp) for each in self.mixed]
-        if more:
-            labels = list(map(np.union1d, labels, nearest(self.near, more)))
-        by_variable = folded.unfold(labels)
+        self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed)))
+        allowed = list(map(np.union1d, self.mixed, least_reduced(self.reduced_costs, more))) if more else self.mixed
+        by_variable = folded.unfold(allowed)
         if base is not None:
             by_variable = [np.union1d(each, [label]) for each, label in zip(by_variable, base.labels)]
-        subset = around(problem, [plans[0] if base is None else base.labels], by_variable)
-        subset.labels = [np.asarray(each, dtype=np.intp) for each in by_variable]
+        subset = around(problem, [self.pool[0] if base is None else base.labels], by_variable)
+        subset.labels = by_variable  # without those of the plan whose aliases it has
         return cheapest(problem, subset, self.scale, GOOD, limits).labels, relaxed.seconds
-
-    def labels_of(self, plans: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Returns, by class, the labels that its members have in some plan."""
-        labels: list[set[int]] = [set() for _ in self.folded.sizes]
-        for plan in plans:
-            for at, label in zip(self.folded.classes, plan):
-                labels[at].add(label)
-        return [np.array(sorted(each), dtype=np.intp) for each in labels]
 
     def correct(self, candidate: Candidate) -> None:
         """Adds rows for a plan at its peak, and at the largest of calls spread over the step: linear about what it holds there."""
-        held = peak_calls(candidate.plan, self.gm, NEAR_LIMIT * self.limit)
-        if not held:
+        sizes = peak_calls(candidate.plan, self.gm, NEAR_LIMIT * self.limit)
+        if not sizes:
             return
-        order = {name: at for at, name in enumerate(self.calls)}
-        chunks = np.array_split(sorted(held, key=order.__getitem__), min(ROWS, len(held)))
-        for name in dict.fromkeys([next(iter(held)), *(max(chunk, key=held.__getitem__) for chunk in chunks)]):
-            row = self.row(self.at(str(name), sure=False))
-            most = row.used(candidate.labels) - (held[str(name)] - self.limit)
-            self.corrections[str(name)] = replace(row, most=max(most, LEAST * self.limit))
+        in_order = [name for name in self.calls if name in sizes]
+        chunks = np.array_split(np.array(in_order), min(ROWS, len(sizes)))
+        for name in dict.fromkeys([next(iter(sizes)), *(str(max(chunk, key=sizes.__getitem__)) for chunk in chunks)]):
+            row = self.row(self.moment(name, sure=False))
+            most = row.used(candidate.labels) - (sizes[name] - self.limit)
+            self.corrections[name] = replace(row, most=max(most, LEAST * self.limit))
 
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def sharpen(self) -> None:
-        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages in which nothing is
-        tied, and by the program on all labels that can be in a better plan."""
+        """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the unfolded problem,
+        and by the program on all labels that can be in a better plan."""
         assert self.best is not None
         for name in list(peak_calls(self.best.plan, self.gm, NEAR_LIMIT * self.limit))[:1]:
-            self.moments.setdefault(name, self.at(name))
+            self.moments.setdefault(name, self.moment(name))
         self.take_bound(self.bound_at(self.lp_prices()))
-        problem = self.bound.problem(self.space)
         if self.large or self.gap == 0.0:
             return
-        paid, allowed = total(problem, self.best.labels), math.fsum(self.bound.prices)
-        whole = Bounder(problem, fold(problem, range(len(problem.variables))), paid)
+        _, problem, allowed = self.priced()
+        whole = Bounder(problem, fold(problem, range(len(problem.variables))), total(problem, self.best.labels))
         self.take_bound(replace(self.bound, bound=whole.bound - allowed, proof=whole.proof))
         subset = whole.below(self.best.seconds + allowed)
         if subset is not None and columns_of(problem, subset) <= COLUMNS:
@@ -303,27 +292,24 @@ class MemorySearch:
             new = [name for name in list(candidate.peaks)[:ROWS] if name not in self.moments]
             if candidate.bytes <= self.limit or not new:
                 return
-            self.moments |= {name: self.at(name) for name in new}
+            self.moments |= {name: self.moment(name) for name in new}
 
     @property
     def proof(self) -> Proof:
         """The multipliers of the bound."""
         if not self.bound.proof.classes:
-            self.bound = replace(self.bound, proof=Bounder(self.bound.problem(self.space), self.folded).proof)
+            self.bound = replace(self.bound, proof=Bounder(self.priced()[1], self.folded).proof)
         return self.bound.proof
-
-    @property
-    def least(self) -> dict[str, float]:
-        """See `Prover`."""
-        return self.space.least
-
-    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
-        """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""
-        return self.bound.check(self.space, assignment, proof)
 
     def priced(self) -> tuple[LimitedSpace, Problem, float]:
         """Returns the space, its problem at the prices of the bound, and what a plan under the limit pays at most."""
-        return self.space, self.bound.problem(self.space), math.fsum(self.bound.prices)
+        problem = priced(self.space.problem, self.bound.limits, self.bound.prices)
+        return self.space, problem, math.fsum(self.bound.prices)
+
+    def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
+        """Returns the seconds of an assignment, and the bound that the multipliers and the prices give."""
+        space, problem, allowed = self.priced()
+        return space.seconds(assignment), checked_bound(problem, proof) - allowed
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Looks for a better plan, then for a better bound, for about `limit` CPU seconds in all; returns both."""
@@ -332,8 +318,7 @@ class MemorySearch:
             self.mix(TURNS, more, start + limit / 2)
         assert self.best is not None
         better = None if self.best.labels == self.space.labels(plan.assignment) else self.finished()
-        allowed = math.fsum(self.bound.prices)
-        problem = self.bound.problem(self.space)
+        _, problem, allowed = self.priced()
         most = total(problem, self.best.labels)
         bound, proof = certify(problem, self.space.classes(1), most, start + limit - time.process_time())
         self.take_bound(replace(self.bound, bound=bound - allowed, proof=proof))
@@ -347,7 +332,7 @@ class MemorySearch:
         if key not in self.candidates:
             for other in self.candidates.values():
                 other.plan.forget()
-            plan = self.made(self.space.assignment(list(key)))
+            plan = self.make(self.space.assignment(list(key)))
             seconds = total(self.space.problem, key)
             self.pool.append(list(key))
             self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, self.limit))
@@ -356,7 +341,7 @@ class MemorySearch:
     def finished(self) -> Plan:
         """Returns the best plan, with its bound and this search as its prover."""
         assert self.best is not None
-        plan = self.made(self.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
+        plan = self.make(self.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
         plan.lower_bound = min(self.bound.bound, self.best.seconds)  # which may differ by rounding
         plan.prover = self
         return plan
@@ -364,11 +349,9 @@ class MemorySearch:
     def add_moment(self, name: str | None) -> None:
         """Gives a price to what is alive during a call."""
         if name is not None and len(self.moments) < TURNS:
-            self.moments.setdefault(name, self.at(name))
+            self.moments.setdefault(name, self.moment(name))
 
-    def at(self, name: str, sure: bool = True) -> Moment:
-        """Returns what is alive during a call, in every plan if `sure`, else about; found once."""
-        if (name, sure) not in self.known:
-            count = bytes_alive_in_every_plan if sure else bytes_at_next_reads
-            self.known[name, sure] = count(self.gm, self.calls[name], self.copies)
-        return self.known[name, sure]
+    def moment(self, name: str, sure: bool = True) -> Moment:
+        """Returns what is alive during a call, in every plan if `sure`, else about; counted once."""
+        count = bytes_alive_in_every_plan if sure else bytes_at_next_reads
+        return self.space.once((count, name, self.copies), lambda: count(self.gm, self.calls[name], self.copies))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.proof import consumers
+from sbpc.solver.proof import consumers, share_key
 
 Slot = tuple[int, int]  # a class, and the number of the port where its members meet a value
 
@@ -23,23 +23,38 @@ class Bundle:
     """Values of the whole problem that run between the same classes, so that the folded problem has one value for them.
 
     slots: where they meet classes, the producer first. multiplicity: by slot, how many members of the class each value meets.
-    count: how many values they are. closure: of one of them.
+    count: how many values they are. closure: of one of them. share_key: of their cost shares, see `Proof`.
     """
 
     slots: list[Slot]
     multiplicity: list[int]
     count: int
     closure: np.ndarray
+    share_key: tuple[Any, ...]
 
 
 @dataclass(eq=False)
 class Folded:
-    """A folded problem: the class of every variable of the whole problem, the size of every class, a bundle for every value."""
+    """A folded problem.
+
+    problem: a variable per class, a value per bundle. classes: by variable of the whole problem its class; members: by class its
+    variables.
+    """
 
     problem: Problem
     classes: list[int]
-    sizes: list[int]
+    members: list[list[int]]
     bundles: list[Bundle]
+
+    @property
+    def sizes(self) -> list[int]:
+        """By class how many members it has."""
+        return list(map(len, self.members))
+
+    @property
+    def trivial(self) -> bool:
+        """Whether every class has one member, so that this is the whole problem."""
+        return max(self.sizes) == 1
 
     def unfold(self, labels: Sequence[Any]) -> list[Any]:
         """Returns labels of the whole problem from labels of classes; so for anything else that is known by class."""
@@ -47,28 +62,21 @@ class Folded:
 
     def fold(self, labels: Sequence[int]) -> list[int]:
         """Returns labels of classes from labels of the whole problem: those of the first members."""
-        found: dict[int, int] = {}
-        for at, label in zip(self.classes, labels):
-            found.setdefault(at, label)
-        return [found[at] for at in range(len(self.sizes))]
+        return [labels[group[0]] for group in self.members]
 
 
 def repriced(folded: Folded, problem: Problem) -> Folded:
     """Returns the same folding of a problem with other label costs, which may differ within a class."""
-    members: list[list[Variable]] = [[] for _ in folded.sizes]
-    for variable, number in zip(problem.variables, folded.classes):
-        members[number].append(variable)
-    return replace(folded, problem=Problem([tied(group) for group in members], folded.problem.values))
+    return replace(folded, problem=Problem(class_variables(problem, folded.members), folded.problem.values))
 
 
 def fold(problem: Problem, classes: Sequence[int]) -> Folded:
-    """Returns the problem with variables of one number in `classes` tied; they must have the same ports and labels."""
+    """Returns the problem in which variables of one number in `classes` are one; they must have the same ports and labels."""
     numbers: dict[int, int] = {}
     classes = [numbers.setdefault(number, len(numbers)) for number in classes]
     members: list[list[int]] = [[] for _ in numbers]
     for at, number in enumerate(classes):
         members[number].append(at)
-    variables = [tied([problem.variables[at] for at in group]) for group in members]
     bundles: dict[tuple[object, ...], list[Value]] = {}
     for value in problem.values:
         groups = consumers(value, classes)
@@ -84,11 +92,16 @@ def fold(problem: Problem, classes: Sequence[int]) -> Folded:
             scaled[times] = bundle.count * bundle.closure if bundle.count > 1 else bundle.closure
         pairs.append((replace(value, closure=scaled[times]), bundle))
     pairs.sort(key=lambda pair: pair[0].producer)
-    folded = Problem(variables, [value for value, _ in pairs])
-    return Folded(folded, classes, [len(group) for group in members], [bundle for _, bundle in pairs])
+    folded = Problem(class_variables(problem, members), [value for value, _ in pairs])
+    return Folded(folded, classes, members, [bundle for _, bundle in pairs])
 
 
-def tied(members: Sequence[Variable]) -> Variable:
+def class_variables(problem: Problem, classes: Sequence[Sequence[int]]) -> list[Variable]:
+    """Returns a variable per class of variables."""
+    return [class_variable([problem.variables[at] for at in members]) for members in classes]
+
+
+def class_variable(members: Sequence[Variable]) -> Variable:
     """Returns the variable of a class: its costs are those of all members."""
     first = members[0]
     if len(members) == 1:
@@ -103,8 +116,8 @@ def bundled(values: Sequence[Value], classes: Sequence[int]) -> tuple[Value, Bun
     """Returns the value of the folded problem for equal values of the whole one (its closure still that of one), and the bundle."""
     one = values[0]
     groups = consumers(one, classes)
-    wants = dict(zip(((at, place) for (at, _), place in zip(one.consumers, one.places[1:])), (w for _, w in one.consumers)))
+    wants = {(at, place): wanted for (at, wanted), place in zip(one.consumers, one.places[1:])}
     slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]
-    ports = [(number, wants[group[0]]) for (number, _, _), group in groups.items()]
-    bundle = Bundle(slots, [1, *map(len, groups.values())], len(values), one.closure)
-    return Value(slots[0][0], one.out, ports, one.closure, tuple(place for _, place in slots)), bundle
+    readers = [(number, wants[group[0]]) for (number, _, _), group in groups.items()]
+    bundle = Bundle(slots, [1, *map(len, groups.values())], len(values), one.closure, share_key(one, classes, groups))
+    return Value(slots[0][0], one.out, readers, one.closure, tuple(place for _, place in slots)), bundle

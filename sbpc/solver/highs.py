@@ -40,20 +40,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The LP relaxation: its seconds; by limit, what more of it would save (seconds for all of it); by variable, the part of
-    each label. Infinite seconds, and all of every label, if there is no plan or the relaxation was given up."""
+    """The LP relaxation.
+
+    prices: by limit, seconds that as much again of it would save. fractions: by variable and label, 0 to 1. Seconds are infinite
+    and all fractions 1 if there is no plan or the relaxation was given up.
+    """
 
     seconds: float
     prices: list[float]
-    parts: list[np.ndarray]
+    fractions: list[np.ndarray]
 
 
 def cheapest(
-    problem: Problem,
-    subset: Subset,
-    scale: float,
-    gap: float = 0.0,
-    limits: Sequence[Limit] = (),
+    problem: Problem, subset: Subset, scale: float, gap: float = 0.0, limits: Sequence[Limit] = ()
 ) -> Answer:
     """Returns the cheapest labels on `subset`, or some within the relative `gap`.
 
@@ -69,20 +68,7 @@ def cheapest(
         answer = by_relaxation(problem, program, x, subset, scale, gap)
         if answer is not None:
             return answer
-    unit = unit_of(scale)
-    model = model_of(program, sum(map(len, x)), unit)
-    model.setOptionValue("mip_rel_gap", gap)
-    stop_by_ticks(model, max(TICKS[0], TICKS[1] / program.columns**2))
-    model.run()
-    status, info = model.getModelStatus(), model.getInfo()
-    if status == highspy.HighsModelStatus.kInfeasible:
-        return Answer(None, np.inf, True)
-    bound = info.mip_dual_bound * unit + program.constant
-    bound -= program.boxing_cost * sum(1 + len(value.consumers) for value in problem.values)
-    if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
-        return Answer(None, bound, False)
-    labels = chosen(np.array(model.getSolution().col_value), x, subset)
-    return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
+    return by_branching(problem, program, x, subset, scale, gap)
 
 
 def by_relaxation(
@@ -101,6 +87,26 @@ def by_relaxation(
     return Answer(labels, seconds, above <= rounding) if above <= max(gap * abs(seconds), rounding) else None
 
 
+def by_branching(
+    problem: Problem, program: Program, x: Sequence[np.ndarray], subset: Subset, scale: float, gap: float
+) -> Answer:
+    """Returns what branch and bound gives until it is optimal, within the gap, or out of ticks."""
+    unit = unit_of(scale)
+    model = model_of(program, sum(map(len, x)), unit)
+    model.setOptionValue("mip_rel_gap", gap)
+    stop_by_ticks(model, max(TICKS[0], TICKS[1] / program.columns**2))
+    model.run()
+    status, info = model.getModelStatus(), model.getInfo()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Answer(None, np.inf, True)
+    bound = info.mip_dual_bound * unit + program.constant
+    bound -= program.boxing_cost * sum(1 + len(value.consumers) for value in problem.values)
+    if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
+        return Answer(None, bound, False)
+    labels = chosen(np.array(model.getSolution().col_value), x, subset)
+    return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
+
+
 def relax(problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit] = (), dearest: float = np.inf) -> Relaxed:
     """Returns the LP relaxation on `subset`. dearest: seconds at which as much again as a limit can be bought."""
     program, x = build(problem, subset)
@@ -114,9 +120,9 @@ def relax(problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit
     return Relaxed(seconds, prices, [point[columns] for columns in x])
 
 
-def support(subset: Subset, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns, by variable, the labels of which the relaxation takes a part."""
-    return [labels[part > INTEGRAL] for labels, part in zip(subset.labels, parts)]
+def support(subset: Subset, relaxed: Relaxed) -> list[np.ndarray]:
+    """Returns, by variable, the labels whose fraction in the relaxation is not 0."""
+    return [labels[fractions > INTEGRAL] for labels, fractions in zip(subset.labels, relaxed.fractions)]
 
 
 def solve_lp(program: Program, scale: float) -> tuple[np.ndarray | None, float, np.ndarray | None]:

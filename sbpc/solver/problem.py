@@ -90,7 +90,7 @@ class Limit:
 class Proof:
     """Multipliers from which `sbpc.solver.proof.checked_bound` computes a lower bound.
 
-    classes: the class of every variable. multipliers: by class and port, one number per label. shares: by `proof.name` of a
+    classes: the class of every variable. multipliers: by class and port, one number per label. shares: by `proof.share_key` of a
     value with more than two distinct consumers, the cost share of each consumer [layouts, distinct layouts wanted, ascending].
     """
 
@@ -100,21 +100,11 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class SearchStep:
-    """What one step of the search gave: seconds of the best plan, the lower bound and CPU seconds so far."""
-
-    name: str
-    seconds: float
-    lower_bound: float
-    cpu: float
-
-
-@dataclass(frozen=True)
 class Solution:
     """A plan and a lower bound of all plans.
 
-    seconds: inf if every plan needs an impossible boxing. exact: no plan is cheaper. proof: what gave the bound; None if the
-    search itself did. steps, stop: what the search did and why it ended.
+    seconds: inf if every plan needs an impossible boxing. exact: no plan is cheaper. proof: what gave the bound; None if there was
+    nothing to choose.
     """
 
     labels: list[int]
@@ -122,8 +112,6 @@ class Solution:
     lower_bound: float
     exact: bool
     proof: Proof | None = None
-    steps: tuple[SearchStep, ...] = ()
-    stop: str = ""
 
     @property
     def gap(self) -> float:

@@ -35,7 +35,7 @@ def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) ->
     terms: what `terms_of` returns for the problem and these classes, if it is known.
     """
     values, variables = terms_of(problem, proof.classes) if terms is None else terms
-    known = Layouts()
+    known = LayoutMemo()
     total = [count * value_bound(value, groups, proof, known) for count, value, groups in values]
     for count, number, places, costs in variables:
         for place in places:
@@ -59,7 +59,7 @@ def terms_of(problem: Problem, classes: Sequence[int]) -> Terms:
         for group in groups.values():
             for at, place in group:
                 ports[at].append(place)
-        key = (name(value, classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups))
+        key = (share_key(value, classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups))
         values.setdefault(key, [0, value, groups])[0] += 1
     variables: dict[tuple[Any, ...], list[int]] = {}
     for at, variable in enumerate(problem.variables):
@@ -82,7 +82,7 @@ def consumers(value: Any, classes: Sequence[int]) -> dict[tuple[int, int, int], 
     return found
 
 
-def name(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int], list[Any]]) -> tuple[Any, ...]:
+def share_key(value: Any, classes: Sequence[int], groups: Mapping[tuple[int, int, int], list[Any]]) -> tuple[Any, ...]:
     """Returns the key of a value in `Proof.shares`: class and port of its producer, and those of its consumers, counted."""
     kinds = tuple((number, place, len(group)) for (number, place, _), group in groups.items())
     return (classes[value.producer], value.places[0], kinds)
@@ -96,8 +96,8 @@ def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray
     return found
 
 
-class Layouts:
-    """A memo over arrays of layouts: many ports share one array."""
+class LayoutMemo:
+    """What is known of arrays of layouts: many ports share one array."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
@@ -125,7 +125,7 @@ class Layouts:
         return found, most
 
 
-def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof, known: Layouts) -> float:
+def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int, int]]], proof: Proof, known: LayoutMemo) -> float:
     """Returns the least that one value costs, less the multipliers that it receives."""
     wants = {(at, place): wanted for (at, wanted), place in zip(value.consumers, value.places[1:])}
     producer = proof.classes[value.producer]
@@ -140,7 +140,7 @@ def value_bound(value: Any, groups: Mapping[tuple[int, int, int], list[tuple[int
     reached = value.closure[made[0]] - made[1][:, None]  # from each source to each alias
     prices = [value.closure[:, layouts] for layouts, _ in taken]
     if len(taken) > 2:
-        given = proof.shares.get(name(value, proof.classes, groups))
+        given = proof.shares.get(share_key(value, proof.classes, groups))
         prices = feasible_shares(value.closure, [layouts for layouts, _ in taken], given)
     for price, (_, pays), wanted in zip(prices, taken, ports):
         direct = np.full(len(made[0]), np.inf)

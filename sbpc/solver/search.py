@@ -1,13 +1,9 @@
-"""Solves a layout problem: a lower bound from messages, then better plans and bounds in turn until the gap is small.
-
-Every step is recorded with the seconds of the best plan, the lower bound and CPU seconds, so a run tells what each step gave.
-"""
+"""Solves a layout problem: a lower bound from messages, then better plans and bounds in turn until the gap is small."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,35 +12,33 @@ from sbpc.solver.bounder import Bounder, is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import big_m
-from sbpc.solver.problem import Problem, Proof, SearchStep, Solution, gap_of, total, validate, with_ports
+from sbpc.solver.problem import Problem, Proof, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
-from sbpc.solver.subsets import around, nearest
+from sbpc.solver.subsets import around, least_reduced
 from sbpc.solver.surroundings import Surroundings
 
 progress = logging.getLogger("sbpc.progress")
-PLAN_GAP = 7e-3  # above it a better plan is looked for
+PLAN_GAP = 7e-3  # above it a restricted program looks for a better plan
 BOUND_GAP = {False: 1e-2, True: 3e-2}  # above it finer classes raise the bound; by whether the problem is wide
-EACH, OWN = 8, 2  # labels a variable that are near: by reduced costs; by each of two more orders
+EACH, OWN = 8, 2  # labels a variable of a restricted program: by reduced costs; by each of two more orders
 COLUMNS = 50_000  # of a program of all labels below the gap, at most: it takes some two seconds
-NEAR_ENOUGH = 3e-4  # the gap to which a program on near labels is solved
+NEAR_ENOUGH = 3e-4  # the gap to which a restricted program is solved
 
 
 class Search:
-    """The best plan so far, the best bound, and what each step gave.
+    """The best plan so far and the best bound.
 
     classes: variables of one class take one label, so a plan has the same seconds in the folded problem. labels: by class.
-    free_labels: by variable, if a plan in which members of a class differ is better.
+    unfolded_labels: by variable, if a plan in which members of a class differ is better. proved: no plan costs less.
     """
 
     def __init__(self, problem: Problem, classes: Sequence[int]):
-        self.start = time.process_time()
         self.problem, self.folded = problem, fold(problem, classes)
-        self.tied = max(self.folded.sizes) > 1
         self.surroundings = Surroundings(self.folded.problem)
         self.labels, self.seconds = [0] * len(self.folded.sizes), total(self.folded.problem, [0] * len(self.folded.sizes))
-        self.free_labels: list[int] | None = None
+        self.unfolded_labels: list[int] | None = None
         self.bound, self.proof = 0.0, Proof(self.folded.classes)
-        self.proved, self.steps = False, list[SearchStep]()
+        self.proved = False
 
     @property
     def exact(self) -> bool:
@@ -67,9 +61,8 @@ class Search:
         if bounder.bound >= self.bound:
             self.bound, self.proof = bounder.bound, bounder.proof
 
-    def record(self, name: str) -> None:
-        """Notes what a step gave."""
-        self.steps.append(SearchStep(name, self.seconds, self.bound, time.process_time() - self.start))
+    def log(self, name: str) -> None:
+        """Tells what a step gave."""
         progress.debug("assign: %s: %.4g s, gap %.2f %%", name, self.seconds, 100 * self.gap)
 
     @property
@@ -77,16 +70,26 @@ class Search:
         """About what plans cost."""
         return self.seconds if math.isfinite(self.seconds) else big_m(self.folded.problem)
 
-    def near_bounds(self, bounder: Bounder) -> None:
-        """Looks for a better plan among labels near two bounds: that of the blocks, and that of the folded problem, which knows
-        the ends."""
-        reduced_costs = [bounder.reduced_costs, *([bounder.tied_reduced_costs()] if self.tied else [])]
-        labels = near_program(self.folded.problem, self.labels, reduced_costs, self.scale)
+    def solve_restricted(self, bounder: Bounder) -> None:
+        """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the folded problem,
+        which knows the ends."""
+        reduced_costs = [bounder.reduced_costs, *([] if self.folded.trivial else [bounder.folded_reduced_costs()])]
+        labels = restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale)
         if labels is not None:
             self.offer(labels)
 
+    def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:
+        """Looks for a better bound with one partition into classes after the other while the gap is large; returns the last bounder."""
+        for partition in partitions:
+            if self.gap > BOUND_GAP[is_wide(self.problem)]:
+                bounder = Bounder(self.problem, fold(self.problem, partition), self.seconds)
+                self.bounded_by(bounder)
+                self.log(f"messages of {len(bounder.folded.sizes)} classes")
+        return bounder
+
     def below_gap(self, bounder: Bounder) -> None:
-        """If only few labels can be in a cheaper plan, solves the program on all of these. Nothing may be tied in `bounder`."""
+        """If only few labels can be in a cheaper plan, solves the program on all of these (reduced-cost fixing). In `bounder` every
+        class must have one member."""
         problem, subset = bounder.folded.problem, bounder.below(self.seconds)
         if subset is None:
             self.proved = True  # no plan costs less
@@ -95,33 +98,31 @@ class Search:
             return
         answer = cheapest(problem, subset, self.scale)
         if answer.labels is not None and total(problem, answer.labels) < self.seconds:
-            self.free_labels, self.seconds = answer.labels, total(problem, answer.labels)
+            self.unfolded_labels, self.seconds = answer.labels, total(problem, answer.labels)
         self.proved = answer.proved
         self.bound = max(self.bound, min(answer.bound, self.seconds))
 
     def solution(self) -> Solution:
         """Returns the best plan, of equally cheap ones that with the fewest boxings, and the bound."""
-        if self.free_labels is not None:
-            labels = Surroundings(self.problem).tidy(self.free_labels, self.seconds)
+        if self.unfolded_labels is not None:
+            labels = Surroundings(self.problem).tidy(self.unfolded_labels, self.seconds)
         else:
             labels = self.folded.unfold(self.surroundings.tidy(self.labels, self.seconds))
         seconds = total(self.problem, labels)
         bound = seconds if self.exact else min(self.bound, seconds)
-        stop = "exact" if self.exact else "small gap" if self.gap <= BOUND_GAP[is_wide(self.problem)] else "nothing left to try"
-        return Solution(labels, seconds, bound, self.exact, self.proof, tuple(self.steps), stop)
+        return Solution(labels, seconds, bound, self.exact, self.proof)
 
 
-def near_program(
+def restricted_program(
     problem: Problem, plan: Sequence[int], reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
 ) -> list[int] | None:
-    """Returns the cheapest plan on near labels: `each` a variable by the first reduced costs, OWN by any others, and OWN that
+    """Returns the cheapest plan on some labels: `each` a variable by the first reduced costs, OWN by any others, and OWN that
     cost least around `plan`."""
     surroundings = Surroundings(problem)
     others = [*reduced_costs[1:], [surroundings.costs(at, plan) for at in range(len(plan))]]
     first = [[np.argsort(costs, kind="stable")[:OWN] for costs in order] for order in others]
-    near = nearest(reduced_costs[0], each)
-    subset = around(problem, [plan], near, *first)
-    some = around(problem, [plan], support(subset, relax(problem, subset, scale).parts))  # of these the best plan is mostly made
+    subset = around(problem, [plan], least_reduced(reduced_costs[0], each), *first)
+    some = around(problem, [plan], support(subset, relax(problem, subset, scale)))  # of these the best plan is mostly made
     labels = cheapest(problem, some, scale, NEAR_ENOUGH).labels
     return labels and surroundings.tidy(labels, total(problem, labels))
 
@@ -134,27 +135,24 @@ def solve(
 
     starts: plans to begin from. classes: a number per variable; variables of one number are solved as one. finer: classes in which
     the ends of runs of equal blocks are on their own, for a better bound. Unless `exact` is false, these are tried, and the plan is
-    known to be the best one if nothing is tied and few labels lie below the gap.
+    known to be the best one if few labels of the unfolded problem lie below the gap.
     """
     validate(problem)
     if not problem.variables:
-        return Solution([], 0.0, 0.0, True, stop="no variables")
+        return Solution([], 0.0, 0.0, True)
     problem, every = with_ports(problem), range(len(problem.variables))
     search = Search(problem, every if classes is None else classes)
     bounder = Bounder(problem, search.folded)
     for labels in (bounder.labels, *map(search.folded.fold, starts)):
         search.offer(labels)
     search.bounded_by(bounder)
-    search.record("messages")
+    search.log("messages")
     if search.gap > PLAN_GAP:
-        search.near_bounds(bounder)
-        search.record("program on near labels")
-    for partition in ([finer or every] if is_wide(problem) else [finer or every, every]) if search.tied and exact else ():
-        if search.gap > BOUND_GAP[is_wide(problem)]:
-            bounder = Bounder(problem, fold(problem, partition), search.seconds)
-            search.bounded_by(bounder)
-            search.record(f"messages of {len(bounder.folded.sizes)} classes")
-    if exact and bounder.nothing_tied and search.gap > 0:
+        search.solve_restricted(bounder)
+        search.log("program on labels of least reduced cost")
+    if exact and not search.folded.trivial:
+        bounder = search.refined(bounder, [finer or every] if is_wide(problem) else [finer or every, every])
+    if exact and bounder.folded.trivial and search.gap > 0:
         search.below_gap(bounder)
-        search.record("program on all labels below the gap")
+        search.log("program on all labels below the gap")
     return search.solution()

@@ -61,7 +61,7 @@ def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequ
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 
-def nearest(reduced_costs: Sequence[np.ndarray], each: int) -> list[np.ndarray]:
+def least_reduced(reduced_costs: Sequence[np.ndarray], each: int) -> list[np.ndarray]:
     """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so many of one."""
     every, size = np.concatenate(reduced_costs), each * len(reduced_costs)
     limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)

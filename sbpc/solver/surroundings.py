@@ -11,7 +11,7 @@ from sbpc.solver.problem import SLACK, Problem, Value, star_seconds, stars, tota
 from sbpc.solver.subsets import distinct, distinct_consumers
 
 BOXING = 1e-9  # of the plan: what a boxing costs more when fewer are looked for
-Layouts = tuple[np.ndarray, np.ndarray]  # the distinct layouts at a port, and by label the place of its layout among them
+PortLayouts = tuple[np.ndarray, np.ndarray]  # the distinct layouts at a port, and by label the place of its layout among them
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Use:
 
     value: Value
     produced: bool
-    ports: list[Layouts]
+    ports: list[PortLayouts]
 
 
 class Surroundings:
@@ -32,7 +32,7 @@ class Surroundings:
         self.neighbours: list[list[int]] = [[] for _ in problem.variables]
         for value in problem.values:
             self.uses[value.producer].append(Use(value, True, [distinct(value.out)]))
-            consumers: dict[int, list[Layouts]] = {}
+            consumers: dict[int, list[PortLayouts]] = {}
             for at, wants in distinct_consumers(value):
                 consumers.setdefault(at, []).append(distinct(wants))
             for at, ports in consumers.items():

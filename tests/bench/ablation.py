@@ -55,7 +55,7 @@ FREE: dict[str, list[Patch]] = {
     "balance of cost shares": [(Messages, "balance_from", 0)],
     "single precision": [(bounder, "precision", lambda problem: np.float64)],
     "ends": [(Bounder, "solve_ends", lambda self, dual: None)],
-    "program on near labels": [(search.Search, "near_bounds", lambda self, bounder: None)],
+    "restricted program": [(search.Search, "solve_restricted", lambda self, bounder: None)],
     "labels of other orders": [(search, "OWN", 0)],
     "finer classes": [(search, "BOUND_GAP", {False: 1.0, True: 1.0})],
     "all labels below the gap": [(search, "COLUMNS", -1)],

@@ -131,20 +131,20 @@ class Star:
 
 
 def star_of(
-    closure: np.ndarray, ports: Sequence[np.ndarray], late: list[bool], cap: float, real: type[np.floating]
+    closure: np.ndarray, ports: Sequence[np.ndarray], late: list[bool], big_m: float, real: type[np.floating]
 ) -> Star:
     """Returns the star of a value with these layouts at its producer's and its consumers' ports, and equal cost shares."""
     sources, *wanted = ports
     layouts = np.unique(np.concatenate(wanted))
     columns = [np.searchsorted(layouts, each) for each in wanted]
-    price = np.minimum(closure[:, layouts], cap).astype(real, order="C")
+    price = np.minimum(closure[:, layouts], big_m).astype(real, order="C")
     equal = equal_parts(columns, len(layouts)).astype(real)
     straight = [np.intersect1d(sources, each, assume_unique=True, return_indices=True)[1:] for each in wanted]
     direct = [np.full(len(sources), np.inf, real) for _ in wanted]
     for free, (source, _) in zip(direct, straight):
         free[source] = 0
     return Star(
-        np.minimum(closure[sources], cap).astype(real, order="C"),
+        np.minimum(closure[sources], big_m).astype(real, order="C"),
         price,
         equal,
         columns,

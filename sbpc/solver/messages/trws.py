@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sbpc.solver.messages.compiled import BACKWARD, FORWARD, Tables, machine
-from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths, port
+from sbpc.solver.messages.network import Edge, Node, NodePort, divide, node, order, paths, port
 from sbpc.solver.messages.stars import Star, star_of
 from sbpc.solver.problem import Problem, Value
 from sbpc.solver.subsets import distinct_consumers, has_alias
@@ -28,12 +28,12 @@ BALANCE = 3  # cost shares are balanced in every so many sweeps
 class Messages:
     """Messages over all labels and layouts of a problem.
 
-    cap: seconds at which boxings are cut off, the impossible ones too; see `big_m`. real: the precision of the messages.
+    big_m: seconds at which boxings are cut off, the impossible ones too; see the function. real: the precision of the messages.
     bound: seconds that no plan costs less than. ports: by value, at its producer and at its distinct consumers.
     """
 
-    def __init__(self, problem: Problem, cap: float, real: type[np.floating] = np.float64):
-        self.problem, self.cap, self.real = problem, cap, real
+    def __init__(self, problem: Problem, big_m: float, real: type[np.floating] = np.float64):
+        self.problem, self.big_m, self.real = problem, big_m, real
         self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
@@ -45,7 +45,10 @@ class Messages:
         for edge in self.edges:
             sides[edge.last.node][0].append(edge)
             sides[edge.first.node][1].append(edge)
-        costs = [problem.variables[at].costs.astype(real) if not kind else self.no_costs(at) for kind, at in self.names]
+        costs = [
+            np.zeros(len(problem.values[at].closure), real) if kind else problem.variables[at].costs.astype(real)
+            for kind, at in self.names
+        ]
         self.nodes = [node(c, *edges, at in self.stars) for at, (c, edges) in enumerate(zip(costs, sides))]
         divide(self.nodes, set())
         self.bound, self.sweeps = -np.inf, 0
@@ -63,10 +66,6 @@ class Messages:
     def paths(self) -> set[int]:
         """The edges of paths through the network, by `id`."""
         return paths(self.edges)
-
-    def no_costs(self, number: int) -> np.ndarray:
-        """Returns zeros for the aliases of a value."""
-        return np.zeros(len(self.problem.values[number].closure), self.real)
 
     def reprice(self, problem: Problem) -> None:
         """Goes on with other label costs from the messages as they are; no bound is known yet."""
@@ -102,7 +101,7 @@ class Messages:
             ends = [self.edge(value, out, NodePort(middle, alias, alias))]
             return ends + [self.edge(value, NodePort(middle, alias, alias), wants) for wants in wanted]
         layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
-        star = self.stars[middle] = star_of(value.closure, layouts, late, self.cap, self.real)
+        star = self.stars[middle] = star_of(value.closure, layouts, late, self.big_m, self.real)
         edges = []
         for branch, end in enumerate((out, *wanted)):
             center = NodePort(middle, alias, np.zeros(0, np.intp))
@@ -114,7 +113,7 @@ class Messages:
         key = (id(value.closure), tail.layouts.tobytes(), head.layouts.tobytes())
         if key not in self.matrices:
             part = value.closure[np.ix_(tail.layouts, head.layouts)]
-            self.matrices[key] = np.minimum(part, self.cap).astype(self.real, copy=False)
+            self.matrices[key] = np.minimum(part, self.big_m).astype(self.real, copy=False)
         seconds = self.matrices[key]
         return Edge(tail, head, seconds) if tail.node < head.node else Edge(head, tail, seconds.T)
 
@@ -167,24 +166,24 @@ class Messages:
             floor = belief.min()
             bound += float(floor)
             belief -= floor
-            if star is not None:
-                parts = zip(at.earlier.edges, at.earlier.parts)
-                messages = [(edge, star.message_to(edge.branch, self.real(part) * belief)) for edge, part in parts]
-            elif at.earlier.edges:
-                sent = at.earlier.project(belief) - at.inbox[: at.earlier.cuts[-1][1]]
-                messages = []
-                for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                    if edge.star is not None:  # received when the star's turn comes
-                        edge.star.sent[edge.branch - 1][:] = sent[start:stop]
-                    else:
-                        messages.append((edge, (edge.seconds + sent[start:stop]).min(1)))
-            else:
-                continue
-            for edge, message in messages:
+            for edge, message in self.messages_back(at, star, belief):
                 floor = message.min()
                 edge.first.inbox[:] = message - floor
                 bound += float(floor)
         return bound
+
+    def messages_back(self, at: Node, star: Star | None, belief: np.ndarray) -> Iterator[tuple[Edge, np.ndarray]]:
+        """Yields the earlier edges of a node with the messages over them. What goes to a star is only noted there as sent."""
+        if star is not None:
+            for edge, part in zip(at.earlier.edges, at.earlier.parts):
+                yield edge, star.message_to(edge.branch, self.real(part) * belief)
+        elif at.earlier.edges:
+            sent = at.earlier.project(belief) - at.inbox[: at.earlier.cuts[-1][1]]
+            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+                if edge.star is not None:  # received when the star's turn comes
+                    edge.star.sent[edge.branch - 1][:] = sent[start:stop]
+                else:
+                    yield edge, (edge.seconds + sent[start:stop]).min(1)
 
     @property
     def balance_from(self) -> int:
