@@ -88,7 +88,7 @@ class Solved:
         for number in numbers:
             (node, index), (alias, _) = space.keys[number], star(space.values[number], labels)
             aliases[node.name, index] = decode(int(space.codes[number][alias]), space.mesh.axes)
-        for place, port in enumerate(space.ports):
+        for place, port in enumerate(space.output_variables):
             if port in changed:
                 outputs[place] = space.tables[port].output(0, labels[port])
         return Assignment(choices, aliases, tuple(outputs))

@@ -66,7 +66,7 @@ def steps_of(space: Space, edge: Edge) -> tuple[Step, ...]:
 
 def moved_by(space: Space, edge: Edge, step: Step, labels: Sequence[int]) -> Moved:
     """Returns what a step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
-    mesh, (node, index), share = space.mesh, space.keys[edge[0]], space.shares[edge[0]]
+    mesh, (node, index), share = space.mesh, space.keys[edge[0]], space.counted_parts[edge[0]]
     rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
     taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
     reader = reader_of(space, edge, labels)

@@ -38,9 +38,13 @@ T = TypeVar("T")
 class LayoutProblem:
     """The variables and values of an annotated graph, with a table of labels for every variable.
 
-    Nodes come first among the variables, then outputs that may be left in several layouts. wishes: by node name. outputs:
-    wishes by place in the output list; one that is missing is whole on all ranks. like: a problem of the same graph and mesh with
-    other wishes, whose tables and boxings are used again.
+    wishes: by node name. outputs: wishes by place in the output list; one that is missing is whole on all ranks. like: a problem of
+    the same graph and mesh with other wishes, whose tables and boxings are used again.
+
+    variables, tables: of nodes first, then of outputs that may be left in several layouts. By value: values; keys, which output of
+    which node it is; codes [layouts], of its layouts; counted_parts, what part of its seconds a boxing counts, less than 1 where it is
+    done once for all micro-batches. output_variables: by output the variable in whose layout it is left, None for an absent one.
+    output_tensors: by variable of an output, bytes per element and shape.
 
     Raises PinError if a wish leaves a node nothing.
     """
@@ -58,11 +62,11 @@ class LayoutProblem:
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
         self.variables = [Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)]
         self.values: list[Value] = []
-        self.codes: list[np.ndarray] = []  # by value the codes of its layouts
+        self.codes: list[np.ndarray] = []
         self.keys: list[Key] = []
-        self.shares: list[float] = []  # by value what part of its seconds a boxing counts
-        self.ports: list[int | None] = []  # by output the variable in whose layout it is left
-        self.left: dict[int, Tensors] = {}  # by variable of an output what that is
+        self.counted_parts: list[float] = []
+        self.output_variables: list[int | None] = []
+        self.output_tensors: dict[int, Tensors] = {}
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
@@ -119,7 +123,7 @@ class LayoutProblem:
         homes = {port: self.number[node] for port, node in placeholders(self.gm).items()}
         for at, (port, node) in enumerate(zip(self.gm.meta["ports"].outputs, results(self.gm))):
             if node is None:
-                self.ports.append(None)
+                self.output_variables.append(None)
                 continue
             if port.kind in HOMES and at not in wishes:
                 reader = homes[Port(HOMES[port.kind], port.name)]
@@ -127,9 +131,9 @@ class LayoutProblem:
                 table = self.output_table(node, wishes.get(at))
                 reader = len(self.tables)
                 self.tables.append(table)
-                self.left[reader] = (shape_of(*value_of(node))[::-1],)
+                self.output_tensors[reader] = (shape_of(*value_of(node))[::-1],)
                 self.variables.append(Variable(result_name(at), table.seconds, table.digits))
-            self.ports.append(reader)
+            self.output_variables.append(reader)
             readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at[reader]))
             outputs_at[reader] += 1
         return readers
@@ -162,7 +166,7 @@ class LayoutProblem:
             return table.seconds
         return self.once((id(table), "once"), lambda: part * table.seconds)
 
-    def share_of(self, producer: Node, readers: list[Reader]) -> float:
+    def counted_part(self, producer: Node, readers: list[Reader]) -> float:
         """Returns what part of its seconds a boxing counts: less than 1 where it is done once for all micro-batches of a loop."""
         once = self.gm.meta.get(ONCE, {})
         if producer in self.fixed:
@@ -185,13 +189,13 @@ class LayoutProblem:
     @cached_property
     def named(self) -> dict[str, int]:
         """The number of each variable, by the name of its node; by that of a result, of the one in whose layout it is left."""
-        homes = {result_name(place): at for place, at in enumerate(self.ports) if at is not None}
+        homes = {result_name(place): at for place, at in enumerate(self.output_variables) if at is not None}
         return homes | {node.name: at for at, node in enumerate(self.nodes)}
 
     def bytes_of(self, at: int, place: Place) -> np.ndarray:
         """Returns the bytes on the busiest rank at a place of variable number `at`, by label."""
         table = self.tables[at]
-        tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.left[at]
+        tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.output_tensors[at]
         return self.once((id(table), "bytes", place), lambda: local_bytes(table, place, tensors))
 
     @cached_property
@@ -209,7 +213,7 @@ class LayoutProblem:
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
-        share = self.share_of(key[0], readers)
+        share = self.counted_part(key[0], readers)
         if share != 1.0:
             full = seconds
             seconds = self.once((id(full), share), lambda: full * share)
@@ -218,7 +222,7 @@ class LayoutProblem:
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
-        self.shares.append(share)
+        self.counted_parts.append(share)
 
     def boxings(
         self, ports: list[np.ndarray], shape: tuple[int, ...], itemsize: int
@@ -231,24 +235,24 @@ class LayoutProblem:
 
     def labels(self, assignment: Assignment) -> list[int]:
         """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
-        choices = ((assignment.choices.get(node.name), table) for node, table in zip(self.nodes, self.tables))
-        known: dict[tuple[int, int], int | None] = {}  # equal nodes share tables, and mostly their choices
-        named = []
-        for choice, table in choices:
+        by_choice: dict[tuple[int, int], int | None] = {}  # equal nodes share tables, and mostly their choices
+        chosen = []
+        for node, table in zip(self.nodes, self.tables):
+            choice = assignment.choices.get(node.name)
             key = id(choice), id(table)
-            if key not in known:
-                known[key] = None if choice is None else table.label(choice)
-            named.append(known[key])
-        labels = [0 if label is None else label for label in named]
-        for at, layout in zip(self.ports, assignment.outputs):
+            if key not in by_choice:
+                by_choice[key] = None if choice is None else table.label(choice)
+            chosen.append(by_choice[key])
+        labels = [0 if label is None else label for label in chosen]
+        for at, layout in zip(self.output_variables, assignment.outputs):
             if at is not None and at >= len(self.nodes):
                 table = self.tables[at]
                 labels.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
-        if None in named:
-            descent = Surroundings(self.problem)
-            for at, label in enumerate(named):
+        if None in chosen:
+            surroundings = Surroundings(self.problem)
+            for at, label in enumerate(chosen):
                 if label is None:
-                    labels[at] = int(descent.costs(at, labels).argmin())
+                    labels[at] = int(surroundings.costs(at, labels).argmin())
         return labels
 
     def assignment(self, labels: list[int]) -> Assignment:
@@ -263,5 +267,5 @@ class LayoutProblem:
         for key, value, codes in zip(self.keys, self.values, self.codes):
             alias, _ = star(value, labels)
             aliases[key[0].name, key[1]] = decode(int(codes[alias]), self.mesh.axes)
-        outputs = tuple(None if at is None else self.tables[at].output(0, labels[at]) for at in self.ports)
+        outputs = tuple(None if at is None else self.tables[at].output(0, labels[at]) for at in self.output_variables)
         return Assignment(chosen, aliases, outputs)

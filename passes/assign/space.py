@@ -22,10 +22,11 @@ class Space(LayoutProblem):
     """All plans of an annotated graph, and the proof of a bound of their seconds.
 
     Before: candidates on every node. After `solve`: a choice for every node, an alias layout for every value, a layout
-    for every output; `gap` tells how far the plan may be from the best.
+    for every output. gap, multipliers: of what was solved last; no multipliers if it needed none.
     """
 
-    multipliers: Proof | None = None  # of what was solved last; None: it needed none
+    gap = 1.0
+    multipliers: Proof | None = None
 
     def solve(self, starts: Sequence[Assignment] = (), exact: bool = True) -> tuple[Assignment, float]:
         """Returns the cheapest assignment that was found, and a bound in seconds.
