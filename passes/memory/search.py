@@ -4,7 +4,7 @@ What is alive at a moment of the step is a sum over nodes (see `sbpc.passes.memo
 row of weights, and the price of a byte its Lagrange multiplier.
 
 1. Prices: the relaxation on labels of least reduced cost says what the rows are worth. At these prices messages give a plan and a
-   bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
+   bound for all plans under the limit. A moment is added at the plan's peak, and again.
 2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
    block by itself, mixes them.
 3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until
@@ -46,7 +46,7 @@ from sbpc.solver.subsets import Subset, around, everything, least_reduced
 
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
-ROUNDS, LADDER = 3, (0.25, 4.0)  # of prices; factors on the best prices for two more plans
+ROUNDS = 3  # of prices
 TURNS = 6  # of mixtures, and moments that have prices, at most
 ROWS = 4  # calls spread over the step, at which what a plan holds too much becomes rows
 DEAREST = 16.0  # steps that all of a limit may cost, at most
@@ -91,7 +91,7 @@ class MemorySearch:
     """Plans of a graph, and the best bound of those that take no more than `limit` bytes.
 
     Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a moment.
-    moments: by name of a call, what has a price. pool: labels of all plans, made or not. mixed: by class, the labels of mixtures.
+    moments: by name of a call, what has a price. candidates: by labels, all plans that were made. mixed: by class, the labels of mixtures.
     corrections: by name of a call, the rows about plans. reduced_costs: by class and label, the least at any prices.
     """
 
@@ -104,7 +104,6 @@ class MemorySearch:
         self.room = self.limit - min(POSITION * len(space.mesh.axes), self.limit / 2)  # less what every plan holds at every moment
         self.folded = fold(space.problem, space.classes())
         self.candidates: dict[tuple[int, ...], Candidate] = {}
-        self.pool: list[list[int]] = []
         self.corrections: dict[str, Limit] = {}
         self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.members]
         self.bound = PricedBound(free.lower_bound)
@@ -133,10 +132,7 @@ class MemorySearch:
         """Looks for prices, then for mixtures of the plans found on the way, then for a better bound."""
         self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
         self.add_moment(next(iter(self.start.peaks), None))
-        prices = self.find_prices()
-        for factor in LADDER if any(prices) else ():
-            self.take_bound(self.bound_at([factor * price for price in prices]))
-            self.pool.append(self.folded.unfold(self.priced_labels()))
+        self.find_prices()
         self.mix(TURNS)
         if self.best is None:
             self.squeeze()
@@ -157,19 +153,18 @@ class MemorySearch:
         """Returns the limit at a moment."""
         return Limit(self.space.weights(moment), self.room)
 
-    def find_prices(self) -> list[float]:
-        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
+    def find_prices(self) -> None:
+        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again."""
         prices: list[float] = []
         for _ in range(ROUNDS):
             before, prices = prices, self.lp_prices()
             if prices == before or self.gap <= GOOD:
-                break
+                return
             self.solve_at(prices)
-        return prices
 
     def lp_prices(self) -> list[float]:
         """Returns what more of each row would save in the relaxation on the labels of all plans and those of least reduced cost."""
-        plans = list(map(self.folded.fold, self.pool))
+        plans = list(map(self.folded.fold, self.candidates))
         subset = around(self.folded.problem, plans, least_reduced(self.reduced_costs, EACH))
         return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
 
@@ -184,17 +179,13 @@ class MemorySearch:
     def solve_at(self, prices: Sequence[float]) -> Candidate:
         """Returns the plan at these prices; takes its bound, and a moment at its peak."""
         self.take_bound(self.bound_at(prices))
-        candidate = self.keep(self.folded.unfold(self.priced_labels()))
-        self.add_moment(next(iter(candidate.peaks), None))
-        progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
-        return candidate
-
-    def priced_labels(self) -> list[int]:
-        """Returns, by class, the labels of the plan at the last prices."""
         labels, problem = self.bounder.labels, self.bounder.folded.problem
         if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
             labels = restricted_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
-        return labels
+        candidate = self.keep(self.folded.unfold(labels))
+        self.add_moment(next(iter(candidate.peaks), None))
+        progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
+        return candidate
 
     def squeeze(self) -> None:
         """Raises the price of all moments until a plan fits. If every label takes too much at some moment, none does."""
@@ -206,8 +197,7 @@ class MemorySearch:
 
     def take_bound(self, bound: PricedBound) -> None:
         """Takes a bound if it is the best."""
-        if bound.bound >= self.bound.bound:
-            self.bound = bound
+        self.bound = max(bound, self.bound, key=lambda each: each.bound)
 
     # --- mixtures -------------------------------------------------------------------------------------------------------
 
@@ -237,16 +227,16 @@ class MemorySearch:
         """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if there are none;
         and the seconds of the relaxation."""
         folded, problem, limits = self.folded, self.space.problem, [*self.rows(), *self.corrections.values()]
-        plans = np.array(self.pool, dtype=np.intp)
+        plans = np.array(list(self.candidates), dtype=np.intp)
         labels_of_plans = [np.unique(plans[:, members]) for members in folded.members]
-        subset = around(folded.problem, list(map(folded.fold, self.pool)), labels_of_plans)
+        subset = around(folded.problem, list(map(folded.fold, self.candidates)), labels_of_plans)
         relaxed = relax(folded.problem, subset, self.scale, by_class(folded, limits), 100 * self.scale)
         self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed)))
         allowed = list(map(np.union1d, self.mixed, least_reduced(self.reduced_costs, more))) if more else self.mixed
         by_variable = folded.unfold(allowed)
         if base is not None:
             by_variable = [np.union1d(each, [label]) for each, label in zip(by_variable, base.labels)]
-        subset = around(problem, [self.pool[0] if base is None else base.labels], by_variable)
+        subset = around(problem, [self.start.labels if base is None else base.labels], by_variable)
         subset.labels = by_variable  # without those of the plan whose aliases it has
         return cheapest(problem, subset, self.scale, GOOD, limits).labels, relaxed.seconds
 
@@ -334,7 +324,6 @@ class MemorySearch:
                 other.plan.forget()
             plan = self.make(self.space.assignment(list(key)))
             seconds = total(self.space.problem, key)
-            self.pool.append(list(key))
             self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, self.limit))
         return self.candidates[key]
 
