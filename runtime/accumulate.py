@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
+from sbpc.graph.operands import made_of
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.runtime.executors import BoxedFunction
 from sbpc.runtime.partition import aten, backward_nodes, ends, extract, memory_of, saved_for, separate, wait
@@ -90,7 +91,8 @@ def way_home(gm: GraphModule, wanted: list[Node], others: Sequence[Node | None])
 
     wanted: the gradients. others: what else the program gives.
     """
-    nodes, fixed, tail = list(gm.graph.nodes), fixed_nodes(gm), set[Node]()
+    nodes, tail, given = list(gm.graph.nodes), set[Node](), len(gm.meta["ports"].inputs)
+    fixed = made_of(gm, gm.graph.find_nodes(op="placeholder")[given:])  # the rank's positions: the same in every step
     for node in reversed(nodes):
         users = [user for user in node.users if user.op != "output"]
         private = node not in others and (node in wanted or bool(users)) and all(user in tail for user in users)
@@ -104,16 +106,6 @@ def way_home(gm: GraphModule, wanted: list[Node], others: Sequence[Node | None])
     sources = list(dict.fromkeys(node for node in read if node not in ending))
     constants = list(dict.fromkeys(used for node in ending for used in node.all_input_nodes if used in fixed))
     return set(ending), sources, constants
-
-
-def fixed_nodes(gm: GraphModule) -> set[Node]:
-    """Returns what is the same in every step: the rank's positions, and what is computed from them alone."""
-    given = len(gm.meta["ports"].inputs)
-    fixed = set(gm.graph.find_nodes(op="placeholder")[given:])
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(used in fixed for used in node.all_input_nodes):
-            fixed.add(node)
-    return fixed
 
 
 def summed(node: Node, fixed: set[Node]) -> list[Node]:

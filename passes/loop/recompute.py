@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import LazyGraphModule, OpOverload
-from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
+from sbpc.graph.operands import is_late, made_of, operands, outputs_of, shape_of, value_of
 from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
 from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.graph.rewrite import called, copied, put
@@ -84,10 +84,10 @@ def blocks_of(gm: GraphModule) -> dict[Node, str]:
     Empty if no block's backward reads what it could compute again.
     """
     found = []
-    for block_of in (numbered, child):
+    for of_module in (block_of, child):
         blocks = {}
         for node in gm.graph.nodes:
-            block = block_of(node.meta.get("module") or "") if node.op == "call_function" else ""
+            block = of_module(node.meta.get("module") or "") if node.op == "call_function" else ""
             if block:
                 blocks[node] = block
         again = set[Node]().union(*values_again(gm, blocks, dict.fromkeys(blocks.values(), FULL)).values())
@@ -97,11 +97,11 @@ def blocks_of(gm: GraphModule) -> dict[Node, str]:
     return found[0] if found else {}
 
 
-def numbered(path: str) -> str:
-    """Returns the path of a module up to the first number, empty if there is none.
+def block_of(path: str) -> str:
+    """Returns the outermost module of a list that a module is in, "" for none.
 
-    >>> numbered("model.layers.3.mlp.experts.0")
-    'model.layers.3'
+    >>> block_of("model.layers.3.mlp.up"), block_of("model.norm")
+    ('model.layers.3', '')
     """
     parts = path.split(".")
     return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), "")
@@ -118,7 +118,8 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
     backward: dict[str, list[Node]] = {}
     for node, block in blocks.items():
         (backward if is_late(node) else forward).setdefault(block, []).append(node)
-    fixed = made_of_parameters(gm)
+    # Whether what is made of parameters alone is kept is a matter of layouts, as it is for parameters.
+    fixed = made_of(gm, (node for port, node in placeholders(gm).items() if port.kind == PARAMETER))
     allowed = repeatable(gm, fixed)
     again: dict[str, set[Node]] = {}
     for block, nodes in reversed(forward.items()):  # what a later block computes again may read values of an earlier one
@@ -149,15 +150,6 @@ def closure(nodes: Iterable[Node], able: Collection[Node]) -> set[Node]:
     return found
 
 
-def made_of_parameters(gm: GraphModule) -> set[Node]:
-    """Returns parameters and what is made of them alone. Whether that is kept is a matter of layouts, as it is for parameters."""
-    found = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(used in found for used in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
     """Returns the calls of the forward that may be computed again: they do nothing else, and give the same in the backward.
 
@@ -178,11 +170,6 @@ def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
         if able:
             found.add(node)
     return found
-
-
-def is_late(node: Node) -> bool:
-    """Returns whether a node belongs to the backward; the output node does not."""
-    return node.op == "call_function" and node.meta.get("phase") == "backward"
 
 
 def memory_of(node: Node) -> Node:

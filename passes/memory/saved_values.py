@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
+from sbpc.graph.operands import is_late
 from sbpc.graph.rewrite import copied
 from sbpc.passes.memory.live_bytes import STORED
 
@@ -26,14 +27,14 @@ def store(gm: GraphModule) -> GraphModule:
     order = {node: at for at, node in enumerate(gm.graph.nodes)}
     behind: dict[Node, list[Node]] = {}
     for node in order:
-        early = [reader for reader in node.users if reader.op != "output" and not late(reader)]
-        if keeps(node) and not late(node) and any(map(late, node.users)) and (early or node.op != "placeholder"):
+        early = [reader for reader in node.users if reader.op != "output" and not is_late(reader)]
+        if keeps(node) and not is_late(node) and any(map(is_late, node.users)) and (early or node.op != "placeholder"):
             behind.setdefault(max(early, key=order.__getitem__, default=node), []).append(node)
     graph = Graph()
     copies: dict[Node, Node] = {}
     kept: dict[Node, Node] = {}
     for node in gm.graph.nodes:
-        read: MutableMapping[Node, Node] = ChainMap(kept, copies) if late(node) else copies
+        read: MutableMapping[Node, Node] = ChainMap(kept, copies) if is_late(node) else copies
         copies[node] = copied(graph, node, read.__getitem__)
         for value in behind.get(node, ()):
             kept[value] = graph.create_node(
@@ -45,11 +46,6 @@ def store(gm: GraphModule) -> GraphModule:
     result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
     return result
-
-
-def late(node: Node) -> bool:
-    """Whether a node belongs to the backward; the output node does not."""
-    return node.op == "call_function" and node.meta.get("phase") == "backward"
 
 
 def keeps(node: Node) -> bool:

@@ -15,6 +15,7 @@ from sbpc.errors import PlanError
 from sbpc.graph.operands import tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.mesh import Mesh
+from sbpc.passes.loop.recompute import block_of
 
 Places = dict[Node, int]
 
@@ -142,16 +143,6 @@ def between_blocks(places: Places) -> list[int]:
             first.setdefault(place, block_of(node.meta.get("module") or ""))
     blocks = [first[place] for place in sorted(first)]
     return [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1]]
-
-
-def block_of(path: str) -> str:
-    """Returns the outermost module of a list that a module is in, "" for none.
-
-    >>> block_of("model.layers.3.mlp.up"), block_of("model.norm")
-    ('model.layers.3', '')
-    """
-    parts = path.split(".")
-    return next((".".join(parts[: at + 1]) for at, part in enumerate(parts) if part.isdigit()), "")
 
 
 def least_maximum(took: np.ndarray, stages: int) -> float:

@@ -10,7 +10,7 @@ from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.stages.balance import block_of
+from sbpc.passes.loop.recompute import block_of
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 

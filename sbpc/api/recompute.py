@@ -11,8 +11,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError, PlanError
+from sbpc.graph.operands import is_late
 from sbpc.graph.ports import GRADIENT, PARAMETER
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, is_late
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of
 from sbpc.passes.schedule.choice import overlapped
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.memory import Life

@@ -19,11 +19,10 @@ from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import plan_stages, units_of
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import GRADIENT, PARAMETER, Port
+from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.passes.stages.balance import block_of
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
@@ -268,12 +267,7 @@ def crossing(chunks: Sequence[Chunk], at: int) -> tuple[float, float]:
     for target, chunk in enumerate(chunks):
         for port, name in chunk.receives.items():
             source = next(number for number, other in enumerate(chunks) if name in other.sends.values())
-            size = received_bytes(chunk, port)
+            size = bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)
             down += size if source <= at < target else 0
             up += size if target <= at < source else 0
     return float(down), float(up)
-
-
-def received_bytes(chunk: Chunk, port: Port) -> int:
-    """Returns the bytes of a received value on the busiest rank."""
-    return bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)

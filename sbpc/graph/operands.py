@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload
@@ -110,3 +110,17 @@ def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
             found.add(node)
             todo += [] if node in stop else node.all_input_nodes
     return found
+
+
+def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
+    """Returns the given nodes and the calls that read these and nothing else."""
+    made = set(given)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    return made
+
+
+def is_late(node: Node) -> bool:
+    """Returns whether a node is a call of the backward."""
+    return node.op == "call_function" and node.meta.get("phase") == "backward"
