@@ -163,14 +163,10 @@ def read_weights(path: str | Path) -> Weights:
     return Weights({name: file.read(name) for name in file.names}, file.tied, file.left_out)
 
 
-def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Reads the tensors of a safetensors file, or those of some names. Raises PlanError as `opened` does, or if it lacks one."""
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Reads the tensors of a safetensors file. Raises PlanError as `opened` does."""
     file = opened(path)
-    wanted = file.names if names is None else list(names)
-    missing = [name for name in wanted if name not in file.names]
-    if missing:
-        raise PlanError(f"{path} lacks {', '.join(missing[:3])}\n  It holds {', '.join(file.names[:5])}.")
-    return {name: file.read(name) for name in wanted}
+    return {name: file.read(name) for name in file.names}
 
 
 def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:

@@ -41,7 +41,7 @@ class Target:
     dtype: torch.dtype | None = None
 
 
-def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
+def load_target(text: str, dtype: str | None = None) -> Target:
     """Calls the function that `text` names, with torch's random numbers seeded.
 
     dtype: "float32" and "float64" cast the model and its floating-point arguments. "bfloat16" and "float16" leave them
@@ -55,7 +55,7 @@ def load_target(text: str, dtype: str | None = None, seed: int = 0) -> Target:
         module = vars(sys.modules[module_name(path)[1]])
         near = closest(name, [key for key, value in module.items() if callable(value) and not key.startswith("_")])
         raise TargetError(f"{path} has no function {name!r}\n  " + (f"It has {', '.join(near)}." if near else USAGE))
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model, args, kwargs = unpack(run(function, path, f"{name}() failed"), text)
     if dtype in CASTS:
         model = model.to(CASTS[dtype])

@@ -45,18 +45,18 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(collective_table(plan))
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     pinned = " with these pins" if plan.options.get("pin") else ""
-    whole = f"one device's {si(cost.flops_one_device)} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
+    whole = f"one device's {quantity(cost.flops_one_device, '')} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
         + ("" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"),
         *recompute_lines(cost),
         f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %"
         + ("" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"),
-        f"flops     {si(cost.flops)} a rank, {share:.1f} % of {whole}",
-        "memory    " + ", ".join(f"{si(size)}B {kind}" for kind, size in cost.memory.items()),
+        f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
+        "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
     ]
     if cost.memory["total"] > mesh.cluster.memory:
-        device = f"a device of {mesh.cluster.name!r} has {si(mesh.cluster.memory)}B"
+        device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
         lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
     if mesh.cluster.name == "ideal":
         lines.append(IDEAL)
@@ -167,14 +167,6 @@ def collective_table(plan: Plan) -> RichTable:
     if not table.rows:
         table.add_row("none", "", "", "0")
     return table
-
-
-def si(number: float) -> str:
-    """Returns a number with a decimal prefix: 12.3 M."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor:
-            return f"{number / factor:.3g} {prefix}"
-    return f"{number:.3g} "
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

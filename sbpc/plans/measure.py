@@ -92,12 +92,7 @@ def sum_kernel(node: Node) -> Kernel:
     cuts = tuple(layout.cuts.get(dim, ()) for dim in range(value.dim()))
     factors = tuple((str(dim), size, each) for dim, (size, each) in enumerate(zip(value.shape, cuts)))
     tensor = value.element_size(), tuple(value.shape), cuts
-    return Kernel("add", factors, (tensor,) * 3, False, elements_of, (dims,) * 4 if dims else ())
-
-
-def elements_of(local: Mapping[str, Any]) -> Any:
-    """Returns the product of local sizes."""
-    return math.prod(local.values())
+    return Kernel("add", factors, (tensor,) * 3, False, lambda local: math.prod(local.values()), (dims,) * 4 if dims else ())
 
 
 def dims_at(node: Node) -> tuple[Any, ...]:

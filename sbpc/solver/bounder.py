@@ -164,11 +164,11 @@ class Dual:
                 self.shares[part.bundles[number]] = [share / part.units[number] for share in shares]
 
 
-def raise_bound(messages: Messages, rest: float = 0.0, rounds: int = ROUNDS) -> None:
+def raise_bound(messages: Messages, rest: float = 0.0) -> None:
     """Sweeps until rounds stall, first along paths, then with equal parts. rest: what the whole bound has besides."""
     for follow in (True, False):
         messages.follow_paths(follow)
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             before = messages.bound
             for _ in range(BALANCE):
                 messages.sweep()

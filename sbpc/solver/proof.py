@@ -29,12 +29,9 @@ Groups = Mapping[tuple[int, int, int], list[tuple[int, int]]]  # consumers by cl
 Terms = tuple[list[tuple[int, Any, Groups]], list[tuple[int, int, tuple[int, ...], np.ndarray]]]  # see `terms_of`
 
 
-def checked_bound(problem: Problem, proof: Proof, terms: Terms | None = None) -> float:
-    """Returns seconds that no plan costs less than, whatever the multipliers of the proof are.
-
-    terms: what `terms_of` returns for the problem and these classes, if it is known.
-    """
-    values, variables = terms_of(problem, proof.classes) if terms is None else terms
+def checked_bound(problem: Problem, proof: Proof) -> float:
+    """Returns seconds that no plan costs less than, whatever the multipliers of the proof are."""
+    values, variables = terms_of(problem, proof.classes)
     known = LayoutMemo()
     total = [count * value_bound(value, groups, proof, known) for count, value, groups in values]
     for count, number, places, costs in variables:

@@ -11,7 +11,7 @@ from rich.console import Console
 from sbpc.cli.options import add_file, positive
 from sbpc.cli.output import check_file, print_json, table_of, write
 from sbpc.errors import SbpcError
-from sbpc.inspect.report import si
+from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import Cluster
 from sbpc.runtime.measure.measure_cluster import profile
 from sbpc.runtime.start import process_groups
@@ -76,11 +76,11 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
     """Prints the figures of a cluster."""
     lines = [
         f"cluster   {cluster.name!r}: {cluster.source}",
-        f"device    {si(cluster.peak)}flop/s, {si(cluster.memory_bandwidth)}B/s of memory, "
-        f"{1e6 * cluster.launch:.3g} us a kernel at least, {si(cluster.memory)}B; "
+        f"device    {quantity(cluster.peak, 'flop/s')}, {quantity(cluster.memory_bandwidth, 'B/s')} of memory, "
+        f"{1e6 * cluster.launch:.3g} us a kernel at least, {quantity(cluster.memory, 'B')}; "
         f"the longest of the three hides {cluster.hidden:.0%} of the others",
-        f"intra     {1e6 * cluster.intra_latency:.3g} us a round, {si(cluster.intra_bandwidth)}B/s a rank",
-        f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {si(cluster.inter_bandwidth)}B/s a node",
+        f"intra     {1e6 * cluster.intra_latency:.3g} us a round, {quantity(cluster.intra_bandwidth, 'B/s')} a rank",
+        f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {quantity(cluster.inter_bandwidth, 'B/s')} a node",
     ]
     lines += [
         f"attention takes {cluster.attention:.3g} x as long as a product of as many flops; to start a collective costs a rank "

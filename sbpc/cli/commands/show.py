@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.svg or options.html:
         print(f"written   {', '.join(file for file in (options.svg, options.html) if file)}")
     else:
-        text = python_text if options.python else titled_text if len(graphs) > 1 else untitled_text
+        text = python_text if options.python else titled_text if len(graphs) > 1 else (lambda gm, mesh, _: graph_text(gm, mesh))
         for title, gm, mesh in graphs:
             print(text(gm, mesh, title), end="")
     return 0
@@ -92,11 +92,6 @@ def graph_at(plan: Plan, stage: str, rank: int) -> GraphModule:
     if stage == "local":
         return plan.local_at(rank)
     return plan.graph if stage == "annotated" else plan.boxed
-
-
-def untitled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
-    """Returns the text of a graph."""
-    return graph_text(gm, mesh)
 
 
 def titled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:

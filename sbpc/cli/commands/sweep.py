@@ -16,7 +16,7 @@ from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
-from sbpc.inspect.report import si
+from sbpc.inspect.tables import quantity
 from sbpc.passes.loop.recompute import NONE
 
 NAME = "sweep"
@@ -101,7 +101,7 @@ def refused_lines(refused: Sequence[Refused]) -> list[str]:
     for reason, group in groups.items():
         first = min(group, key=lambda each: each.needed or 0)
         which = f"{'x'.join(map(str, first.mesh.sizes))} {first.schedule}, {first.microbatches} parts"
-        which += f", takes {si(first.needed)}B a rank" if first.needed else ""
+        which += f", takes {quantity(first.needed, 'B')} a rank" if first.needed else ""
         lines.append(f"{len(group)} without a row, as {reason}: {which}{', and others' if len(group) > 1 else ''}")
     return lines
 
@@ -111,10 +111,10 @@ def table(rows: list[SweepRow]) -> Table:
     made = table_of(("mesh", "seconds", "communicating", "bytes sent", "memory", "gap"), left=("mesh",))
     for row in rows:
         cost = row.plan.cost
-        sent = f"{si(sum(cost.bytes_sent.values()))}B"
+        sent = quantity(sum(cost.bytes_sent.values()), "B")
         mesh = ",".join(f"{name}={size}" for name, size in zip(row.mesh.axes, row.mesh.sizes))
         seconds = f"{cost.seconds:.3g}", f"{cost.comm_seconds:.3g}"
-        made.add_row(mesh, *seconds, sent, f"{si(cost.memory['total'])}B", f"{100 * cost.gap:.2f} %")
+        made.add_row(mesh, *seconds, sent, quantity(cost.memory["total"], "B"), f"{100 * cost.gap:.2f} %")
     return made
 
 
@@ -126,5 +126,5 @@ def strategies_table(rows: list[StrategyRow]) -> Table:
     for row in rows:
         figures = [f"{each:.2g}" for each in (row.compute_seconds, row.exposed_seconds, row.bubble_seconds)]
         asked = ("x".join(map(str, row.mesh.sizes)), row.schedule, str(row.microbatches), *([row.recompute] if again else []))
-        made.add_row(*asked, f"{row.cost:.3g}", *figures, f"{si(row.memory['total'])}B")
+        made.add_row(*asked, f"{row.cost:.3g}", *figures, quantity(row.memory["total"], "B"))
     return made

@@ -144,7 +144,7 @@ def _fixes(cut: Sequence[int], *marks: str) -> str:
     return fix(*(f"{mark}{at}" for mark in marks for at in cut))
 
 
-def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
+def cutting(dims: str, *, sizes: bool = False) -> Write:
     """Input and output of equally many dims: those named by argument `dims` are fixed where the op does something.
 
     sizes: the first integer argument holds the sizes of the output.
@@ -157,7 +157,7 @@ def cutting(dims: str, *, sizes: bool = False, linear: str = "lin(0)") -> Write:
         whole = dims == "dim" and source.shape == outputs.shape and given.get("step", 1) == 1
         cut = [] if whole else sorted({dim % ndim for dim in asked}) if ndim else []
         middle = f", [{_side(ndim, cut, 'y')}]" if sizes else ""
-        return f"{_side(ndim, cut, 'x')}{middle} -> {_side(ndim, cut, 'y')} ; {linear}{_fixes(cut, 'x', 'y')}"
+        return f"{_side(ndim, cut, 'x')}{middle} -> {_side(ndim, cut, 'y')} ; lin(0){_fixes(cut, 'x', 'y')}"
 
     return write
 
