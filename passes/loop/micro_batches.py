@@ -10,7 +10,6 @@ random numbers are thereby those of the whole batch. What comes out is a capture
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import networkx
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -83,11 +83,9 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     """
     nodes = list(gm.graph.nodes)
     number = {node: at for at, node in enumerate(nodes)}
-    missing, users = {node: len(node.all_input_nodes) for node in nodes}, {node: list(node.users) for node in nodes}
-    for node, earlier in awaited_gradients(gm).items():
-        missing[node] += len(earlier)
-        for each in earlier:
-            users[each].append(node)
+    order = networkx.DiGraph((node, user) for node in nodes for user in node.users)
+    order.add_nodes_from(nodes)
+    order.add_edges_from((each, node) for node, earlier in awaited_gradients(gm).items() for each in earlier)
     shared = len(copy_of)  # more than any copy
     needed = dict.fromkeys(nodes, shared)  # by node, the first copy that needs it
     for node in reversed(nodes):
@@ -96,17 +94,10 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     def priority(node: Node) -> tuple[int, int]:
         return needed[node] if node.name in copy_of else -1, number[node]
 
-    ready = [priority(node) for node in nodes if not missing[node]]
     graph, copies = Graph(), dict[Node, Node]()
-    heapq.heapify(ready)
-    while ready:
-        node = nodes[heapq.heappop(ready)[1]]
+    for node in networkx.lexicographical_topological_sort(order, key=priority):
         if node.op != "output":  # which is last
             copies[node] = copied(graph, node, copies.__getitem__)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, priority(user))
     copied(graph, gm.graph.output_node(), copies.__getitem__)
     result = LazyGraphModule(gm, graph)
     result.meta.update(gm.meta)
