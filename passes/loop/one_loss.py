@@ -28,12 +28,8 @@ def one_loss(gm: GraphModule) -> GraphModule:
     graph, copies, zeros = Graph(), dict[Node, Node](), set[Node]()
     for node in gm.graph.nodes:
         if node in tangents:
-            value = node.meta["val"]
             number = float(tangents[node].name == str(loss))
-            about = {key: node.meta[key] for key in ("stack_trace", "module") if key in node.meta}
-            shape, where = list(value.shape), {"dtype": value.dtype, "device": value.device}
-            copies[node] = called(graph, aten.full.default, (shape, number), where, f"gradient_of_{tangents[node].name}")
-            put(copies[node], "meta", {**about, "val": value, "phase": "backward"})
+            copies[node] = constant_tangent(graph, node, number, tangents[node].name)
             zeros |= set() if number else {node}
         elif is_view_of(node, zeros):
             zeros.add(node)
@@ -48,6 +44,16 @@ def one_loss(gm: GraphModule) -> GraphModule:
     result.meta.update(gm.meta)
     result.meta["ports"] = replace(ports, inputs=tuple(port for port in ports.inputs if port.kind != TANGENT))
     return ordered(result)
+
+
+def constant_tangent(graph: Graph, tangent: Node, number: float, name: str) -> Node:
+    """Adds a tensor that holds one number in the place of the tangent of result `name`."""
+    value = tangent.meta["val"]
+    about = {key: tangent.meta[key] for key in ("stack_trace", "module") if key in tangent.meta}
+    where = {"dtype": value.dtype, "device": value.device}
+    node = called(graph, aten.full.default, (list(value.shape), number), where, f"gradient_of_{name}")
+    put(node, "meta", {**about, "val": value, "phase": "backward"})
+    return node
 
 
 def is_view_of(node: Node, zeros: set[Node]) -> bool:

@@ -71,12 +71,7 @@ class ListScheduler:
             for each in earlier:
                 self.users[self.number[each]].append(self.number[node])
                 self.missing[self.number[node]] += 1
-        self.way, self.feed = [0.0] * len(nodes), [math.inf] * len(nodes)
-        for at in reversed(range(len(nodes))):
-            work, users = self.work[at], self.users[at]
-            self.way[at] = work.seconds + max((self.way[user] for user in users), default=0.0)
-            starts = min((self.feed[user] for user in users), default=math.inf)
-            self.feed[at] = 0.0 if work.stream != COMPUTE else work.seconds + starts
+        self.way, self.feed = self.longest_ways()
         self.now, self.first = 0.0, 0
         self.free = dict.fromkeys(STREAMS, 0.0)
         self.done, self.taken = [False] * len(nodes), [False] * len(nodes)
@@ -88,6 +83,16 @@ class ListScheduler:
         self.landed: set[int] = set()  # collectives that have ended, and that nothing has waited for yet
         self.order: Order = []
         self.buckets: Buckets = {}
+
+    def longest_ways(self) -> tuple[list[float], list[float]]:
+        """Returns `way` and `feed` by node."""
+        way, feed = [0.0] * len(self.work), [math.inf] * len(self.work)
+        for at in reversed(range(len(self.work))):
+            work, users = self.work[at], self.users[at]
+            way[at] = work.seconds + max((way[user] for user in users), default=0.0)
+            starts = min((feed[user] for user in users), default=math.inf)
+            feed[at] = 0.0 if work.stream != COMPUTE else work.seconds + starts
+        return way, feed
 
     def run(self) -> Order:
         """Runs the simulated step to its end."""

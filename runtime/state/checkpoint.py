@@ -187,16 +187,10 @@ class Checkpoints:
         saved. Raises CheckpointError if it does not fit the model or the optimizer.
         """
         self.wait()
-        chosen = torch.tensor([-1 if step is None else step])
-        if self.first:
-            for unfinished in self.folder.glob("step-*.part"):
-                remove(unfinished)
-            chosen[0] = max(whole_steps(self.folder), default=-1) if step is None else step
-        if self.group is not None:
-            dist.broadcast(chosen, 0, group=self.group)
-        if chosen.item() < 0:
+        chosen = self.chosen(step)
+        if chosen < 0:
             return 0
-        folder = self.folder / f"step-{int(chosen):09d}"
+        folder = self.folder / f"step-{chosen:09d}"
         record = read_marker(folder)
         if optimizer is not None:
             groups = merged_groups(self.from_all_ranks(groups_of(model, optimizer)))
@@ -211,6 +205,17 @@ class Checkpoints:
         if record["random"] is not None and set_random_state is not None:
             set_random_state(record["random"])
         return int(record["step"])
+
+    def chosen(self, step: int | None) -> int:
+        """Returns the step to load, on all ranks that which the first one sees: -1 if there is none. Removes unfinished ones."""
+        chosen = torch.tensor([-1 if step is None else step])
+        if self.first:
+            for unfinished in self.folder.glob("step-*.part"):
+                remove(unfinished)
+            chosen[0] = max(whole_steps(self.folder), default=-1) if step is None else step
+        if self.group is not None:
+            dist.broadcast(chosen, 0, group=self.group)
+        return int(chosen)
 
 
 def read(folder: Path, blocks: Mapping[str, TensorBlock], ranks: Mapping[str, Any]) -> None:
@@ -254,18 +259,23 @@ def prepare(
     tensors = tensors_of_state(record)
     for group, old in zip(optimizer.param_groups, saved["groups"]):
         group.update(unflatten(old["settings"], [torch.tensor(value) for value in old["values"]]))
-        step_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
+        on_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
         for parameter in group["params"]:
-            state = dict(saved["plain"].get(names[parameter], {}))
-            for key, (dtype, shape) in tensors.get(names[parameter], {}).items():
-                kind = getattr(torch, dtype)
-                if tuple(shape) == tuple(parameter.shape) and key != "step":
-                    state[key] = torch.zeros_like(parameter, dtype=kind)
-                else:
-                    state[key] = torch.zeros(shape, dtype=kind, device=parameter.device if step_device else None)
+            name = names[parameter]
+            state = saved["plain"].get(name, {}) | zeros(parameter, tensors.get(name, {}), parameter.device if on_device else None)
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
+
+
+def zeros(parameter: nn.Parameter, tensors: Mapping[str, tuple[str, Any]], device: torch.device | None) -> dict[str, Tensor]:
+    """Returns the tensors of a parameter's state, to be filled. tensors: by key, dtype and shape. device: of those of other shapes."""
+    state = {}
+    for key, (dtype, shape) in tensors.items():
+        kind = getattr(torch, dtype)
+        like = tuple(shape) == tuple(parameter.shape) and key != "step"
+        state[key] = torch.zeros_like(parameter, dtype=kind) if like else torch.zeros(shape, dtype=kind, device=device)
+    return state
 
 
 def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -211,6 +211,11 @@ def wrong_collectives(mesh: Mesh, kinds: Sequence[GraphModule], ranks: Sequence[
                 return
             by_group.setdefault(group, []).append((name, *(a for a in node.args if not isinstance(a, Node))))
         sequences.append(by_group)
+    yield from disagreements(mesh, sequences, ranks)
+
+
+def disagreements(mesh: Mesh, sequences: Sequence[Mapping[str, list[Any]]], ranks: Sequence[int]) -> Iterator[str]:
+    """Yields the groups whose ranks do not run the same collectives. sequences: by program and group, its collectives in order."""
     seen = set()
     for axes in mesh.runs():
         group = mesh.group_name(axes)
