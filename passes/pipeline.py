@@ -34,7 +34,7 @@ from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
 from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.saved_values import store
-from sbpc.passes.memory.search import within
+from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
@@ -132,10 +132,10 @@ def finish(
     plan = replace(made(assignment), lower_bound=bound, prover=space)
     if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
         with stages.timed("assign"):
-            stored = annotate(store(gm))
-            if "dynamic" in options:
-                declare(stored, options["dynamic"])
-            plan = limited(plan, LimitedSpace(stored, solved_on, wishes, outputs), stages)
+            search = searched(gm, plan, wishes, outputs, stages)
+            search.run(plan, float(options["memory"]))
+            search.sharpen()
+            plan = search.finished()
         if overlaps:
             plan = bounded(plan, options, solve)
     elif overlaps:
@@ -148,14 +148,17 @@ def finish(
     return plan
 
 
-def limited(plan: Plan, space: LimitedSpace, stages: Stages) -> Plan:
-    """Returns the plan under its memory limit, in the space of its graph with stored values. Raises MemoryLimitError."""
-    copies = 1 + OPTIMIZER_STATE[plan.options.get("optimizer")]
+def searched(gm: GraphModule, free: Plan, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], stages: Stages) -> MemorySearch:
+    """Returns the search for plans of a graph that take less memory than its plan `free`; on the mesh whose seconds are minimised."""
+    stored = annotate(store(gm))
+    if "dynamic" in free.options:
+        declare(stored, free.options["dynamic"])
+    space = LimitedSpace(stored, objective_mesh(free.mesh, free.objective), wishes, outputs)
 
     def made(assignment: Assignment) -> Plan:
-        return make_plan(space.gm, plan.mesh, assignment, 0.0, plan.options, stages)
+        return make_plan(stored, free.mesh, assignment, 0.0, free.options, stages)
 
-    return within(plan, space, space.gm, copies, made)
+    return MemorySearch(space, stored, 1 + OPTIMIZER_STATE[free.options.get("optimizer")], made)
 
 
 def no_slower(

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -171,9 +170,9 @@ def test_a_tight_limit_of_a_tiny_model_is_met() -> None:
 def test_a_limit_that_no_plan_keeps_is_refused_as_soon_as_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, search = list[float](), memory.MemorySearch.run
 
-    def run(self: memory.MemorySearch, *args: Any) -> None:
-        limits.append(self.limit)
-        search(self, *args)
+    def run(self: memory.MemorySearch, free: sbpc.Plan, limit: float) -> None:
+        limits.append(limit)
+        search(self, free, limit)
 
     monkeypatch.setattr(memory.MemorySearch, "run", run)
     model = Squared(nn.Linear(4, 6), nn.Linear(6, 4)), (torch.randn(3, 4),)

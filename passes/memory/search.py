@@ -60,12 +60,12 @@ Make = Callable[[Assignment], Plan]
 
 @dataclass
 class Candidate:
-    """A plan that was made: its labels and seconds, and what it holds at calls that hold more than the limit, most first."""
+    """A plan that was made: its labels and seconds, and what it holds at calls, most first."""
 
     plan: Plan
     labels: list[int]
     seconds: float
-    peaks: Mapping[str, int]
+    held: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
@@ -73,44 +73,24 @@ class Candidate:
         return self.plan.memory["total"]
 
 
-def within(free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> Plan:
-    """Returns the fastest plan found under the limit of the plan `free`, which breaks it.
-
-    gm: the graph of the space. copies: tensors of the size of a trained parameter beside it. make: makes the plan of an
-    assignment. Raises MemoryLimitError.
-    """
-    search = MemorySearch(free, space, gm, copies, make)
-    search.run()
-    if search.best is None:
-        least = min(search.candidates.values(), key=lambda each: each.bytes).plan
-        raise MemoryLimitError(shortage(least, search.limit, math.isinf(search.bound.bound)), least)
-    return search.finished()
-
-
 class MemorySearch:
-    """Plans of a graph, and the best bound of those that take no more than `limit` bytes.
+    """Plans of a graph, and the best bound of those that take no more than `limit` bytes. One search serves several limits, one
+    after the other: what it learns under one makes the next one quick.
 
     Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a moment.
     moments: by name of a call, what has a price. candidates: by labels, all plans that were made. mixed: by class, the labels of mixtures.
     corrections: by name of a call, the rows about plans. reduced_costs: by class and label, the least at any prices.
     """
 
-    def __init__(self, free: Plan, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> None:
-        self.limit = float(free.options["memory"])
+    def __init__(self, space: LimitedSpace, gm: GraphModule, copies: int, make: Make) -> None:
         self.space, self.gm, self.copies, self.make = space, gm, copies, make
         self.least = space.least
         self.calls = calls_of(gm)
         self.moments: dict[str, Moment] = {"": at_optimizer(gm, copies)}
-        self.room = self.limit - min(POSITION * len(space.mesh.axes), self.limit / 2)  # less what every plan holds at every moment
         self.folded = fold(space.problem, space.classes())
         self.candidates: dict[tuple[int, ...], Candidate] = {}
-        self.corrections: dict[str, Limit] = {}
         self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.members]
-        self.bound = PricedBound(free.lower_bound)
-        self.start = self.keep(space.labels(free.assignment))
-        self.scale = self.start.seconds or 1.0
-        self.bounder = Bounder(space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
-        self.reduced_costs = self.bounder.reduced_costs
+        self.reduced_costs: list[np.ndarray] = []
 
     @property
     def best(self) -> Candidate | None:
@@ -128,10 +108,27 @@ class MemorySearch:
         """How far the best plan may be above the bound, as a part of it; 1 if there is none."""
         return 1.0 if self.best is None else gap_of(self.best.seconds, min(self.bound.bound, self.best.seconds))
 
-    def run(self) -> None:
-        """Looks for prices, then for mixtures of the plans found on the way, then for a better bound."""
-        self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
-        self.add_moment(next(iter(self.start.peaks), None))
+    def run(self, free: Plan, limit: float) -> None:
+        """Looks for prices, then for mixtures of the plans found on the way. Raises MemoryLimitError if no plan is found that fits.
+
+        free: a plan that takes more than the limit, and whose lower bound is one of all plans.
+        """
+        self.limit, self.bound, self.corrections = limit, PricedBound(free.lower_bound), dict[str, Limit]()
+        self.room = limit - min(POSITION * len(self.space.mesh.axes), limit / 2)  # less what every plan holds at every moment
+        self.start = self.keep(self.space.labels(free.assignment))
+        if not self.reduced_costs:
+            self.scale = self.start.seconds or 1.0
+            self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
+            self.reduced_costs = self.bounder.reduced_costs
+            self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
+        self.add_moment(self.peak_of(self.start))
+        self.find_plans()
+        if self.best is None:
+            least = min(self.candidates.values(), key=lambda each: each.bytes).plan
+            raise MemoryLimitError(shortage(least, limit, math.isinf(self.bound.bound)), least)
+
+    def find_plans(self) -> None:
+        """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels."""
         self.find_prices()
         self.mix(TURNS)
         if self.best is None:
@@ -140,8 +137,6 @@ class MemorySearch:
         if self.best is None and columns_of(self.space.problem, everything(self.space.problem)) <= COLUMNS:
             self.below_gap(everything(self.space.problem))
             self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, 1 << 20)
-        if self.best is not None and self.gap > (GOOD if self.large else 0.0):
-            self.sharpen()
 
     # --- prices ---------------------------------------------------------------------------------------------------------
 
@@ -183,7 +178,7 @@ class MemorySearch:
         if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
             labels = restricted_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
         candidate = self.keep(self.folded.unfold(labels))
-        self.add_moment(next(iter(candidate.peaks), None))
+        self.add_moment(self.peak_of(candidate))
         progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
         return candidate
 
@@ -258,6 +253,8 @@ class MemorySearch:
         """Raises the bound at the prices of rows at the best plan's peak, too; in small problems by messages on the unfolded problem,
         and by the program on all labels that can be in a better plan."""
         assert self.best is not None
+        if self.gap <= (GOOD if self.large else 0.0):
+            return
         for name in list(peak_calls(self.best.plan, self.gm, NEAR_LIMIT * self.limit))[:1]:
             self.moments.setdefault(name, self.moment(name))
         self.take_bound(self.bound_at(self.lp_prices()))
@@ -279,7 +276,7 @@ class MemorySearch:
             if answer.labels is None:
                 return
             candidate = self.keep(answer.labels)
-            new = [name for name in list(candidate.peaks)[:ROWS] if name not in self.moments]
+            new = [name for name in self.peaks_of(candidate)[:ROWS] if name not in self.moments]
             if candidate.bytes <= self.limit or not new:
                 return
             self.moments |= {name: self.moment(name) for name in new}
@@ -324,8 +321,16 @@ class MemorySearch:
                 other.plan.forget()
             plan = self.make(self.space.assignment(list(key)))
             seconds = total(self.space.problem, key)
-            self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, self.limit))
+            self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, 0.0))
         return self.candidates[key]
+
+    def peaks_of(self, candidate: Candidate) -> list[str]:
+        """Returns the calls at which a plan holds more than the limit, most first."""
+        return [name for name, size in candidate.held.items() if size > self.limit]
+
+    def peak_of(self, candidate: Candidate) -> str | None:
+        """Returns the call at which a plan holds most, if that is more than the limit."""
+        return next(iter(self.peaks_of(candidate)), None)
 
     def finished(self) -> Plan:
         """Returns the best plan, with its bound and this search as its prover."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -28,9 +27,9 @@ from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]
-Solve = Callable[[GraphModule, Mesh, float | None], Sequence[Plan]]
+Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
+Search = Callable[[Plan], Callable[[float], Plan]]
 Draft = tuple[StagedPlan, Plan, Build]  # a plan of the step, that of the body, and what makes the first from other layouts of the second
-Attempt = Callable[[Sequence[str], float | None], Draft]
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
 
@@ -48,75 +47,74 @@ def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, made: Made
+    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, search: Search,
+    made: Made,
 ) -> StagedPlan:
     """Returns the plan of an annotated step with stages along `axis`, with one stage where that is None.
 
-    count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage, under
-    a limit of bytes; of several plans the one whose step is shortest is taken. made: makes the plan of a chunk there. Raises PlanError
-    if the model cannot be cut so, MemoryLimitError if no plan fits.
+    count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage; of several
+    plans the one whose step is shortest is taken. search: what plans it under limits of bytes, from the plan without. made: makes the plan
+    of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan fits.
     """
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count), mesh_of_stage(mesh, axis)
+    loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
 
-    def attempt(once: Sequence[str], limit: float | None, bound: float | None = None) -> Draft:
-        loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
-        return min((draft(whole, bound) for whole in solve(loop.body, inner, limit)), key=lambda each: each[0].cost.seconds)
-
-    def draft(whole: Plan, bound: float | None) -> Draft:
+    def draft(whole: Plan, free: StagedPlan | None = None) -> Draft:
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
         times = count / stages  # of the mean stage: no layouts take less in all
-        bounds = [times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound if bound is None else bound]
-        if bound is None and not whole.serial_bound:
-            bounds[1] /= min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
+        alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
+        bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
+        serial_bound, bound = bounds if free is None else (free.serial_bound, free.bound)
 
         def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
             body = replace(whole, assignment=assignment)
-            about = mesh, axis, loop, chunks_of(body, pieces, made), schedule, bounds[1], in_loop, options
-            return StagedPlan(*about, body=body, serial_bound=bounds[0])
+            about = mesh, axis, loop, chunks_of(body, pieces, made), schedule, bound, in_loop, options
+            return StagedPlan(*about, body=body, serial_bound=serial_bound)
 
         first = build(whole.assignment, frozenset())
-        if bound is None:
-            first.bound = bounds[1] = max(first.bound, stages_bound(first, whole.problem.least))
+        if free is None:
+            first.bound = bound = max(bound, stages_bound(first, whole.problem.least))
         return first, whole, build
 
+    free = min(map(draft, solve(loop.body, inner)), key=lambda each: each[0].cost.seconds)
     memory = options.get("memory")
-    free = plan, *_ = attempt((PARAMETER, GRADIENT), None)
-    if memory is None or plan.cost.memory["total"] <= memory:
-        return plan
-    return within_memory(*free, memory, partial(attempt, bound=plan.bound))
+    if memory is None or free[0].memory["total"] <= memory:
+        return free[0]
+    return within_memory(free, memory, search, lambda whole: draft(whole, free[0]))
 
 
-def within_memory(free: StagedPlan, whole: Plan, build: Build, memory: float, attempt: Attempt) -> StagedPlan:
-    """Returns a plan that fits into `memory` bytes on each rank. free, whole, build: without a limit, with its body.
+def within_memory(free: Draft, memory: float, search: Search, draft: Callable[[Plan], Draft]) -> StagedPlan:
+    """Returns a plan that fits into `memory` bytes on each rank.
 
-    The layouts of `free` are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`). Unless that costs almost nothing, the
-    body is planned under a limit, too, which is lowered until the busiest stage fits. Raises MemoryLimitError.
+    The layouts of the plan without a limit are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`). Unless that costs almost
+    nothing, the body is planned under a limit, too, which is lowered until the busiest stage fits. Raises MemoryLimitError.
     """
-    plans = [within_levels(whole, free.count, memory, build)]
-    if plans[0].memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * free.cost.seconds:
+    plan, whole, build = free
+    plans = [within_levels(plan, whole, memory, build)]
+    if plans[0].memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * plan.cost.seconds:
         return plans[0]
-    total = free.cost.memory["total"]
+    total, limited = plan.memory["total"], search(whole)
     for _ in range(TRIES):
         try:
-            plan, whole, build = attempt((GRADIENT,), LESS * whole.cost.memory["total"] * memory / total)
+            plan, whole, build = draft(limited(LESS * whole.memory["total"] * memory / total))
         except MemoryLimitError:
             break
-        plans += [plan, within_levels(whole, plan.count, memory, build)]
-        total = plans[-1].cost.memory["total"]
-        if min(plan.cost.memory["total"] for plan in plans) <= memory:
+        plans.append(within_levels(plan, whole, memory, build))
+        total = plans[-1].memory["total"]
+        if min(plan.memory["total"] for plan in plans) <= memory:
             break
-    fitting = [plan for plan in plans if plan.cost.memory["total"] <= memory]
+    fitting = [plan for plan in plans if plan.memory["total"] <= memory]
     if not fitting:
-        raise too_large(min(plans, key=lambda plan: plan.cost.memory["total"]), memory)
+        raise too_large(min(plans, key=lambda plan: plan.memory["total"]), memory)
     return min(fitting, key=lambda plan: plan.cost.seconds)
 
 
 def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
     """Returns the error about a plan with stages that does not fit into `memory`."""
-    cost = plan.cost.memory
+    cost = plan.memory
     kinds = ", ".join(f"{kind} {size:,}" for kind, size in cost.items() if kind != "total")
     return MemoryLimitError(
         f"a rank takes {cost['total']:,} bytes with {plan.stages} stages, the limit is {memory:,.0f}: {kinds}\n"

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -41,25 +42,27 @@ Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
 Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
 
 
-def within_levels(whole: Plan, count: int, memory: float, build: Build) -> StagedPlan:
+def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) -> StagedPlan:
     """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, that of all moves.
 
-    whole: the plan of the body. count: micro-batches. build: makes the plan of a step from layouts of the body and what is in the loop.
+    free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
+    the loop. Fewer moves are faster and take more bytes, about so many more as these hold by themselves: what one plan takes says which
+    one to make next.
     """
-    zero = Zero(whole, groups_of(whole.graph), count)
-    moves = zero.moves()
-    best = zero.built(moves, build)
-    if best.memory["total"] > memory:
-        return best
-    least, most = 0, len(moves)
-    while least < most:  # fewer moves are faster, and take more bytes
-        middle = (least + most) // 2
-        plan = zero.built(moves[:middle], build)
+    fits = free if free.memory["total"] <= memory else None
+    zero = Zero(whole, groups_of(whole.graph), free.count)
+    moves, plan, at = [] if fits else zero.moves(), free, 0
+    saved = list(itertools.accumulate((move.saved for move in moves), initial=0))
+    few, most = 0, len(moves) + 1  # so many do not fit; no more than so many are needed, if any number fits
+    while few + 1 < most:
+        wanted = saved[at] + plan.memory["total"] - memory
+        at = bisect_left(saved, wanted, few + 1, most - 1)
+        plan = zero.built(moves[:at], build)
         if plan.memory["total"] <= memory:
-            best, most = plan, middle
+            fits, most = plan, at
         else:
-            least = middle + 1
-    return best
+            few = at
+    return fits or plan
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,14 @@ def groups_of(gm: GraphModule) -> list[Group]:
     return [Group(tuple(names[node] for node in nodes if node in names), tuple(nodes)) for nodes in each]
 
 
+class Move(NamedTuple):
+    """A group of parameters that goes to a higher level, and about how many bytes of a rank that saves."""
+
+    group: int
+    level: int
+    saved: int
+
+
 @dataclass
 class Zero:
     """The levels of the groups of parameters of a body. plan: the body, its layouts those of level 0. count: micro-batches."""
@@ -90,23 +101,23 @@ class Zero:
     groups: list[Group]
     count: int
 
-    def built(self, moves: list[tuple[int, int]], build: Build) -> StagedPlan:
-        """Returns the plan of a step after some moves, each of a group to a level."""
-        levels = dict(moves)
+    def built(self, moves: Sequence[Move], build: Build) -> StagedPlan:
+        """Returns the plan of a step after some moves."""
+        levels = {move.group: move.level for move in moves}
         return build(self.assignment(levels), self.in_loop(levels))
 
-    def moves(self) -> list[tuple[int, int]]:
+    def moves(self) -> list[Move]:
         """Returns all moves of groups to higher levels, first those that save the most bytes for each second more."""
-        found: list[tuple[float, int, int]] = []
+        found: list[tuple[float, Move]] = []
         for number in range(len(self.groups)):
             ways = [(self.bytes(number, level), self.seconds(number, level)) for level in LEVELS]
             level = 0
             while level < LEVELS[-1]:
                 rates = {to: rate(ways[level], ways[to]) for to in LEVELS[level + 1 :]}
-                level = max(rates, key=rates.__getitem__)
+                before, level = level, max(rates, key=rates.__getitem__)
                 if rates[level] > 0:
-                    found.append((rates[level], number, level))
-        return [(number, level) for _, number, level in sorted(found, key=lambda move: (-move[0], move[2]))]
+                    found.append((rates[level], Move(number, level, ways[before][0] - ways[level][0])))
+        return [move for _, move in sorted(found, key=lambda each: (-each[0], each[1].level))]
 
     def in_loop(self, levels: Levels) -> frozenset[Port]:
         """Returns the parameters and gradients that are boxed in every micro-batch."""
@@ -150,7 +161,7 @@ class Zero:
         """Returns the seconds of a step in which the parameters of a group and their gradients are boxed."""
         assignment = self.cut if level else self.plan.assignment
         gathering = sum(self.boxing(assignment, node) for node in self.groups[number].nodes)
-        home = sum(self.boxing(assignment, node) for node in self.gradients(number))
+        home = sum(self.boxing(assignment, node) for node in self.gradients[number])
         return gathering * (2 * self.count if level == 3 else 1) + home * (self.count if level >= 2 else 1)
 
     def bytes(self, number: int, level: int) -> int:
@@ -163,19 +174,22 @@ class Zero:
             wanted = self.wanted(assignment, node)
             total += bytes_at(node.meta["val"], home, mesh) * (1 + copies) if node.op == "placeholder" else 0
             total += sum(bytes_at(node.meta["val"], layout, mesh) for layout in wanted) if level < 3 else 0
-        for node in self.gradients(number):
+        for node in self.gradients[number]:
             producer, index = value_of(node)
             made = assignment.choices[producer.name].output(index, axes)
             left = next(iter(self.wanted(assignment, node)), made)
             total += bytes_at(node.meta["val"], left if level >= 2 else made, mesh)
         return total
 
-    def gradients(self, number: int) -> list[Node]:
-        """Returns the nodes of the gradients of a group that are boxed on their way home."""
-        names = self.groups[number].names
-        ends = zip(self.plan.ports.outputs, results(self.plan.graph))
-        nodes = [node for port, node in ends if node is not None and port.kind == GRADIENT and port.name in names]
-        return [node for node in nodes if self.wanted(self.cut, node)]
+    @cached_property
+    def gradients(self) -> list[list[Node]]:
+        """By group the nodes of its gradients that are boxed on their way home."""
+        group = {name: number for number, each in enumerate(self.groups) for name in each.names}
+        found: list[list[Node]] = [[] for _ in self.groups]
+        for port, node in zip(self.plan.ports.outputs, results(self.plan.graph)):
+            if node is not None and port.kind == GRADIENT and self.wanted(self.cut, node):
+                found[group[port.name]].append(node)
+        return found
 
     def wanted(self, assignment: Assignment, node: Node) -> list[Layout]:
         """Returns the other layouts in which a value is read or left."""

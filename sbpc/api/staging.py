@@ -13,16 +13,17 @@ from torch.fx import GraphModule
 from sbpc.api.recompute import AUTO, forms_of
 from sbpc.errors import MemoryLimitError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import ONCE, PARAMETER, placeholders
+from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.passes.pipeline import Stages, finish, make_plan
+from sbpc.passes.pipeline import Stages, finish, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
@@ -56,23 +57,35 @@ def plan_stages(
     asked_for = {**options, "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
     asked_for |= {"microbatches": count, "recompute": recompute, **names}
 
-    def solve(body: GraphModule, inner: Mesh, limit: float | None) -> list[Plan]:
-        asked = wishes(body, inner, Requests(pins, baseline=baseline))
-        plan = serial(body, inner, limit)
-        return beside(plan, asked) if objective == "seconds" and limit is None else [plan]
+    def solve(body: GraphModule, inner: Mesh) -> list[Plan]:
+        plan = serial(body, inner)
+        return beside(plan, wishes(body, inner, Requests(pins, baseline=baseline))) if objective == "seconds" else [plan]
 
-    def serial(body: GraphModule, inner: Mesh, limit: float | None, pin: Mapping[str, str] = pins) -> Plan:
+    def serial(body: GraphModule, inner: Mesh, pin: Mapping[str, str] = pins) -> Plan:
         asked = wishes(body, inner, Requests(pin, baseline=baseline))
         experts = None if baseline else partial(expert_alternatives, body, inner, asked.nodes)
-        plan = finish(body, inner, asked.nodes, asked.outputs, options | {"memory": limit, "pin": pin}, clocks, experts)
-        plan.again = partial(serial, body, inner, limit)
+        plan = finish(body, inner, asked.nodes, asked.outputs, options | {"pin": pin}, clocks, experts)
+        plan.again = partial(serial, body, inner)
         return plan
+
+    def search(whole: Plan) -> Callable[[float], Plan]:
+        body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+        body.meta[ONCE] = {GRADIENT: 1 / count}
+        asked = wishes(body, free.mesh, Requests(pins, baseline=baseline))
+        found = searched(body, free, asked.nodes, asked.outputs, clocks)
+
+        def limited(limit: float) -> Plan:
+            with clocks.timed("assign"):
+                found.run(free, limit)
+                return found.finished()
+
+        return limited
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
 
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, made)
+        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, search, made)
     plan.times = clocks.times
     return plan
 
