@@ -68,26 +68,32 @@ def plan_stages(
         plan.again = partial(serial, body, inner)
         return plan
 
-    def search(whole: Plan) -> Callable[[float], Plan]:
-        body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
-        body.meta[ONCE] = {GRADIENT: 1 / count}
-        asked = wishes(body, free.mesh, Requests(pins, baseline=baseline))
-        found = searched(body, free, asked.nodes, asked.outputs, clocks)
-
-        def limited(limit: float) -> Plan:
-            with clocks.timed("assign"):
-                found.run(free, limit)
-                return found.finished()
-
-        return limited
-
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
 
+    limits = partial(search, requests=Requests(pins, baseline=baseline), count=count, clocks=clocks)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, search, made)
+        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, limits, made)
     plan.times = clocks.times
     return plan
+
+
+def search(whole: Plan, requests: Requests, count: int, clocks: Stages) -> Callable[[float], Plan]:
+    """Returns what plans a body under limits of bytes, one after the other, and as if parameters were boxed in every micro-batch.
+
+    whole: the plan of the body without a limit.
+    """
+    body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+    body.meta[ONCE] = {GRADIENT: 1 / count}
+    asked = wishes(body, free.mesh, requests)
+    found = searched(body, free, asked.nodes, asked.outputs, clocks)
+
+    def limited(limit: float) -> Plan:
+        with clocks.timed("assign"):
+            found.run(free, limit)
+            return found.finished()
+
+    return limited
 
 
 def beside(plan: Plan, asked: Wishes) -> list[Plan]:
