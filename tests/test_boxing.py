@@ -53,28 +53,28 @@ def whole_tensors(before: str, after: str, shape: tuple[int, ...] = (64, 64)) ->
     return sum(wire(step, shape, 4, GRID.sizes)[1] for step in taken) * GRID.ranks / (4 * math.prod(shape))
 
 
-@pytest.mark.parametrize("extremes", [(None,), ("max", None), ("max", "min"), (None, None, None), ("max", None, "max")])
-def test_the_arrays_hold_the_layouts_and_the_steps_that_the_objects_give(extremes: tuple[str | None, ...]) -> None:
-    axes, dims = ("a", "b", "c")[: len(extremes)], 2
-    graph = _graph(dims, axes, extremes)
-    every = [decode(int(code), axes) for code in graph.numbered]
-    if not any(extremes):
-        assert tuple(every) == layouts(dims, axes)
-    wanted = [step for at in every for step in steps(at, dims)]
-    made = [graph.step(edge) for edge in range(len(graph.source))]
-    assert len(made) == len(wanted) == len(set(made)) and set(made) == set(wanted)
+def test_the_arrays_hold_the_layouts_and_the_steps_that_the_objects_give() -> None:
+    for extremes in [(None,), ("max", None), ("max", "min"), (None, None, None), ("max", None, "max")]:
+        axes, dims = ("a", "b", "c")[: len(extremes)], 2
+        graph = _graph(dims, axes, extremes)
+        every = [decode(int(code), axes) for code in graph.numbered]
+        if not any(extremes):
+            assert tuple(every) == layouts(dims, axes)
+        wanted = [step for at in every for step in steps(at, dims)]
+        made = [graph.step(edge) for edge in range(len(graph.source))]
+        assert len(made) == len(wanted) == len(set(made)) and set(made) == set(wanted)
 
 
-@pytest.mark.parametrize("dims", range(5))
-@pytest.mark.parametrize("count", range(1, 4))
-def test_layouts_are_all_states_in_all_orders(dims: int, count: int) -> None:
-    axes = ("a", "b", "c")[:count]
-    found = layouts(dims, axes)
-    # k axes split: each in turn goes to a dim, before or after any of those that are there already
-    ways = [math.comb(count, k) * 2 ** (count - k) * math.prod(range(dims, dims + k)) for k in range(count + 1)]
-    assert len(found) == len(dict.fromkeys(found)) == sum(ways)
-    assert len(layouts(dims, axes, orders=False)) == (dims + 2) ** count
-    assert not any(each.partial for each in layouts(dims, axes, partial=False))
+def test_layouts_are_all_states_in_all_orders() -> None:
+    for count in range(1, 4):
+        for dims in range(5):
+            axes = ("a", "b", "c")[:count]
+            found = layouts(dims, axes)
+            # k axes split: each in turn goes to a dim, before or after any of those that are there already
+            ways = [math.comb(count, k) * 2 ** (count - k) * math.prod(range(dims, dims + k)) for k in range(count + 1)]
+            assert len(found) == len(dict.fromkeys(found)) == sum(ways)
+            assert len(layouts(dims, axes, orders=False)) == (dims + 2) ** count
+            assert not any(each.partial for each in layouts(dims, axes, partial=False))
 
 
 def test_steps_out_of_a_layout() -> None:
@@ -94,23 +94,22 @@ def test_steps_out_of_a_layout() -> None:
     )
 
 
-@pytest.mark.parametrize("start", layouts(2, ("a", "b", "c")), ids=str)
-def test_every_step_changes_its_axes_and_nothing_else(start: Layout) -> None:
-    taken = list(steps(start, 2))
-    assert len(dict.fromkeys(taken)) == len(taken)
-    for step in taken:
-        assert step.before == start and step.after != start
-        changed = tuple(at for at in range(3) if step.before.states[at] != step.after.states[at])
-        assert changed == step.axes == tuple(range(step.axes[0], step.axes[-1] + 1))
-        for dim in range(2):
-            old, new = step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ())
-            shorter, longer = sorted((old, new), key=len)
-            assert longer[: len(shorter)] == shorter and set(longer[len(shorter) :]) <= set(step.axes)
+def test_every_step_changes_its_axes_and_nothing_else() -> None:
+    for start in layouts(2, ("a", "b", "c")):
+        taken = list(steps(start, 2))
+        assert len(dict.fromkeys(taken)) == len(taken)
+        for step in taken:
+            assert step.before == start and step.after != start
+            changed = tuple(at for at in range(3) if step.before.states[at] != step.after.states[at])
+            assert changed == step.axes == tuple(range(step.axes[0], step.axes[-1] + 1))
+            for dim in range(2):
+                old, new = step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ())
+                shorter, longer = sorted((old, new), key=len)
+                assert longer[: len(shorter)] == shorter and set(longer[len(shorter) :]) <= set(step.axes)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "tensors"),
-    [
+def test_known_boxings_move_so_many_whole_tensors() -> None:
+    for before, after, tensors in [
         ("[S(0), S(0)]", "[B, B]", 7),
         ("[P, S(0)]", "[S(0), B]", 5.375),  # the known 5.5 undercut by an all_to_all of both axes in b>a
         ("[B, S(0)]", "[S(0), S(0)]", 1.625),
@@ -120,10 +119,8 @@ def test_every_step_changes_its_axes_and_nothing_else(start: Layout) -> None:
         ("[P, P]", "[S(0), S(1)]", 7),
         ("[B, B]", "[P, S(1)]", 0),
         ("[S(0), S(1)]", "[P, P]", 0),
-    ],
-)
-def test_known_boxings_move_so_many_whole_tensors(before: str, after: str, tensors: float) -> None:
-    assert whole_tensors(before, after) == tensors
+    ]:
+        assert whole_tensors(before, after) == tensors
 
 
 def test_the_block_that_interleaves_goes_round_by_the_other_dim() -> None:
@@ -148,13 +145,13 @@ def test_an_unchanged_layout_takes_no_step() -> None:
         assert path(each, each, (3, 5), 4, GRID) == ()
 
 
-@pytest.mark.parametrize("each", ["P(max)", "P(min)", "P"])
-def test_partial_results_of_any_kind_are_reduced_on_the_wire(each: str) -> None:
-    assert [step.collective for step in path(layout(f"[{each}, {each}]"), broadcast("ab"), (8, 8), 4, GRID)] == [
-        "all_reduce"
-    ]
-    scattered = path(layout(f"[{each}, B]"), layout("[S(1), S(0)]"), (8, 8), 4, GRID)
-    assert sorted(step.collective for step in scattered) == ["reduce_scatter", "slice"]
+def test_partial_results_of_any_kind_are_reduced_on_the_wire() -> None:
+    for each in ["P(max)", "P(min)", "P"]:
+        assert [step.collective for step in path(layout(f"[{each}, {each}]"), broadcast("ab"), (8, 8), 4, GRID)] == [
+            "all_reduce"
+        ]
+        scattered = path(layout(f"[{each}, B]"), layout("[S(1), S(0)]"), (8, 8), 4, GRID)
+        assert sorted(step.collective for step in scattered) == ["reduce_scatter", "slice"]
 
 
 def test_mixed_partial_results_are_reduced_from_the_innermost_axis() -> None:
@@ -214,29 +211,26 @@ def codes(found: Sequence[Layout]) -> np.ndarray:
     return np.array([encode(one) for one in found])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
+def test_the_closure_is_what_paths_cost_and_a_metric() -> None:
+    for sizes, shape in [
         ((2, 4), (6, 10)),
         ((2, 4), (8, 16, 8)),
         ((3,), (7, 4, 4)),
         ((2, 2, 2), (4, 8)),
         ((2, 2, 2), (8, 16)),
         ((1, 3), ()),
-    ],
-)
-def test_the_closure_is_what_paths_cost_and_a_metric(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    mesh = Mesh(cluster=SLOW, **dict(zip("abc", sizes)))
-    found = layouts(len(shape), mesh.axes)
-    costs = closure(codes(found), shape, 4, mesh)
-    assert np.isfinite(costs).all() and (np.diag(costs) == 0).all()
-    for through in range(len(found)):
-        assert (costs <= (costs[:, through, None] + costs[through]) * (1 + 1e-12)).all()
-    pairs = list(itertools.product(range(len(found)), repeat=2))
-    for row, column in pairs[:: 1 + len(pairs) // 500]:
-        taken = path(found[row], found[column], shape, 4, mesh)
-        spent = float(sum(price(step, shape, 4, mesh) for step in taken))
-        assert costs[row, column] == pytest.approx(spent, rel=1e-11)
+    ]:
+        mesh = Mesh(cluster=SLOW, **dict(zip("abc", sizes)))
+        found = layouts(len(shape), mesh.axes)
+        costs = closure(codes(found), shape, 4, mesh)
+        assert np.isfinite(costs).all() and (np.diag(costs) == 0).all()
+        for through in range(len(found)):
+            assert (costs <= (costs[:, through, None] + costs[through]) * (1 + 1e-12)).all()
+        pairs = list(itertools.product(range(len(found)), repeat=2))
+        for row, column in pairs[:: 1 + len(pairs) // 500]:
+            taken = path(found[row], found[column], shape, 4, mesh)
+            spent = float(sum(price(step, shape, 4, mesh) for step in taken))
+            assert costs[row, column] == pytest.approx(spent, rel=1e-11)
 
 
 def test_a_closure_of_some_layouts_is_part_of_the_closure_of_all() -> None:
@@ -301,9 +295,8 @@ def test_a_local_step_costs_nothing() -> None:
                 assert wire(step, (5, 7), 4, GRID.sizes) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
+def test_impossible_boxings_are_refused() -> None:
+    for before, after, message in [
         (
             "[B, B]",
             "[B, P(max)]",
@@ -311,13 +304,11 @@ def test_a_local_step_costs_nothing() -> None:
         ),
         ("[B, S(2)]", "[B, B]", "layout [B, S(2)] of a tensor with 2 dims\n  Split one of its dims."),
         ("[B, B]", "[S(7), B]", "layout [S(7), B] of a tensor with 2 dims\n  Split one of its dims."),
-    ],
-)
-def test_impossible_boxings_are_refused(before: str, after: str, message: str) -> None:
-    for call in (path, seconds):
-        with pytest.raises(LayoutError) as error:
-            call(layout(before), layout(after), (8, 8), 4, GRID)
-        assert str(error.value) == message
+    ]:
+        for call in (path, seconds):
+            with pytest.raises(LayoutError) as error:
+                call(layout(before), layout(after), (8, 8), 4, GRID)
+            assert str(error.value) == message
 
 
 def test_a_layout_over_other_axes_is_refused() -> None:

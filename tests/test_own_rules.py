@@ -49,11 +49,11 @@ def test_a_rule_holds_until_it_is_removed():
     assert match(own.scale.default, args, {}, args[0]) is None
 
 
-@pytest.mark.parametrize("op", ["own::scale", "own::scale.default", own.scale, own.scale.default, own_ops.scale])
-def test_an_op_goes_by_name_overload_packet_or_definition(op):
-    done = sbpc.rule(op, "*b d, d -> *b d", examples=[(x(3, 4), x(4))])
-    assert done.op == own.scale.default
-    done.remove()
+def test_an_op_goes_by_name_overload_packet_or_definition():
+    for op in ["own::scale", "own::scale.default", own.scale, own.scale.default, own_ops.scale]:
+        done = sbpc.rule(op, "*b d, d -> *b d", examples=[(x(3, 4), x(4))])
+        assert done.op == own.scale.default
+        done.remove()
 
 
 def test_a_rule_that_its_proof_refutes_is_refused_with_the_inputs_and_both_results():
@@ -77,10 +77,10 @@ PARTIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", PARTIAL)
-def test_a_partial_sum_that_is_none_is_refused(text):
-    message = refused("own::mix", text, (x(3, 4), x(3), x(4, 5)))
-    assert message.splitlines()[0] == f"own.mix.default: the rule is refuted: {PARTIAL[text]}"
+def test_a_partial_sum_that_is_none_is_refused():
+    for text in PARTIAL:
+        message = refused("own::mix", text, (x(3, 4), x(3), x(4, 5)))
+        assert message.splitlines()[0] == f"own.mix.default: the rule is refuted: {PARTIAL[text]}"
 
 
 STRINGS = {
@@ -95,10 +95,10 @@ STRINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", STRINGS)
-def test_a_string_that_cannot_be_of_the_op_is_pointed_at(text):
-    what, at, todo = STRINGS[text]
-    assert refused("own::scale", text) == f"{what}\n  {text}\n  {' ' * at}^\n  {todo}"
+def test_a_string_that_cannot_be_of_the_op_is_pointed_at():
+    for text in STRINGS:
+        what, at, todo = STRINGS[text]
+        assert refused("own::scale", text) == f"{what}\n  {text}\n  {' ' * at}^\n  {todo}"
 
 
 OPS = {
@@ -113,10 +113,10 @@ OPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_an_op_that_can_have_no_rule_is_refused(op):
-    text = "a b, b c -> a c ; +b" if op == "aten::mm" else "a -> a"
-    assert refused(op, text).startswith(OPS[op])
+def test_an_op_that_can_have_no_rule_is_refused():
+    for op in OPS:
+        text = "a b, b c -> a c ; +b" if op == "aten::mm" else "a -> a"
+        assert refused(op, text).startswith(OPS[op])
 
 
 def test_an_op_that_is_no_function_is_refused():
@@ -223,12 +223,9 @@ def test_the_rules_of_a_reviewed_file_are_alternatives(tmp_path):
         one.remove()
 
 
-@pytest.mark.parametrize(
-    "line, what",
-    [("own::scale a d -> a d", "no operand for the tensor 'w'"), ("own::nope a -> a", "there is no op"), ("aten::relu a -> a", "has a rule already")],
-)
-def test_a_reviewed_file_that_is_wrong_is_an_error_with_its_line(tmp_path, line, what):
-    (tmp_path / "rules.txt").write_text(f"\n{line}\n")
-    with pytest.raises(RuleError, match=r"rules\.txt, line 2: ") as error:
-        sbpc.load_rules(tmp_path / "rules.txt")
-    assert what in str(error.value)
+def test_a_reviewed_file_that_is_wrong_is_an_error_with_its_line(tmp_path):
+    for line, what in [("own::scale a d -> a d", "no operand for the tensor 'w'"), ("own::nope a -> a", "there is no op"), ("aten::relu a -> a", "has a rule already")]:
+        (tmp_path / "rules.txt").write_text(f"\n{line}\n")
+        with pytest.raises(RuleError, match=r"rules\.txt, line 2: ") as error:
+            sbpc.load_rules(tmp_path / "rules.txt")
+        assert what in str(error.value)

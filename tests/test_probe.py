@@ -65,10 +65,10 @@ RULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "text"), RULES, ids=[f"{call[0]} {at}" for at, (call, _) in enumerate(RULES)])
-def test_a_probe_infers_the_rule_that_derives_every_valid_signature(call, text):
-    found = sbpc.probe(*call)
-    assert (found.rule, found.left_out) == (text, ())
+def test_a_probe_infers_the_rule_that_derives_every_valid_signature():
+    for call, text in RULES:
+        found = sbpc.probe(*call)
+        assert (found.rule, found.left_out) == (text, ())
 
 
 def test_what_one_string_cannot_say_is_listed():
@@ -147,12 +147,12 @@ NOT_PROBED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), NOT_PROBED, ids=[call[0] for call, _ in NOT_PROBED])
-def test_an_op_that_cannot_be_probed_is_an_error(call, message):
-    *args, last = call
-    with pytest.raises(RuleError) as error:
-        sbpc.probe(*args, **last) if isinstance(last, dict) else sbpc.probe(*call)
-    assert str(error.value).startswith(message)
+def test_an_op_that_cannot_be_probed_is_an_error():
+    for call, message in NOT_PROBED:
+        *args, last = call
+        with pytest.raises(RuleError) as error:
+            sbpc.probe(*args, **last) if isinstance(last, dict) else sbpc.probe(*call)
+        assert str(error.value).startswith(message)
 
 
 def test_the_arguments_are_left_as_they_were():
@@ -226,15 +226,15 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_a_malformed_file_is_an_error_with_its_line_and_is_left_alone(tmp_path, line):
+def test_a_malformed_file_is_an_error_with_its_line_and_is_left_alone(tmp_path):
     file = tmp_path / "rules.txt"
-    file.write_text(f"\n{line}\n")
-    for use in (lambda: sbpc.load_rules(file), lambda: sbpc.probe("own::scale", x(4), x(4)).save(file)):
-        with pytest.raises(RuleError) as error:
-            use()
-        assert str(error.value).startswith(f"{tmp_path}/{BAD[line]}")
-    assert file.read_text() == f"\n{line}\n"
+    for line in BAD:
+        file.write_text(f"\n{line}\n")
+        for use in (lambda: sbpc.load_rules(file), lambda: sbpc.probe("own::scale", x(4), x(4)).save(file)):
+            with pytest.raises(RuleError) as error:
+                use()
+            assert str(error.value).startswith(f"{tmp_path}/{BAD[line]}")
+        assert file.read_text() == f"\n{line}\n"
 
 
 # --- calls of a model -------------------------------------------------------------------------------------------------
@@ -293,15 +293,15 @@ def test_the_command_probes_what_has_no_rule_and_plans_with_what_was_reviewed(ta
     assert "reviewed, rules.txt:7 rule for own.scale.default" in told["remarks"]
 
 
-@pytest.mark.parametrize("command", [["show"], ["export", "--no-weights", "-o", "model.sbpc"], ["sweep", "--devices", "2"], ["run"]])
-def test_every_command_that_plans_takes_rules(target, tmp_path, capsys, command, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name, *more = command
-    planning = [] if name == "sweep" else ["--mesh", "x=2"]
-    assert main([name, target, *planning, *more, "--rules", "nowhere.txt"]) == 2
-    err = capsys.readouterr().err
-    assert "cannot read the rules of nowhere.txt: " in err and "Each line holds an op and its rule string" in err
-    assert os.listdir(tmp_path) == [f"probed_{tmp_path.name}.py"]
+def test_every_command_that_plans_takes_rules(target, tmp_path, capsys, monkeypatch):
+    for command in [["show"], ["export", "--no-weights", "-o", "model.sbpc"], ["sweep", "--devices", "2"], ["run"]]:
+        monkeypatch.chdir(tmp_path)
+        name, *more = command
+        planning = [] if name == "sweep" else ["--mesh", "x=2"]
+        assert main([name, target, *planning, *more, "--rules", "nowhere.txt"]) == 2
+        err = capsys.readouterr().err
+        assert "cannot read the rules of nowhere.txt: " in err and "Each line holds an op and its rule string" in err
+        assert os.listdir(tmp_path) == [f"probed_{tmp_path.name}.py"]
 
 
 def test_a_file_is_written_where_no_op_lacks_a_rule_too(tmp_path, capsys):

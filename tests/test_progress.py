@@ -23,11 +23,11 @@ from tests.test_compiled import stars
 
 
 def shown(terminal: bool) -> str:
-    """What is written while a small GPT is planned."""
+    """What is written while a model is planned."""
     out = io.StringIO()
     with progress(Console(file=out, force_terminal=terminal, width=120)):
-        model, args = models.gpt2(layers=1)
-        sbpc.plan(model, args, Mesh(x=2, y=2))
+        model, args = models.gpt2(layers=1) if terminal else models.mlp()
+        sbpc.plan(model, args, Mesh(x=2, y=2), objective="serial")
     return out.getvalue()
 
 
