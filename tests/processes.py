@@ -26,7 +26,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
     """What `function(*args)` returns on each of `ranks` new processes, an Exception's text where it raises.
 
     A rank that ends without a result has None, and how it ended is printed. After `seconds` all that still run are killed
-    and the test fails. A plan among `args` is planned once: the ranks load it, a tenth of the work.
+    and the test fails. Plans among `args`, also in lists, tuples and dicts, are planned once: the ranks load them, a tenth of the work.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
@@ -61,11 +61,24 @@ class Saved:
 
 
 def saved(arg: Any, path: Path) -> Any:
-    """An argument as the ranks get it: a plan as a file."""
+    """An argument as the ranks get it: plans as files."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(saved(each, Path(f"{path}-{at}")) for at, each in enumerate(arg))
+    if isinstance(arg, dict):
+        return {name: saved(each, Path(f"{path}-{at}")) for at, (name, each) in enumerate(arg.items())}
     if not isinstance(arg, (sbpc.Plan, StagedPlan)):
         return arg
     arg.save(path)
     return Saved(path)
+
+
+def loaded(arg: Any) -> Any:
+    """An argument as it was given."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map(loaded, arg))
+    if isinstance(arg, dict):
+        return {name: loaded(each) for name, each in arg.items()}
+    return sbpc.load(arg.path) if isinstance(arg, Saved) else arg
 
 
 def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
@@ -76,7 +89,7 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     try:
-        result = function(*(sbpc.load(arg.path) if isinstance(arg, Saved) else arg for arg in args))
+        result = function(*map(loaded, args))
     except Exception as error:  # the test looks at what the rank returns, this text as well
         result = f"{type(error).__name__}: {error}"
         traceback.print_exc()

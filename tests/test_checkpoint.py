@@ -100,13 +100,13 @@ def optimizer_of(module: nn.Module, name: str) -> tuple[torch.optim.Optimizer, A
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def train_on(folder: str, axes: dict[str, int] | None, name: str, steps: int) -> list[float]:
-    """Train `steps` steps on from the last checkpoint, and save one; on one device without a mesh."""
+def train_on(folder: str, plan: sbpc.Plan | None, name: str, steps: int) -> list[float]:
+    """Train `steps` steps on from the last checkpoint, and save one; on one device without a plan."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, args = models.mlp()
-    if axes is not None:
-        model = parallelize(model, sbpc.plan(model, args, Mesh(**axes)))
+    model, _ = models.mlp()
+    if plan is not None:
+        model = parallelize(model, plan)
     optimizer, schedule = optimizer_of(model, name)
     checkpoints = Checkpoints(folder, asynchronous=steps % 2 == 0)
     start = checkpoints.load(model, optimizer)
@@ -122,7 +122,7 @@ def train_on(folder: str, axes: dict[str, int] | None, name: str, steps: int) ->
         losses.append(loss.item())
     checkpoints.save(start + steps, model, optimizer, extra={"schedule": schedule.state_dict()})
     checkpoints.wait()
-    if axes is not None:
+    if plan is not None:
         process_groups.stop()
     return losses
 
@@ -132,8 +132,8 @@ def test_training_goes_on_over_2_then_4_then_3_ranks_as_if_uninterrupted(tmp_pat
     expected = train_on(str(tmp_path / "one"), None, name, 8)
     losses: list[float] = []
     for axes, steps in (({"x": 2}, 3), ({"x": 2, "y": 2}, 2), ({"x": 3}, 3)):
-        ranks = Mesh(**axes).ranks
-        found = run_ranks(train_on, ranks, str(tmp_path / "many"), axes, name, steps)
+        plan = sbpc.plan(*models.mlp(), Mesh(**axes))
+        found = run_ranks(train_on, plan.mesh.ranks, str(tmp_path / "many"), plan, name, steps)
         assert all(part == found[0] for part in found), found
         losses += found[0]
     assert losses == pytest.approx(expected, rel=1e-6)
@@ -190,12 +190,15 @@ def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path
     assert block_of(model.weight).shape == (2, 3)
 
 
-def drop_on(folder: str, steps: int) -> list[float]:
-    """On a rank: train a model with dropout on from the last checkpoint."""
+def dropping() -> models.Model:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 4))
-    args = (torch.ones(6, 8),)
-    module = parallelize(model, sbpc.plan(model, args, Mesh(x=2)))
+    return nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.5), nn.Linear(12, 4)), (torch.ones(6, 8),)
+
+
+def drop_on(folder: str, plan: sbpc.Plan, steps: int) -> list[float]:
+    """On a rank: train a model with dropout on from the last checkpoint."""
+    model, args = dropping()
+    module = parallelize(model, plan)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     checkpoints = Checkpoints(folder)
     start = checkpoints.load(module, optimizer)
@@ -213,9 +216,9 @@ def drop_on(folder: str, steps: int) -> list[float]:
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    expected = run_ranks(drop_on, 2, str(tmp_path / "one"), 4)[0]
-    first = run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0]
-    assert first + run_ranks(drop_on, 2, str(tmp_path / "two"), 2)[0] == expected
+    plan = sbpc.plan(*dropping(), Mesh(x=2))
+    expected, first, second = (run_ranks(drop_on, 2, str(tmp_path / name), plan, steps)[0] for name, steps in (("one", 4), ("two", 2), ("two", 2)))
+    assert first + second == expected
     assert len(set(expected)) == 4
 
 
@@ -268,13 +271,13 @@ class Tied(nn.Module):
 TOKENS = (torch.arange(12) % 6,)
 
 
-def train_tied(folder: str, axes: dict[str, int] | None, steps: int) -> tuple[list[float], list[str]]:
+def train_tied(folder: str, plan: sbpc.Plan | None, steps: int) -> tuple[list[float], list[str]]:
     """Train it on from the last checkpoint and save one; the losses and the names of its state."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model: nn.Module = Tied()
-    if axes is not None:
-        model = parallelize(model, sbpc.plan(model, TOKENS, Mesh(**axes)))
+    if plan is not None:
+        model = parallelize(model, plan)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
     checkpoints = Checkpoints(folder)
     start, losses = checkpoints.load(model, optimizer), []
@@ -286,17 +289,18 @@ def train_tied(folder: str, axes: dict[str, int] | None, steps: int) -> tuple[li
         losses.append(loss.item())
     checkpoints.save(start + steps, model, optimizer)
     checkpoints.wait()
-    if axes is not None:
+    if plan is not None:
         process_groups.stop()
     return losses, list(model.state_dict())
 
 
-def test_tied_weights_and_buffers_go_over_2_then_4_then_3_ranks_and_back_to_one_device(tmp_path: Path) -> None:
+def test_tied_weights_and_buffers_go_over_4_then_3_ranks_and_back_to_one_device(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     expected, names = train_tied(str(tmp_path / "one"), None, 6)
     losses: list[float] = []
-    for axes in ({"x": 2}, {"x": 2, "y": 2}, {"x": 3}):
-        found = run_ranks(train_tied, Mesh(**axes).ranks, str(tmp_path / "many"), axes, 2)
+    for axes in ({"x": 2, "y": 2}, {"x": 3}):
+        plan = sbpc.plan(Tied(), TOKENS, Mesh(**axes))
+        found = run_ranks(train_tied, plan.mesh.ranks, str(tmp_path / "many"), plan, 3)
         assert all(part == (found[0][0], names) for part in found), found
         losses += found[0][0]
     assert losses == pytest.approx(expected, rel=1e-6)
@@ -375,18 +379,16 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "said"), DAMAGES, ids=[f"{name} {at}" for at, (name, _, _) in enumerate(DAMAGES)])
-def test_damaged_checkpoint_is_refused_in_two_lines(
-    tmp_path: Path, name: str, change: Callable[[bytes], bytes], said: str
-) -> None:
-    model = nn.Linear(3, 2)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, model, torch.optim.AdamW(model.parameters()), extra={2: 1.5, 10: None})
-    checkpoints.wait()
-    spoilt(tmp_path / "step-000000001" / name, change)
-    for read in (lambda: weights_in(tmp_path).state_dict(), lambda: checkpoints.load(nn.Linear(3, 2))):
-        message = refused(CheckpointError, read)
-        assert said in message and message.count("\n") == 1, message
+def test_damaged_checkpoint_is_refused_in_two_lines(tmp_path: Path) -> None:
+    for at, (name, change, said) in enumerate(DAMAGES):
+        model, folder = nn.Linear(3, 2), tmp_path / str(at)
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(1, model, torch.optim.AdamW(model.parameters()), extra={2: 1.5, 10: None})
+        checkpoints.wait()
+        spoilt(folder / "step-000000001" / name, change)
+        for read in (lambda folder=folder: weights_in(folder).state_dict(), lambda saved=checkpoints: saved.load(nn.Linear(3, 2))):
+            message = refused(CheckpointError, read)
+            assert said in message and message.count("\n") == 1, message
 
 
 def test_weights_alone_are_no_checkpoint_of_an_optimizer(tmp_path: Path) -> None:

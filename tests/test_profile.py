@@ -93,13 +93,11 @@ def test_messages_that_come_to_one_size_are_refused(monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize(("moved", "traffic"), [(1.5, 1.5), (0.0, 1.0), (1e-5, 1.0)])
-def test_what_does_not_leave_through_the_interface_is_as_the_textbook_has_it(
-    monkeypatch: pytest.MonkeyPatch, moved: float, traffic: float
-) -> None:
-    on_one_machine(monkeypatch, seconds=1e-9, moved=moved)
-    lines = measure(torch.device("cpu"), 1, (1 << 12, 1 << 16), lambda text: None)
-    assert {line.traffic for line in lines.values()} == {traffic}
+def test_what_does_not_leave_through_the_interface_is_as_the_textbook_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for moved, traffic in [(1.5, 1.5), (0.0, 1.0), (1e-5, 1.0)]:
+        on_one_machine(monkeypatch, seconds=1e-9, moved=moved)
+        lines = measure(torch.device("cpu"), 1, (1 << 12, 1 << 16), lambda text: None)
+        assert {line.traffic for line in lines.values()} == {traffic}
 
 
 def measured(folder: str) -> dict[str, float]:
@@ -123,6 +121,7 @@ def test_profile_measures_every_collective_for_every_group_size(tmp_path: Path) 
     assert 1e6 < cluster.peak < 1e15 and 1e6 < cluster.memory_bandwidth < 1e14 and 0 < cluster.launch < 1
 
 
+@pytest.mark.prove
 def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.json"
     assert main(["profile", "--ranks", "2", "--repeats", "1", "--name", "here", "-o", str(path), "--json"]) == 0

@@ -36,11 +36,11 @@ def mixed(z: int) -> int:
     return z ^ (z >> 31)
 
 
-@pytest.mark.parametrize("seed, stream", [(0, 0), (1, 7), (-3, 2**31)])
-def test_bits_are_those_of_the_formula(seed: int, stream: int) -> None:
-    key = mixed((mixed(seed % 2**64) + (stream + 1) * GOLDEN) % 2**64)
-    expected = [mixed((key + (at + 1) * GOLDEN) % 2**64) >> 11 for at in range(12)]
-    assert bits(torch.tensor(seed), [3, 4], stream).flatten().tolist() == expected
+def test_bits_are_those_of_the_formula() -> None:
+    for seed, stream in [(0, 0), (1, 7), (-3, 2**31)]:
+        key = mixed((mixed(seed % 2**64) + (stream + 1) * GOLDEN) % 2**64)
+        expected = [mixed((key + (at + 1) * GOLDEN) % 2**64) >> 11 for at in range(12)]
+        assert bits(torch.tensor(seed), [3, 4], stream).flatten().tolist() == expected
 
 
 def test_bits_look_random_within_a_stream_and_between_neighbours() -> None:
@@ -129,6 +129,9 @@ def check_noise(name: str, meshes: Mapping[str, Sequence[Mapping[str, int]]], pl
     model, args = noisy(NOISES[name])
     one = sbpc.plan(model, args, Mesh(x=1))
     expected = step(one, model, args)
+    if name in BY_HAND:  # eager torch with the same mask
+        outputs, gradients = eager(noisy(BY_HAND[name])[0], args)
+        assert same(expected, [*outputs, *gradients.values()])  # type: ignore[arg-type]
     assert not same(expected, step(one, model, args, SEED + 1)) or name == "dropout of all"
     assert not one.notes and all(torch.isfinite(value).all() for value in expected)
     for method, sizes in [(method, sizes) for method, found in meshes.items() for sizes in found]:
@@ -138,9 +141,10 @@ def check_noise(name: str, meshes: Mapping[str, Sequence[Mapping[str, int]]], pl
             assert same(step(each, model, args), expected)
 
 
-@pytest.mark.parametrize("name", NOISES)
-def test_one_seed_gives_the_same_step_on_meshes_and_by_both_tracers(name: str, float64: None) -> None:
-    check_noise(name, {"light": ({"x": 3},), "aot": ({"x": 2},)}, plans=1)
+@pytest.mark.parametrize(("method", "first"), [("light", 0), ("aot", 1)])
+def test_one_seed_gives_the_same_step_on_meshes_and_that_of_eager_torch_with_the_same_mask(method: str, first: int, float64: None) -> None:
+    for name in list(NOISES)[first::2]:
+        check_noise(name, {method: ({"x": 3},)}, plans=1)
 
 
 @pytest.mark.prove
@@ -183,13 +187,6 @@ def alpha(h: Tensor, keep: Tensor) -> Tensor:
     a = 1 / math.sqrt((limit**2 * p + 1) * (1 - p))
     return a * (h * keep - limit * (1 - keep)) + a * limit * p
 
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_loss_and_gradients_are_those_of_eager_torch_with_the_same_mask(name: str, float64: None) -> None:
-    model, args = noisy(NOISES[name])
-    outputs, gradients = eager(noisy(BY_HAND[name])[0], args)
-    expected = [*outputs, *gradients.values()]
-    assert same(step(sbpc.plan(model, args, Mesh(x=4)), model, args), expected)  # type: ignore[arg-type]
 
 
 class Met(TorchDispatchMode):
