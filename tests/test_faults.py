@@ -173,10 +173,14 @@ class Sick(nn.Module):
         return self.root(self.up(x)).sum()
 
 
-def sick(fill: float) -> str:
-    """On a rank: train a step of a model that makes NaN; what is said of it."""
+def sick(fills: tuple[float, ...], plan: sbpc.Plan) -> list[str]:
+    """On a rank: what is said of a step, for each number in the weights of a model that may make NaN."""
+    return [said_of(fill, plan) for fill in fills]
+
+
+def said_of(fill: float, plan: sbpc.Plan) -> str:
     model, args = Sick(fill), (torch.ones(4, 4),)
-    module = parallelize(model, sbpc.plan(model, args, Mesh(x=2)), executor="nans")
+    module = parallelize(model, plan, executor="nans")
     try:
         module(*args).backward()
     except NanError as error:
@@ -185,10 +189,10 @@ def sick(fill: float) -> str:
 
 
 def test_nan_is_traced_to_the_first_node_that_makes_it() -> None:
-    assert run_ranks(sick, 2, 1.0) == ["no NaN"] * 2
-    for rank, found in enumerate(run_ranks(sick, 2, -1.0)):
+    plan = sbpc.plan(Sick(1.0), (torch.ones(4, 4),), Mesh(x=2))
+    for rank, (none, found, backward) in enumerate(run_ranks(sick, 2, (1.0, -1.0, 0.0), plan)):
+        assert none == "no NaN"
         assert found.startswith(f"rank {rank}: %sqrt in the forward is the first to make NaN\n"), found
         assert "aten.sqrt.default" in found and "    root\n" in found
         assert 'test_faults.py", line' in found and "return torch.sqrt(x) * 0.0" in found and "from -4 to -4" in found
-    for found in run_ranks(sick, 2, 0.0):
-        assert "in the backward is the first to make NaN" in found and "root" in found, found
+        assert "in the backward is the first to make NaN" in backward and "root" in backward, backward
