@@ -56,8 +56,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", [H100, Mesh(x=2, y=2)], ids=repr)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("mesh", "sizes"), zip([H100, Mesh(x=2, y=2)], SIZES), ids=str)
 def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh, sizes: dict[str, int]) -> None:
     model, args = models.gpt2(batch=4, seq=14, vocab=44, width=16, heads=4)
     plan = sbpc.plan(model, args, mesh, dynamic=GPT, objective="serial")
@@ -165,8 +164,8 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("dynamic", "message"), WRONG, ids=[message.splitlines()[0] for _, message in WRONG])
-def test_dims_that_make_no_sense_are_refused(dynamic: Any, message: str) -> None:
-    with pytest.raises(sbpc.SbpcError) as error:
-        pair(dynamic)
-    assert str(error.value).startswith(message)
+def test_dims_that_make_no_sense_are_refused() -> None:
+    for dynamic, message in WRONG:
+        with pytest.raises(sbpc.SbpcError) as error:
+            pair(dynamic)
+        assert str(error.value).startswith(message)

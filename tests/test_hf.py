@@ -16,10 +16,7 @@ from tests.compare import compare, eager, largest_error
 from tests.random_plans import random_plan
 
 MESHES = {"2": {"x": 2}, "3": {"x": 3}, "4": {"x": 4}, "2x2": {"x": 2, "y": 2}}
-QUICK = [
-    ("gpt2", "sdpa", "2x2"), ("llama", "eager", "2"), ("qwen", "sdpa", "2"), ("bert", "eager", "2x2"), ("t5", "sdpa", "2"),
-    ("vit", "sdpa", "2x2"), ("mixtral", "sdpa", "2"),
-]  # fmt: skip
+QUICK = [("gpt2", "sdpa", "2x2"), ("llama", "eager", "2"), ("t5", "sdpa", "2"), ("mixtral", "sdpa", "2")]
 LONG = [(net, "sdpa", mesh) for net in hf_models.MODELS for mesh in MESHES]
 LONG += [(net, "eager", "2x2") for net in hf_models.MODELS]  # the same model but for one op and what it is made of
 TOLERANCE = 1e-9

@@ -24,7 +24,7 @@ from tests.test_sequence import COLUMN_ROW
 from tests.test_sequence import Model as SequenceModel
 
 MESHES = Mesh(x=2), Mesh(x=3), Mesh(x=4), Mesh(x=2, y=2), Mesh(x=2, y=2, z=2)
-QUICK = [("mlp", MESHES[2]), ("mlp", MESHES[3]), ("vgg", MESHES[1]), ("lora", MESHES[3]), ("two_outputs", MESHES[0])]
+QUICK = [("mlp", MESHES[2]), ("vgg", MESHES[1]), ("lora", MESHES[3])]
 
 
 def error(plan: Plan, model: Model) -> float:
@@ -94,12 +94,12 @@ class Scores(nn.Module):
         return scores.square().mean(), scores
 
 
-@pytest.mark.parametrize(("ranks", "outputs", "told"), [(4, None, True), (4, [None, "S(0)@x"], False), (1, None, False)])
-def test_where_whole_results_hold_much_it_is_told_how_to_split_them(ranks: int, outputs: Any, told: bool) -> None:
-    with pytest.raises(MemoryLimitError) as raised:
-        sbpc.plan(Scores(), (torch.randn(16, 8),), Mesh(x=ranks), outputs=outputs, memory=1, objective="serial")
-    hint = ", or leave output 1, 4,096 bytes on every rank, split: see `outputs=`."
-    assert (hint in str(raised.value)) == told and ("outputs=" in str(raised.value)) == told
+def test_where_whole_results_hold_much_it_is_told_how_to_split_them() -> None:
+    for ranks, outputs, told in [(4, None, True), (4, [None, "S(0)@x"], False), (1, None, False)]:
+        with pytest.raises(MemoryLimitError) as raised:
+            sbpc.plan(Scores(), (torch.randn(16, 8),), Mesh(x=ranks), outputs=outputs, memory=1, objective="serial")
+        hint = ", or leave output 1, 4,096 bytes on every rank, split: see `outputs=`."
+        assert (hint in str(raised.value)) == told and ("outputs=" in str(raised.value)) == told
 
 
 FALLING = [

@@ -13,8 +13,8 @@ from tests.models import gpt2, mlp
 PLANS = {
     "mlp": lambda **o: sbpc.plan(*mlp(), Mesh(data=2, tensor=2), **o),
     "parameters in parts": lambda **o: sbpc.baseline("fsdp", *mlp(), Mesh(p=4), **o),
-    "gpt2": lambda **o: sbpc.plan(*gpt2(layers=2), Mesh(data=4, cluster="h100"), **o),
-    "forward alone": lambda **o: sbpc.plan(*gpt2(layers=2), Mesh(data=4, cluster="h100"), train=False, **o),
+    "gpt2": lambda **o: sbpc.plan(*gpt2(layers=1), Mesh(data=4, cluster="h100"), **o),
+    "forward alone": lambda **o: sbpc.plan(*gpt2(layers=1), Mesh(data=4, cluster="h100"), train=False, **o),
 }
 
 
