@@ -123,11 +123,13 @@ CHANGES: list[tuple[str, Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("what", "change", "said"), CHANGES, ids=[what for what, _, _ in CHANGES])
-def test_changed_file_is_refused(file: Path, what: str, change: Callable[[Path], None], said: str) -> None:
-    change(file)
-    assert said in refused(PlanError, lambda: read_tensors(file)), what
-    assert said in refused(PlanError, lambda: read_weights(file))
+def test_changed_files_are_refused(file: Path) -> None:
+    written = file.read_bytes()
+    for what, change, said in CHANGES:
+        file.write_bytes(written)
+        change(file)
+        assert said in refused(PlanError, lambda: read_tensors(file)), what
+        assert said in refused(PlanError, lambda: read_weights(file)), what
 
 
 def test_message_of_a_changed_tensor_says_which_and_what_to_do(file: Path) -> None:
