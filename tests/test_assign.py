@@ -183,7 +183,11 @@ def test_box_pays_the_objective_for_random_graphs_and_labels(drawn: Any, mesh: M
     assert_box_pays_the_objective(spaces(drawn, mesh), torch.Generator().manual_seed(seed % 1_000), 3)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("mlp", (2, 4)), ("gpt2", (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("mlp", (2, 4)), ("gpt2", (2, 2, 2)), *(pytest.param(*case, marks=pytest.mark.prove) for case in (("mlp", (2, 2, 2)), ("gpt2", (2, 4))))],
+    ids=str,
+)
 def test_box_pays_the_objective_for_models_and_random_labels(name: str, sizes: tuple[int, ...]) -> None:
     model, args = models.gpt2(layers=1) if name == "gpt2" else models.mlp()
     task, mesh = prepare(model, args), Mesh(cluster="h100", **dict(zip("xyz", sizes)))

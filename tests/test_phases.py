@@ -291,7 +291,10 @@ def test_a_function_that_does_not_give_what_the_op_gives_is_refused(monkeypatch:
         MATCHES.clear()
 
 
-@pytest.mark.parametrize(("name", "cluster"), [("gpt2", "h100"), ("batch_norm", None)])
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [("gpt2", "h100"), ("batch_norm", None), *(pytest.param(*case, marks=pytest.mark.prove) for case in (("gpt2", None), ("batch_norm", "h100")))],
+)
 def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluster: str | None) -> None:
     model, args = models.MODELS[name](**({"layers": 1, "batch": 4} if name == "gpt2" else {}))
     mesh = Mesh(x=2, y=2, cluster=cluster)
