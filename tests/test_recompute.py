@@ -131,17 +131,22 @@ def kept_step(net: str) -> Any:
     return sbpc.simulate(sbpc.plan(model, args, Mesh(x=1), microbatches=1), model, args, seed=5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("net", NETS)
-def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str) -> None:
+WHOLE, HALVES = (Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)
+CASES = [(net, form, WHOLE if form == "selective" else HALVES) for net in NETS for form in FORMS]
+
+
+@pytest.mark.parametrize(
+    ("net", "form", "parts"),
+    [*CASES, *(pytest.param("transformer", *case, marks=pytest.mark.prove) for case in (("selective", HALVES), ("full", WHOLE)))],
+    ids=str,
+)
+def test_every_form_has_the_numbers_of_the_step_that_keeps_everything(net: str, form: str, parts: tuple[Mesh, int]) -> None:
     kept, (model, args) = kept_step(net), made(net)
-    whole, halves = (Mesh(x=2), 1), (Mesh(x=2, y=2, cluster="h100"), 2)
-    for mesh, count in (whole, halves) if net == "transformer" else (whole,) if form == "selective" else (halves,):
-        plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count)
-        plan.verify()
-        assert again(plan)
-        error = differences(sbpc.simulate(plan, model, args, seed=5), kept)
-        assert error <= 1e-10, (str(mesh), count)
+    mesh, count = parts
+    plan = sbpc.plan(model, args, mesh, recompute=form, microbatches=count)
+    plan.verify()
+    assert again(plan)
+    assert differences(sbpc.simulate(plan, model, args, seed=5), kept) <= 1e-10
     if net != "transformer":  # which draws other numbers than eager torch
         assert largest_error(plan, model, args) <= 1e-10
 
@@ -319,11 +324,10 @@ def test_a_model_without_repeated_blocks_computes_its_children_again() -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def trained() -> list[Any]:
+def trained(plan: sbpc.Plan) -> list[Any]:
     """On a rank: loss, gradients and buffers of a forward with its backward, then those of one program."""
     found = []
     model, args = made("resnet")
-    plan = sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)
     for joint in (False, True):
         module = sbpc.parallelize(copy.deepcopy(model), plan)
         loss = module.step(*args) if joint else module(*args)  # type: ignore[operator]
@@ -338,7 +342,7 @@ def test_forward_and_backward_and_the_step_on_two_ranks_have_the_numbers_of_one_
     model, args = made("resnet")
     loss = model(*args)
     loss.backward()
-    for found in run_ranks(trained, 2):
+    for found in run_ranks(trained, 2, sbpc.plan(model, args, Mesh(x=2), recompute="full", microbatches=1)):
         assert isinstance(found, list), found
         for taken, gradients, buffers in found:
             pairs = [(gradients[name], p.grad) for name, p in model.named_parameters()]
