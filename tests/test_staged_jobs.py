@@ -254,10 +254,9 @@ def test_stages_skip_a_step_together_and_refuse_together_what_was_not_planned(jo
     assert found["refused"].startswith("more is float64 [2], ") and "lacks it" in found["refused"]
 
 
-def lose_a_rank() -> tuple[str, float]:
+def lose_a_rank(plan: Any) -> tuple[str, float]:
     """On a rank: the last one is killed in the middle of a step's schedule; what the others say, and after how many seconds they end."""
     model, args = models.mlp(layers=4)
-    plan = sbpc.plan(model, args, Mesh(pipe=4), stages="pipe", microbatches=8)
     module: Any = sbpc.parallelize(model, plan)
     module.step(*args)
     part, done = staged_module.Step.part, []
@@ -277,7 +276,7 @@ def lose_a_rank() -> tuple[str, float]:
 
 
 def test_a_rank_killed_in_the_middle_of_the_schedule_ends_all_stages_at_once() -> None:
-    *others, killed = run_ranks(lose_a_rank, 4)
+    *others, killed = run_ranks(lose_a_rank, 4, sbpc.plan(*models.mlp(layers=4), Mesh(pipe=4), stages="pipe", microbatches=8))
     assert killed is None
     for text, seconds in others:
         assert text.startswith("lost another rank\n  See what the others say.") and seconds < 20

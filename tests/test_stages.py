@@ -16,6 +16,7 @@ from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start.mail import Mail
 from tests import models
 from tests.compare import compare, eager
@@ -23,7 +24,7 @@ from tests.processes import run_ranks
 
 MESHES = {"2": {"pipe": 2}, "3": {"pipe": 3}, "2x2": {"pipe": 2, "data": 2}, "2x2x2": {"pipe": 2, "data": 2, "tensor": 2}}
 NETS: dict[str, dict[str, Any]] = {
-    "mlp": {"layers": 4}, "gpt2": {"batch": 8, "layers": 4}, "resnet": {"layers": 4}, "vgg": {}, "ignore_index_loss": {},
+    "mlp": {"layers": 2}, "gpt2": {"batch": 8, "layers": 4}, "resnet": {"layers": 2}, "vgg": {}, "ignore_index_loss": {},
 }  # fmt: skip
 
 
@@ -43,14 +44,17 @@ def long(*case: str, quick: bool) -> Any:
     return pytest.param(*case, marks=() if quick else pytest.mark.prove)
 
 
+QUICK = ("2x2", "gpipe"), ("2x2", "zbv"), ("2x2", "interleaved:3"), ("3", "1f1b")
+
+
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
-    [long(mesh, each, quick=mesh == "2x2" or each == "1f1b") for mesh in ("2x2", "3") for each in (*SCHEDULES, "interleaved:3")],
+    [long(mesh, each, quick=(mesh, each) in QUICK) for mesh in ("2x2", "3") for each in (*SCHEDULES, "interleaved:3")],
 )
 def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, args = models.gpt2(batch=8, layers=4)
+    model, args = models.gpt2(batch=8, layers=4 if "interleaved" in schedule else 2)
     plan = sbpc.plan(model, args, Mesh(**MESHES[mesh]), stages="pipe", microbatches=4, schedule=schedule)
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
@@ -110,7 +114,7 @@ def test_dropout_draws_the_same_numbers_for_every_number_of_micro_batches_and_st
     model, x = Dropping(), torch.randn(8, 6)
     target = torch.tensor([-1, -1, -1, 2, 0, 1, 2, 3])
     alone = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(x=1)), model, (x, target), seed=3)
-    for axes, count in (({"pipe": 2}, 2), ({"pipe": 2}, 4), ({"pipe": 4}, 8), ({"pipe": 2, "data": 2}, 4)):
+    for axes, count in (({"pipe": 4}, 8), ({"pipe": 2, "data": 2}, 4)):
         run = sbpc.simulate(sbpc.plan(model, (x, target), Mesh(**axes), stages="pipe", microbatches=count), model, (x, target), seed=3)
         assert torch.allclose(run.outputs, alone.outputs, atol=1e-6)
         for name, gradient in run.gradients.items():
@@ -127,29 +131,32 @@ def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
     assert counted["1f1b"] < 0.7 * counted["gpipe"]
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved:3"])
-def test_actions_can_run_in_their_order(schedule: str) -> None:
-    actions = actions_of(schedule, 4, 8)
-    last = max(action.chunk for mine in actions for action in mine)
+def test_actions_can_run_in_their_order() -> None:
+    for schedule in [*SCHEDULES, "interleaved:3"]:
+        actions = actions_of(schedule, 4, 8)
+        last = max(action.chunk for mine in actions for action in mine)
 
-    def needs(action: Action) -> list[Action]:
-        if action.kind == FORWARD:
-            return [Action(FORWARD, action.chunk - 1, action.micro_batch)] if action.chunk else []
-        if action.kind == "W":
-            return [Action("I", action.chunk, action.micro_batch)]
-        own = [Action(FORWARD, action.chunk, action.micro_batch)]
-        return own + ([Action(action.kind, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
+        def needs(action: Action, last: int = last) -> list[Action]:
+            if action.kind == FORWARD:
+                return [Action(FORWARD, action.chunk - 1, action.micro_batch)] if action.chunk else []
+            if action.kind == "W":
+                return [Action("I", action.chunk, action.micro_batch)]
+            own = [Action(FORWARD, action.chunk, action.micro_batch)]
+            return own + ([Action(action.kind, action.chunk + 1, action.micro_batch)] if action.chunk < last else [])
 
-    order = [action for _, action in in_turn(actions, needs)]
-    assert len(set(order)) == len(order) == (3 if schedule == "zbv" else 2) * 8 * (last + 1)
+        order = [action for _, action in in_turn(actions, needs)]
+        assert len(set(order)) == len(order) == (3 if schedule == "zbv" else 2) * 8 * (last + 1)
 
 
-def train(mesh: dict[str, int], schedule: str) -> list[Any]:
-    """Losses and parameters of three steps of Adam on this rank, with those of one process; tied parameters on two stages."""
+def small_gpt(layers: int) -> models.Model:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, args = models.gpt2(batch=8, layers=4)
-    plan = sbpc.plan(model, args, Mesh(**mesh), stages="pipe", microbatches=4, schedule=schedule)
+    return models.gpt2(batch=8, layers=layers)
+
+
+def train(layers: int, plan: StagedPlan) -> list[Any]:
+    """Losses and parameters of three steps of Adam on this rank, with those of one process; tied parameters on two stages."""
+    model, args = small_gpt(layers)
     parallel = sbpc.parallelize(model, plan)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (parallel, model)]
     losses = []
@@ -163,13 +170,13 @@ def train(mesh: dict[str, int], schedule: str) -> list[Any]:
             optimizer.step()
     own = dict(model.named_parameters())
     errors = {name: float((p.full_tensor() - own[name]).abs().max()) for name, p in parallel.named_parameters()}  # type: ignore[attr-defined]
-    return [losses, errors, plan.stages]
+    return [losses, errors]
 
 
-def most_held() -> list[int]:
+def most_held(plan: StagedPlan) -> list[int]:
     """How many messages this rank holds at most in a step of twelve micro-batches: sent ones, and ones that came."""
     model, args = models.mlp(layers=4)
-    parallel = sbpc.parallelize(model, sbpc.plan(model, args, Mesh(pipe=2), stages="pipe", microbatches=12))
+    parallel = sbpc.parallelize(model, plan)
     most, send = [0, 0], Mail.send
 
     def counted(self: Mail, *args: Any) -> None:
@@ -182,29 +189,25 @@ def most_held() -> list[int]:
 
 
 def test_messages_are_let_go_as_soon_as_the_schedule_tells_that_they_are_there() -> None:
-    for sent, held in run_ranks(most_held, 2):
+    plan = sbpc.plan(*models.mlp(layers=4), Mesh(pipe=2), stages="pipe", microbatches=12)
+    for sent, held in run_ranks(most_held, 2, plan):
         assert 0 < sent <= 4 and held <= 3
 
 
-def train_all() -> list[list[Any]]:
-    """What `train` gives for some meshes and schedules."""
-    return [train(*case) for case in (({"pipe": 2, "data": 2}, "1f1b"), ({"pipe": 4}, "zbv"), ({"pipe": 2, "data": 2}, "interleaved:3"))]
-
-
-def test_adam_on_four_ranks_does_what_it_does_in_one_process() -> None:
-    by_rank = run_ranks(train_all, 4)
-    for case in zip(*by_rank):
-        equal_to_one_process(case)
-
-
-def equal_to_one_process(found: Sequence[list[Any]]) -> None:
-    """What the ranks found: losses and parameters, each of its stages alone."""
-    for losses, errors, stages in found:
+@pytest.mark.parametrize(
+    ("axes", "schedule", "layers"),
+    [({"pipe": 2, "data": 2}, "1f1b", 2), ({"pipe": 4}, "zbv", 4), pytest.param({"pipe": 2, "data": 2}, "interleaved:3", 4, marks=pytest.mark.prove)],
+)
+def test_adam_on_four_ranks_does_what_it_does_in_one_process(axes: dict[str, int], schedule: str, layers: int) -> None:
+    """What the ranks find: losses and parameters, each of its stages alone."""
+    plan = sbpc.plan(*small_gpt(layers), Mesh(**axes), stages="pipe", microbatches=4, schedule=schedule)
+    found = run_ranks(train, 4, layers, plan)
+    names = {name for name, _ in small_gpt(layers)[0].named_parameters()}
+    for losses, errors in found:
         assert all(here == pytest.approx(alone, rel=1e-10) for here, alone in losses)
         assert max(errors.values()) <= 1e-10
-        assert 0 < len(errors) < 40 / stages + 20  # of its stages alone
-    names = set().union(*(errors for _, errors, _ in found))
-    assert names == {name for name, _ in models.gpt2(batch=8, layers=4)[0].named_parameters()}
+        assert 0 < len(errors) < 0.7 * len(names)  # of its stages alone
+    assert set().union(*(errors for _, errors in found)) == names
 
 
 def test_what_cannot_be_cut_into_stages_is_refused() -> None:
@@ -256,11 +259,6 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
     limit = 0.85 * free.cost.memory["total"]
     plan = sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=limit)
     assert plan.cost.memory["total"] <= limit
-    serial = [
-        sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial")
-        for memory in (None, limit)
-    ]  # where nothing overlaps the free plan is the fastest
-    assert serial[1].cost.memory["total"] <= limit and serial[1].cost.seconds >= serial[0].cost.seconds
     plan.verify()
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     names = list(plan.parameters)
@@ -270,6 +268,19 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
         run, memory = sbpc.simulate(other, model, args), other.cost.memory
         assert run.bytes_sent == other.cost.bytes_sent
         assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
+
+
+@pytest.mark.prove
+def test_where_nothing_overlaps_no_plan_under_a_limit_is_faster_than_the_free_one() -> None:
+    model, args = models.gpt2(batch=8, layers=2)
+
+    def planned(memory: float | None = None) -> StagedPlan:
+        return sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial")
+
+    free = planned()
+    limit = 0.85 * free.cost.memory["total"]
+    plan = planned(limit)
+    assert plan.cost.memory["total"] <= limit and plan.cost.seconds >= free.cost.seconds
 
 
 def names_of(kind: str, names: Sequence[str]) -> frozenset[Port]:
