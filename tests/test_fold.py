@@ -167,41 +167,41 @@ def test_certify_tightens_the_bound_and_leaves_the_plan_alone():
     assert plan.layouts == layouts
 
 
-@pytest.mark.parametrize(("labels", "layouts", "seed"), [(12, 8, 20), (20, 10, 8)])
-def test_where_a_gap_is_left_nothing_is_tied_for_the_bound(labels, layouts, seed, monkeypatch):
-    monkeypatch.setattr(solver, "BOUND_GAP", {False: 0.0, True: 0.0})
-    problem, classes, finer = chain(8, labels, layouts, seed, True)
-    sharp, plain, best = solve(problem, classes=classes, finer=finer), tied(problem, classes, finer), solve(problem)
-    assert best.exact and sharp.lower_bound <= best.seconds * (1 + 1e-9)
-    assert sharp.seconds <= plain.seconds and sharp.gap < 0.5 * plain.gap
+def test_where_a_gap_is_left_nothing_is_tied_for_the_bound(monkeypatch):
+    for labels, layouts, seed in [(12, 8, 20), (20, 10, 8)]:
+        monkeypatch.setattr(solver, "BOUND_GAP", {False: 0.0, True: 0.0})
+        problem, classes, finer = chain(8, labels, layouts, seed, True)
+        sharp, plain, best = solve(problem, classes=classes, finer=finer), tied(problem, classes, finer), solve(problem)
+        assert best.exact and sharp.lower_bound <= best.seconds * (1 + 1e-9)
+        assert sharp.seconds <= plain.seconds and sharp.gap < 0.5 * plain.gap
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_of_few_labels_each_variable_may_have_one_of_its_own(seed):
-    problem, classes, finer = chain(8, 6, 5, seed, True)
-    found, alike, best = solve(problem, classes=classes, finer=finer), tied(problem, classes, finer), solve(problem)
-    assert best.exact and best.seconds * (1 - 1e-9) <= found.seconds <= alike.seconds and found.gap <= solver.BOUND_GAP[False]
+def test_of_few_labels_each_variable_may_have_one_of_its_own():
+    for seed in range(4):
+        problem, classes, finer = chain(8, 6, 5, seed, True)
+        found, alike, best = solve(problem, classes=classes, finer=finer), tied(problem, classes, finer), solve(problem)
+        assert best.exact and best.seconds * (1 - 1e-9) <= found.seconds <= alike.seconds and found.gap <= solver.BOUND_GAP[False]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_certificate_is_as_good_as_the_bound_of_a_plan_and_checked(seed):
-    problem, classes, finer = chain(7, 5, 4, seed, True)
-    found, best = tied(problem, classes, finer), solve(problem)
-    bound, proof = certify(problem, finer, found.seconds, 5.0)
-    assert found.lower_bound * (1 - 1e-3) <= bound <= best.seconds * (1 + 1e-9)
-    assert bound == min(checked_bound(problem, proof), found.seconds)
+def test_a_certificate_is_as_good_as_the_bound_of_a_plan_and_checked():
+    for seed in range(6):
+        problem, classes, finer = chain(7, 5, 4, seed, True)
+        found, best = tied(problem, classes, finer), solve(problem)
+        bound, proof = certify(problem, finer, found.seconds, 5.0)
+        assert found.lower_bound * (1 - 1e-3) <= bound <= best.seconds * (1 + 1e-9)
+        assert bound == min(checked_bound(problem, proof), found.seconds)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_messages_go_on_at_other_costs_with_a_bound_of_the_new_problem(seed):
-    problem, classes, _ = chain(7, 5, 4, seed, True)
-    rng, bounder = np.random.default_rng(seed), Bounder(problem, fold(problem, classes))
-    dearer = {id(v.costs): v.costs + rng.random(len(v.costs)) for v in problem.variables}
-    other = Problem([dataclasses.replace(v, costs=dearer[id(v.costs)]) for v in problem.variables], problem.values)
-    bounder.solve(other)
-    anew = Bounder(other, fold(other, classes))
-    assert bounder.bound == checked_bound(other, bounder.proof) <= solve(other).seconds * (1 + 1e-9)
-    assert bounder.bound >= 0.9 * anew.bound
+def test_messages_go_on_at_other_costs_with_a_bound_of_the_new_problem():
+    for seed in range(4):
+        problem, classes, _ = chain(7, 5, 4, seed, True)
+        rng, bounder = np.random.default_rng(seed), Bounder(problem, fold(problem, classes))
+        dearer = {id(v.costs): v.costs + rng.random(len(v.costs)) for v in problem.variables}
+        other = Problem([dataclasses.replace(v, costs=dearer[id(v.costs)]) for v in problem.variables], problem.values)
+        bounder.solve(other)
+        anew = Bounder(other, fold(other, classes))
+        assert bounder.bound == checked_bound(other, bounder.proof) <= solve(other).seconds * (1 + 1e-9)
+        assert bounder.bound >= 0.9 * anew.bound
 
 
 @settings(max_examples=60, deadline=None)

@@ -92,12 +92,12 @@ def test_all_steps_of_a_mesh(sizes: tuple[int, ...], shape: tuple[int, ...]) -> 
             check([step], numbers(shape, torch.int64), mesh)
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (1, 2)], ids=str)
-def test_every_layout_reaches_every_layout(shape: tuple[int, ...]) -> None:
-    mesh = Mesh(a=2, b=3)
-    pairs = list(itertools.permutations(layouts(2, mesh.axes), 2))
-    for before, after in random.Random(0).sample(pairs, 100):
-        check(path(before, after, shape, 4, mesh), numbers(shape, torch.float32), mesh)
+def test_every_layout_reaches_every_layout() -> None:
+    for shape in [(4, 4), (5, 3), (1, 2)]:
+        mesh = Mesh(a=2, b=3)
+        pairs = list(itertools.permutations(layouts(2, mesh.axes), 2))
+        for before, after in random.Random(0).sample(pairs, 100):
+            check(path(before, after, shape, 4, mesh), numbers(shape, torch.float32), mesh)
 
 
 def test_booleans_are_boxed_too() -> None:

@@ -176,9 +176,9 @@ the model's backward uses torch.utils.checkpoint with use_reentrant=True
   Give it use_reentrant=False.""")
 
 
-@pytest.mark.parametrize("function", [writes, asks_for_its_shape, sparse_tensor, nested, branches, checks])
-def test_both_tracers_refuse_alike(function: Callable[[Any, Tensor], Any]) -> None:
-    assert message(function, "aot") == message(function)
+def test_both_tracers_refuse_alike() -> None:
+    for function in [writes, asks_for_its_shape, sparse_tensor, nested, branches, checks]:
+        assert message(function, "aot") == message(function)
 
 
 def turned(m: Any, x: Tensor) -> Tensor:
@@ -195,15 +195,15 @@ COMPLEX = {
 }
 
 
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers_are_split_and_partial_like_others(name: str, float64: None) -> None:
-    model, args = Model(COMPLEX[name]), (torch.randn(4, 6),)
-    outputs, gradients = eager(model, args)
-    for sizes in ({"x": 2}, {"x": 2, "y": 2}, {"x": 3}):
-        plan = sbpc.plan(model, args, Mesh(**sizes))
-        assert not plan.notes and plan.verify() > 5
-        for each in (plan, *(random_plan(plan, seed) for seed in range(5))):
-            assert compare(each, model, args, outputs, gradients) <= 1e-9
+def test_complex_numbers_are_split_and_partial_like_others(float64: None) -> None:
+    for name in COMPLEX:
+        model, args = Model(COMPLEX[name]), (torch.randn(4, 6),)
+        outputs, gradients = eager(model, args)
+        for sizes in ({"x": 2, "y": 2}, {"x": 3}):
+            plan = sbpc.plan(model, args, Mesh(**sizes))
+            assert not plan.notes and plan.verify() > 5
+            for each in (plan, *(random_plan(plan, seed) for seed in range(3))):
+                assert compare(each, model, args, outputs, gradients) <= 1e-9
 
 
 def cumulated(m: Any, x: Tensor) -> Tensor:
