@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sbpc.boxing.steps import WIRE
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import Cluster, Rate
-from sbpc.runtime.measure.measure_device import device_figures, memory_of, settle, timed
+from sbpc.runtime.measure.measure_device import device_figures, layers, memory_of, settle, timed
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.process_groups import from_all_ranks
 
@@ -147,11 +147,15 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
 
 
 def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, float]:
-    """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while kernels run."""
+    """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while kernels run.
+
+    The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on beside it.
+    """
     grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
     message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
     work, send = torch.randn(512, 512, device=where), message.start(where)
-    kernel = statistics.mean(from_all_ranks(timed(lambda: torch.mm(work, work), where, repeats, 1)))
+    run, _ = layers(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
+    kernel = statistics.mean(from_all_ranks(timed(run, where, repeats, 1)))
     alone = statistics.median(max(from_all_ranks(timed_once(message, work)[0])) for _ in range(repeats))
     count = max(1, int(alone / kernel / 2))  # they are through before the collective is
     found = []
@@ -160,7 +164,7 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
         start = time.perf_counter()
         value = send()
         for _ in range(count):
-            torch.mm(work, work)
+            run()
         if where.type == "cuda":
             torch.cuda.current_stream(where).synchronize()
         kernels = time.perf_counter() - start

@@ -19,23 +19,34 @@ WINDOW = 0.2  # seconds in which all ranks call the same kernel, so that those t
 
 
 def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Measures the figures of a device: medians over the ranks, but that of `sharing`, which rank 0 measures while the others wait."""
+    """Measures the figures of a device: medians over the ranks."""
     a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
     large = torch.randn(1 << (28 if where.type == "cuda" else 22), device=where)
     out, one = torch.empty_like(large), torch.ones(1, device=where)
     product = timed(lambda: torch.mm(a, b), where, repeats, 1)
     copied = timed(lambda: torch.add(large, 1.0, out=out), where, repeats, 1)
     small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
-    alone = timed(lambda: torch.mm(a, b), where, repeats, 1, ranks=1)
     run, work = layers(where, dtype)
     attend, flops = attention(where, dtype)
-    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), timed(attend, where, repeats, 1), alone))
-    product, copied, small, seconds, attended, _ = map(statistics.median, zip(*found))
+    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), timed(attend, where, repeats, 1)))
+    product, copied, small, seconds, attended = map(statistics.median, zip(*found))
     rates = 2 * side**3 / product, 2 * large.nbytes / copied, small
     most, all_of_them = (sum(kernel_seconds(*each, *rates, hidden) for each in work) for hidden in (1.0, 0.0))
     hidden = min(1.0, max(0.0, (all_of_them - seconds) / (all_of_them - most)))
     figures = ("peak", "memory_bandwidth", "launch", "hidden", "sharing", "attention")
-    return dict(zip(figures, (*rates, hidden, max(1.0, product / found[0][-1]), attended * rates[0] / flops)))
+    return dict(zip(figures, (*rates, hidden, sharing(lambda: torch.mm(a, b), where, repeats), attended * rates[0] / flops)))
+
+
+def sharing(run: Callable[[], Any], where: torch.device, repeats: int) -> float:
+    """Returns how many times as long a call takes where all ranks call as where rank 0 alone does, the median over repeats.
+
+    Both are measured in turn: a machine whose cores others use, too, is as fast in neighbouring windows, not in distant ones.
+    """
+    found = []
+    for _ in range(repeats):
+        together, alone = (from_all_ranks(timed(run, where, 1, 1, ranks)) for ranks in (None, 1))
+        found.append(statistics.median(together) / alone[0])
+    return max(1.0, statistics.median(found))
 
 
 def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], list[tuple[float, float]]]:
