@@ -146,7 +146,7 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
     axes = {"pipe": 2, "x": 2} if schedule else {"x": 2}
 
     def planned(batch: int, count: int, **options: Any) -> Any:
-        model, args = models.gpt2(batch=batch, width=24, heads=4, vocab=48, layers=2 if stages else 1)
+        model, args = models.gpt2(batch=batch, layers=2)
         mesh = Mesh(**axes, cluster="h100")
         return sbpc.baseline("data", model, args, mesh, microbatches=count, objective="serial", **stages, **options)
 
