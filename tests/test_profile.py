@@ -121,7 +121,6 @@ def test_profile_measures_every_collective_for_every_group_size(tmp_path: Path) 
     assert 1e6 < cluster.peak < 1e15 and 1e6 < cluster.memory_bandwidth < 1e14 and 0 < cluster.launch < 1
 
 
-@pytest.mark.prove
 def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.json"
     assert main(["profile", "--ranks", "2", "--repeats", "1", "--name", "here", "-o", str(path), "--json"]) == 0
