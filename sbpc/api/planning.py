@@ -226,9 +226,8 @@ class Task:
         what it computes again; by default what `recompute` says.
         """
         asked_for = {
-            "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin, "spread": spread,
-            "inputs": inputs, "outputs": outputs, "baseline": baseline,
-            "microbatches": microbatches, "panels": panels, "recompute": recompute, "forms": forms,
+            "optimizer": optimizer, "memory": memory, "objective": objective, "inputs": inputs, "forms": forms, "panels": panels,
+            "outputs": outputs, "baseline": baseline, "microbatches": microbatches, "recompute": recompute, "spread": spread, "pin": pin,
         }  # fmt: skip
         if recompute == AUTO and forms is None:
             def planned(**other: Any) -> Plan:
@@ -261,11 +260,11 @@ class Task:
             try:
                 plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
             except MemoryLimitError as error:
-                if panels == 1 or baseline is not None:
+                if panels == 1 or baseline is not None or (panels is None and not few_calls(gm)):
                     raise
                 free = finish(gm, mesh, asked.nodes, asked.outputs, options | {"memory": None}, self.stages, experts)
                 plan = self.fitting(free, error, options, panels)
-            made = self.faster_in_halves(plan, asked) if microbatches is None and gains_by_halves(plan) else plan
+            made = self.faster_in_halves(plan, asked) if microbatches is None else plan
             made = self.in_panels(made, panels)
         except PinError as error:
             raise conflicting_pins(gm, mesh, requests) from error
@@ -276,7 +275,9 @@ class Task:
         return made
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
-        """Returns the plan in two micro-batches if it is faster, fits and is possible, else the plan."""
+        """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
+        if not may_gain(plan) or not plan.options["train"] or values_pinned(plan.graph, plan.options["pin"]):
+            return plan
         options = plan.options | {"microbatches": 2}
         in_order = options | {"objective": "serial"}
         with suppress(PlanError, PinError, LayoutError), self.stages.timed("microbatches"):
@@ -316,11 +317,6 @@ class Task:
         return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
-def gains_by_halves(plan: Plan) -> bool:
-    """Returns whether two micro-batches may make the step shorter, and can be planned in little time."""
-    return may_gain(plan) and plan.options["train"] and not values_pinned(plan.graph, plan.options["pin"])
-
-
 def may_gain(plan: Plan) -> bool:
     """Returns whether a step in parts may be shorter, and can be planned in little time.
 
@@ -328,8 +324,12 @@ def may_gain(plan: Plan) -> bool:
     """
     if plan.objective != "seconds" or plan.mesh.cluster.name == "ideal" or not {"baseline", "dynamic"}.isdisjoint(plan.options):
         return False
-    small = sum(node.op == "call_function" for node in plan.graph.graph.nodes) <= FEW_CALLS
-    return small and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+    return few_calls(plan.graph) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+
+
+def few_calls(gm: GraphModule) -> bool:
+    """Returns whether a graph is small enough to be written anew, and planned, several times."""
+    return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
 def may_loop(options: Mapping[str, Any]) -> bool:
