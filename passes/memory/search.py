@@ -4,7 +4,7 @@ What is alive at a moment of the step is a sum over nodes (see `sbpc.passes.memo
 row of weights, and the price of a byte its Lagrange multiplier.
 
 1. Prices: the relaxation on labels of least reduced cost says what the rows are worth. At these prices messages give a plan and a
-   bound for all plans under the limit. A moment is added at the plan's peak, and again.
+   bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
 2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
    block by itself, mixes them.
 3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until
@@ -46,7 +46,7 @@ from sbpc.solver.subsets import Subset, around, everything, least_reduced
 
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
-ROUNDS = 3  # of prices
+ROUNDS, LADDER = 3, (0.25, 4.0)  # of prices; factors on the best prices for two more plans
 TURNS = 6  # of mixtures, and moments that have prices, at most
 ROWS = 4  # calls spread over the step, at which what a plan holds too much becomes rows
 DEAREST = 16.0  # steps that all of a limit may cost, at most
@@ -78,7 +78,7 @@ class MemorySearch:
     after the other: what it learns under one makes the next one quick.
 
     Afterwards it is the prover of the plan, see `sbpc.plans.plan.Prover`. room: bytes that the calls may hold at a moment.
-    moments: by name of a call, what has a price. candidates: by labels, all plans that were made. mixed: by class, the labels of mixtures.
+    moments: by name of a call, what has a price. pool: labels of all plans, made or not. mixed: by class, the labels of mixtures.
     corrections: by name of a call, the rows about plans. reduced_costs: by class and label, the least at any prices.
     """
 
@@ -89,6 +89,7 @@ class MemorySearch:
         self.moments: dict[str, Moment] = {"": at_optimizer(gm, copies)}
         self.folded = fold(space.problem, space.classes())
         self.candidates: dict[tuple[int, ...], Candidate] = {}
+        self.pool: list[list[int]] = []
         self.mixed = [np.zeros(0, dtype=np.intp) for _ in self.folded.members]
         self.reduced_costs: list[np.ndarray] = []
 
@@ -129,7 +130,10 @@ class MemorySearch:
 
     def find_plans(self) -> None:
         """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels."""
-        self.find_prices()
+        prices = self.find_prices()
+        for factor in LADDER if any(prices) else ():
+            self.take_bound(self.bound_at([factor * price for price in prices]))
+            self.pool.append(self.folded.unfold(self.priced_labels()))
         self.mix(TURNS)
         if self.best is None:
             self.squeeze()
@@ -148,18 +152,19 @@ class MemorySearch:
         """Returns the limit at a moment."""
         return Limit(self.space.weights(moment), self.room)
 
-    def find_prices(self) -> None:
-        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again."""
+    def find_prices(self) -> list[float]:
+        """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
         prices: list[float] = []
         for _ in range(ROUNDS):
             before, prices = prices, self.lp_prices()
             if prices == before or self.gap <= GOOD:
-                return
+                break
             self.solve_at(prices)
+        return prices
 
     def lp_prices(self) -> list[float]:
         """Returns what more of each row would save in the relaxation on the labels of all plans and those of least reduced cost."""
-        plans = list(map(self.folded.fold, self.candidates))
+        plans = list(map(self.folded.fold, self.pool))
         subset = around(self.folded.problem, plans, least_reduced(self.reduced_costs, EACH))
         return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
 
@@ -174,13 +179,17 @@ class MemorySearch:
     def solve_at(self, prices: Sequence[float]) -> Candidate:
         """Returns the plan at these prices; takes its bound, and a moment at its peak."""
         self.take_bound(self.bound_at(prices))
-        labels, problem = self.bounder.labels, self.bounder.folded.problem
-        if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
-            labels = restricted_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
-        candidate = self.keep(self.folded.unfold(labels))
+        candidate = self.keep(self.folded.unfold(self.priced_labels()))
         self.add_moment(self.peak_of(candidate))
         progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
         return candidate
+
+    def priced_labels(self) -> list[int]:
+        """Returns, by class, the labels of the plan at the last prices."""
+        labels, problem = self.bounder.labels, self.bounder.folded.problem
+        if gap_of(total(problem, labels), self.bounder.bound) > ROUGH:
+            labels = restricted_program(problem, labels, [self.bounder.reduced_costs], self.scale, EACH) or labels
+        return labels
 
     def squeeze(self) -> None:
         """Raises the price of all moments until a plan fits. If every label takes too much at some moment, none does."""
@@ -192,7 +201,8 @@ class MemorySearch:
 
     def take_bound(self, bound: PricedBound) -> None:
         """Takes a bound if it is the best."""
-        self.bound = max(bound, self.bound, key=lambda each: each.bound)
+        if bound.bound >= self.bound.bound:
+            self.bound = bound
 
     # --- mixtures -------------------------------------------------------------------------------------------------------
 
@@ -222,16 +232,16 @@ class MemorySearch:
         """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if there are none;
         and the seconds of the relaxation."""
         folded, problem, limits = self.folded, self.space.problem, [*self.rows(), *self.corrections.values()]
-        plans = np.array(list(self.candidates), dtype=np.intp)
+        plans = np.array(self.pool, dtype=np.intp)
         labels_of_plans = [np.unique(plans[:, members]) for members in folded.members]
-        subset = around(folded.problem, list(map(folded.fold, self.candidates)), labels_of_plans)
+        subset = around(folded.problem, list(map(folded.fold, self.pool)), labels_of_plans)
         relaxed = relax(folded.problem, subset, self.scale, by_class(folded, limits), 100 * self.scale)
         self.mixed = list(map(np.union1d, self.mixed, support(subset, relaxed)))
         allowed = list(map(np.union1d, self.mixed, least_reduced(self.reduced_costs, more))) if more else self.mixed
         by_variable = folded.unfold(allowed)
         if base is not None:
             by_variable = [np.union1d(each, [label]) for each, label in zip(by_variable, base.labels)]
-        subset = around(problem, [self.start.labels if base is None else base.labels], by_variable)
+        subset = around(problem, [self.pool[0] if base is None else base.labels], by_variable)
         subset.labels = by_variable  # without those of the plan whose aliases it has
         return cheapest(problem, subset, self.scale, GOOD, limits).labels, relaxed.seconds
 
@@ -321,6 +331,7 @@ class MemorySearch:
                 other.plan.forget()
             plan = self.make(self.space.assignment(list(key)))
             seconds = total(self.space.problem, key)
+            self.pool.append(list(key))
             self.candidates[key] = Candidate(plan, list(key), seconds, peak_calls(plan, self.gm, 0.0))
         return self.candidates[key]
 

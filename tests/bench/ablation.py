@@ -63,6 +63,7 @@ FREE: dict[str, list[Patch]] = {
 }
 LIMITED: dict[str, list[Patch]] = {
     "rounds of prices": [(memory, "ROUNDS", 1)],
+    "plans beside the best prices": [(memory, "LADDER", ())],
     "program at prices": [(memory, "ROUGH", 1.0)],
     "mixtures": [(MemorySearch, "mix", lambda self, turns, more=0, until=0.0: None)],
     "rows about a plan": [(memory, "ROWS", 1)],
