@@ -109,12 +109,12 @@ def test_lanes_of_a_stage_hold_its_actions_its_collectives_and_what_it_sends(opt
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_stages_that_share_cores_have_a_bound(schedule: str) -> None:
-    """A stage computes faster while others wait or communicate: the bound allows for that, and says something all the same."""
+def test_the_bound_of_stages_holds_and_allows_for_cores_that_they_share(schedule: str) -> None:
+    """A stage computes faster while others wait or communicate: the bound allows for that, and is no less than all computing."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    for objective, send, sharing in itertools.product(("seconds", "serial"), (0.1, 1.0), (1.5, 2.0)):
+    for objective, send, sharing in itertools.product(("seconds", "serial"), (0.1, 3.0), (1.0, 1.2, 2.0)):
         cluster = Cluster("shared", PRODUCT, math.inf, 0.0, 8, 0.0, 8 * WIDTH**2 / send, 0.0, 8 * WIDTH**2 / send, sharing=sharing)
         options: dict[str, Any] = {"loss": squares, "stages": "pipe", "microbatches": COUNT, "objective": objective}
         mesh = Mesh(pipe=2, data=2, cluster=cluster)
-        cost = sbpc.plan(net, (torch.randn(BATCH, WIDTH),), mesh, schedule=schedule, **options).cost
-        assert 0.4 * cost.seconds <= cost.lower_bound <= cost.seconds, (objective, send, sharing)
+        plan: Any = sbpc.plan(net, (torch.randn(BATCH, WIDTH),), mesh, schedule=schedule, **options)
+        assert COMPUTING / 2 <= plan.bound <= plan.cost.seconds, (objective, send, sharing)

@@ -39,7 +39,7 @@ def least_of(programs: ChunkPrograms, least: Mapping[str, float]) -> dict[str, f
     """Returns what a micro-batch takes at least in each part of a chunk, and under ADDED what it takes to add its gradients to others."""
     found = dict.fromkeys((*WORK, ADDED), 0.0)
     for node, part in programs.parts.items():
-        if part in WORK:
+        if part in WORK and node.op == "call_function":  # what another chunk sends has the name of the call that made it
             found[part] += least.get(node.name, 0.0)
     plan, cluster = programs.plan, programs.plan.mesh.cluster
     ends = zip(plan.ports.outputs, results(plan.graph))
