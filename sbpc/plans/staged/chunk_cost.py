@@ -87,11 +87,11 @@ class ChunkCost:
 
         @functools.cache
         def most(which: Parts, first: bool) -> int:
-            return rise(chunk, which, chunk.program(which, not first).gm) if which else 0
+            return rise(chunk, which, chunk.program(which, not first).gm) if chunk.of(which) else 0
 
         return cls(
             homes, trained, added, Kept.by(chunk), lambda which: program(chunk.of(which)),
-            lambda which, first: most(chunk.of(which), first and bool(chunk.makes(which))),
+            lambda which, first: most(which, first and bool(chunk.makes(which))),
             compute_totals(Counter(map(sum_kernel, sums)), plan.mesh)[0],
         )  # fmt: skip
 

@@ -136,13 +136,12 @@ class ChunkMemory:
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
-        parts = self.chunk.of(which)
-        if not parts:
+        if not self.chunk.of(which):
             return [sympy.Integer(0)]
-        gm = self.chunk.program(parts, not (first and self.chunk.makes(parts))).gm
+        gm = self.chunk.program(which, not (first and self.chunk.makes(which))).gm
         life = Life.of(gm, self.mesh)
         size = storage_formulas(life, self.mesh, self.sizes)
-        there = there_before(self.chunk, parts, gm)
+        there = there_before(self.chunk, which, gm)
         rest = sympy.Add(*(each for each, node in zip(size, life.owner) if node in there))
         always = POSITION * len(self.mesh.axes)
         return [always + total(moment) - rest for moment in largest(moments_of(life, size))]
