@@ -96,9 +96,15 @@ def fastest(operands: list[Tensor], mask: Tensor | None, causal: bool, where: to
     return "efficient" if can_use_efficient_attention(asked) else "formula"
 
 
+def in_eights(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors with zeros behind their last dim up to a multiple of 8, without which flash attention refuses them."""
+    return [torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in tensors]
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
-    return out, logsumexp
+    scale = scale or 1 / math.sqrt(q.shape[-1])
+    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention.default(*in_eights(q, k, v), 0.0, causal, False, scale=scale)
+    return out[..., : v.shape[-1]], logsumexp
 
 
 def flash_back(
@@ -106,7 +112,9 @@ def flash_back(
 ) -> Any:
     seed = q.new_empty((), dtype=torch.int64)  # nothing is drawn: dropout is an op of its own in a plan
     ends = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
-    return aten._scaled_dot_product_flash_attention_backward.default(g, q, k, v, out, lse, *ends, scale=scale)
+    scale, back = scale or 1 / math.sqrt(q.shape[-1]), aten._scaled_dot_product_flash_attention_backward.default
+    found = back(*in_eights(g, q, k, v, out), lse, *ends, scale=scale)
+    return tuple(each[..., : x.shape[-1]] for each, x in zip(found, (q, k, v)))
 
 
 def bias_of(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -116,13 +116,13 @@ def check_recorder(where: torch.device) -> None:
     product = graph.call_function(torch.ops.aten.mm.default, (x, x))
     end = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (end, product)),))
+    start.meta["boxed"] = end.meta["boxed"] = start.name
     recorder = Recorder(GraphModule({}, graph), clock_of(where))
     given = torch.randn(256, 256, device=where)
     for _ in range(3):
         (found,) = recorder([given])
         torch.testing.assert_close(found, given + given @ given)
     predicted = [Event(INSIDE, 0.0, 1.0, start.name, "all_reduce", "", "forward", "data")]
-    start.meta["boxed"] = end.meta["boxed"] = start.name
     events = recorder.events(predicted)
     recorder.clock.close()
     assert sorted(event.kind for event in events) == sorted(["start", "all_reduce", "aten.mm", "wait", "aten.add.Tensor"])

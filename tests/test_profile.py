@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -128,9 +129,27 @@ def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, capfd: pytest
     assert Mesh(data=2, cluster=Cluster.load(path)).cluster.name == "here"
 
 
+def test_one_device_is_measured_for_the_links_of_a_known_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, known = tmp_path / "cluster.json", CLUSTERS["h100"]
+    assert main(["profile", "--ranks", "1", "--repeats", "1", "--links", "h100", "-o", str(path)]) == 0, capfd.readouterr().err
+    cluster = Cluster.load(path)
+    for name in ("ranks_per_node", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth", "collectives"):
+        assert getattr(cluster, name) == getattr(known, name), name
+    assert cluster.peak != known.peak and cluster.convolution != 1.0 and cluster.attention != 1.0
+    assert "1 ranks" in cluster.source and "links as in 'h100'" in cluster.source
+
+
+def test_a_convolution_takes_so_many_times_as_long_as_a_product_of_as_many_flops() -> None:
+    cluster = dataclasses.replace(CLUSTERS["ideal"], convolution=3.0)
+    seconds = {op: cluster.kernel_seconds(op, 1e12, 1.0) for op in ("aten.mm", "aten.convolution", "aten.convolution_backward")}
+    assert seconds == {"aten.mm": 1.0, "aten.convolution": 3.0, "aten.convolution_backward": 3.0}
+
+
 def test_the_command_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--ranks", "1"]) == 2
-    assert "Profile 2 ranks at least." in capsys.readouterr().err
+    assert "Profile 2 ranks at least, or give --links" in capsys.readouterr().err
+    assert main(["profile", "--ranks", "1", "--links", "nowhere"]) == 2
+    assert "no cluster is called 'nowhere'" in capsys.readouterr().err
     assert main(["profile", "--repeats", "0"]) == 2
     assert "Measure once at least." in capsys.readouterr().err
     assert main(["profile", "-o", str(tmp_path / "none" / "file.json")]) == 2

@@ -76,16 +76,18 @@ def profile(
     size: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
     device: str | None = None,
+    links: Cluster | None = None,
 ) -> Cluster:
     """Measures the cluster of the ranks that a launcher started. The result is the same on every rank.
 
     sent: the bytes, by the textbook, that a rank sends in the messages that are timed, up to a LONG one.
     size: of the square matrices that are multiplied. tell: called with what is measured next.
+    links: a cluster of which all that concerns links is taken; then devices alone are measured, and one rank is enough.
     Raises MeshError for less than two ranks or two sizes of messages.
     """
     where = process_groups.start(device)
     world = dist.get_world_size()
-    if world < 2 or len(set(sent)) < 2 or repeats < 1:
+    if (world < 2 and links is None) or len(set(sent)) < 2 or repeats < 1:
         raise MeshError(
             f"{world} ranks, messages of {list(sent)} bytes, {repeats} repeats\n  Profile 2 ranks and 2 sizes at least."
         )
@@ -94,6 +96,11 @@ def profile(
     side = size or (8192 if where.type == "cuda" else 768)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     figures = device_figures(where, side, dtype, repeats)
+    told = f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
+    told += f"{str(dtype).removeprefix('torch.')}, medians of {repeats}"
+    if links is not None:
+        source = f"{told}; links as in {links.name!r}: {links.source}"
+        return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source)
     costs = measure(where, repeats, sent, tell)
     tell("kernels beside a collective")
     kernels, links = beside(where, repeats, costs)
@@ -102,8 +109,7 @@ def profile(
     cluster = Cluster(
         name, **figures, ranks_per_node=per_node, intra_latency=intra[0], intra_bandwidth=intra[1], inter_latency=inter[0],
         inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels, links_beside=links, start=start,
-        source=f"sbpc profile: torch {torch.__version__}, {dist.get_backend()}, {world} ranks, {per_node} on a node, "
-        f"{str(dtype).removeprefix('torch.')}, medians of {repeats}{missing}",
+        source=told + missing,
     )  # fmt: skip
     return replace(cluster, collectives=rates(costs, cluster))
 

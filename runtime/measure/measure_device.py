@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 from sbpc.mesh.cluster import kernel_seconds
 from sbpc.runtime.start.process_groups import from_all_ranks
@@ -27,14 +27,18 @@ def device_figures(where: torch.device, side: int, dtype: torch.dtype, repeats: 
     copied = timed(lambda: torch.add(large, 1.0, out=out), where, repeats, 1)
     small = timed(lambda: torch.add(one, 1.0), where, repeats, 1000)
     run, work = layers(where, dtype)
-    attend, flops = attention(where, dtype)
-    found = from_all_ranks((product, copied, small, timed(run, where, repeats, 1), timed(attend, where, repeats, 1)))
-    product, copied, small, seconds, attended = map(statistics.median, zip(*found))
+    (attend, attended), (convolve, convolved) = attention(where, dtype), convolution(where, dtype)
+    mine = product, copied, small, *(timed(each, where, repeats, 1) for each in (run, attend, convolve))
+    product, copied, small, seconds, attending, convolving = map(statistics.median, zip(*from_all_ranks(mine)))
     rates = 2 * side**3 / product, 2 * large.nbytes / copied, small
     most, all_of_them = (sum(kernel_seconds(*each, *rates, hidden) for each in work) for hidden in (1.0, 0.0))
     hidden = min(1.0, max(0.0, (all_of_them - seconds) / (all_of_them - most)))
-    figures = ("peak", "memory_bandwidth", "launch", "hidden", "sharing", "attention")
-    return dict(zip(figures, (*rates, hidden, sharing(lambda: torch.mm(a, b), where, repeats), attended * rates[0] / flops)))
+    return dict(zip(("peak", "memory_bandwidth", "launch"), rates)) | {
+        "hidden": hidden,
+        "sharing": sharing(lambda: torch.mm(a, b), where, repeats),
+        "attention": attending * rates[0] / attended,
+        "convolution": convolving * rates[0] / convolved,
+    }
 
 
 def sharing(run: Callable[[], Any], where: torch.device, repeats: int) -> float:
@@ -50,9 +54,9 @@ def sharing(run: Callable[[], Any], where: torch.device, repeats: int) -> float:
 
 
 def layers(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], list[tuple[float, float]]]:
-    """Returns a function that multiplies as layers do in a step, small operands that no cache holds into new memory, and of every
-    product the flops and the bytes."""
-    rows, width, count = 64, 256, 16
+    """Returns a function that multiplies as layers do in a step, operands that no cache holds into new memory, and of every product the
+    flops and the bytes. On a GPU the products are large enough to keep it busy, and take about as long to move as to multiply."""
+    rows, width, count = (256, 4096, 4) if where.type == "cuda" else (64, 256, 16)
     x = torch.randn(rows, width, device=where).to(dtype)
     weights = torch.randn(count, width, 4 * width, device=where).to(dtype)
 
@@ -74,6 +78,19 @@ def attention(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Non
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
     return run, 14.0 * batch * heads * length**2 * width  # 4 in the forward, 10 in the backward
+
+
+def convolution(where: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], float]:
+    """Returns a function that runs a convolution of 3 x 3 forward and backward, and its flops."""
+    batch, channels, side = (32, 256, 32) if where.type == "cuda" else (4, 32, 16)
+    sizes = (batch, channels, side, side), (channels, channels, 3, 3)
+    images, kernel = (torch.randn(size, device=where).to(dtype).requires_grad_() for size in sizes)
+
+    def run() -> None:
+        out = conv2d(images, kernel, padding=1)
+        torch.autograd.grad(out, (images, kernel), torch.ones_like(out))
+
+    return run, 54.0 * batch * channels**2 * side**2  # 18 for each number of the forward's, twice as many in the backward
 
 
 def timed(run: Callable[[], Any], where: torch.device, repeats: int, calls: int, ranks: int | None = None) -> float:

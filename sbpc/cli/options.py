@@ -132,8 +132,13 @@ def mesh_of(options: argparse.Namespace) -> Mesh:
 def cluster_of(options: argparse.Namespace) -> Cluster | str | None:
     """Returns the cluster that the options name, or the one in the file that they name."""
     name: str | None = options.cluster
-    if name is None or name in CLUSTERS:
-        return name
+    return name if name is None or name in CLUSTERS else cluster_at(name)
+
+
+def cluster_at(name: str) -> Cluster:
+    """Returns the cluster of this name, or the one in the file of this name."""
+    if name in CLUSTERS:
+        return CLUSTERS[name]
     if not Path(name).exists():
         raise MeshError(
             f"no cluster is called {name!r}, and there is no such file\n"

@@ -8,7 +8,7 @@ import os
 import torch
 from rich.console import Console
 
-from sbpc.cli.options import add_file, positive
+from sbpc.cli.options import add_file, cluster_at, positive
 from sbpc.cli.output import check_file, print_json, table_of, write
 from sbpc.errors import SbpcError
 from sbpc.inspect.tables import quantity
@@ -26,6 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_file(parser, "-o", "--output", help="write the figures to this file (*.json)")
     parser.add_argument("--name", default="measured", help="what plans call the cluster (default: measured)")
     parser.add_argument("--ranks", type=positive, metavar="N", help="ranks to start here (default: one per GPU, or 2)")
+    links = "take all figures of links from this cluster, and measure devices alone, for which one rank is enough"
+    add_file(parser, "--links", metavar="NAME_OR_FILE", help=links)
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="of each measurement (default: 7)")
 
 
@@ -39,11 +41,14 @@ def run(options: argparse.Namespace) -> int:
             raise SbpcError(f"--ranks {options.ranks} under a launcher\n  Remove it: the launcher has started the ranks.")
         with as_rank():
             return run_rank(options)
-    ranks = options.ranks or max(2, torch.cuda.device_count())
-    if ranks < 2:
-        raise SbpcError(f"--ranks {ranks}\n  Profile 2 ranks at least.")
+    least = 1 if options.links else 2
+    ranks = options.ranks or max(least, torch.cuda.device_count())
+    if ranks < least:
+        raise SbpcError(f"--ranks {ranks}\n  Profile 2 ranks at least, or give --links a cluster whose links are known.")
+    if options.links:
+        cluster_at(options.links)
     arguments = ["-m", "sbpc", "profile", "--name", options.name, "--repeats", str(options.repeats)]
-    arguments += ["--output", options.output] if options.output else []
+    arguments += [text for name in ("output", "links") if getattr(options, name) for text in (f"--{name}", getattr(options, name))]
     launch(arguments + ["--json"] * options.json + ["--verbose"] * options.verbose, ranks)
     return 0
 
@@ -57,7 +62,8 @@ def run_rank(options: argparse.Namespace) -> int:
         if first and not options.json:
             console.print(f"measuring {text}", highlight=False)
 
-    cluster = profile(options.name, options.repeats, tell=tell)
+    links = cluster_at(options.links) if options.links else None
+    cluster = profile(options.name, options.repeats, tell=tell, links=links)
     process_groups.stop()
     if not first:
         return 0
@@ -83,8 +89,8 @@ def print_cluster(cluster: Cluster, console: Console) -> None:
         f"inter     {1e6 * cluster.inter_latency:.3g} us a round, {quantity(cluster.inter_bandwidth, 'B/s')} a node",
     ]
     lines += [
-        f"attention takes {cluster.attention:.3g} x as long as a product of as many flops; to start a collective costs a rank "
-        f"{1e6 * cluster.start:.3g} us",
+        f"kernels   attention takes {cluster.attention:.3g} x as long as a product of as many flops, a convolution "
+        f"{cluster.convolution:.3g} x; to start a collective costs a rank {1e6 * cluster.start:.3g} us",
         f"together  a rank computes {cluster.sharing:.3g} x as fast while no other one does; beside a collective kernels take "
         f"{cluster.kernels_beside:.3g} x as long, and it takes {cluster.links_beside:.3g} x as long beside kernels"
     ]
