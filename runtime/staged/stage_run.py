@@ -54,17 +54,19 @@ class StageRun:
         read = frozenset().union(*(self.programs.later[part] for part in LATER[which[-1]]))
         if read:
             self.batches[batch] = {name: value for name, value in values.items() if name in read and name not in self.fixed}
-        if not program.added:
-            for name in self.programs.makes(which) & named.keys():
-                self.add(name, named[name])
+        if not program.added and (fresh := self.programs.makes(which) & named.keys()):
+            self.add({name: named[name] for name in fresh})
         return named
 
-    def add(self, name: str, value: Tensor) -> None:
-        """Takes a micro-batch's gradient as the first one of a sum, in memory of its own."""
+    def add(self, gradients: Values) -> None:
+        """Takes a micro-batch's gradients as the first ones of sums, each in memory of its own."""
         others = (self.fixed, self.added, *self.batches.values())
-        taken = any(storage_of(value) == storage_of(v) for each in others for v in each.values() if isinstance(v, Tensor))
-        own = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and not taken
-        self.added[name] = value if own else value.clone(memory_format=torch.contiguous_format)
+        taken = {storage_of(value) for each in others for value in each.values() if isinstance(value, Tensor)}
+        for name, value in gradients.items():
+            whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+            own = whole and storage_of(value) not in taken
+            self.added[name] = value if own else value.clone(memory_format=torch.contiguous_format)
+            taken.add(storage_of(self.added[name]))
 
     def gradients(self) -> dict[Port, Tensor]:
         """Returns the gradients in their homes, each in memory of its own."""

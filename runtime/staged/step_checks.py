@@ -35,6 +35,7 @@ def check_step(plan: StagedPlan, module: nn.Module, leaves: Sequence[Tensor], wh
 
 def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...]) -> None:
     """Raises PlanError for a parameter of this rank's chunks that is no longer as it was planned. place: on the mesh of the stage."""
+    trained = {port.name for port in plan.ports.outputs if port.kind == GRADIENT}
     for at in mine:
         chunk = plan.chunks[at].plan
         for port, planned in chunk.shapes.items():
@@ -47,7 +48,7 @@ def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, A
                     f"parameter {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {chunk.given[port]}\n"
                     "  Plan and parallelize the model as it is to be trained."
                 )
-            if value.requires_grad != (Port(GRADIENT, port.name) in plan.ports.outputs):
+            if value.requires_grad != (port.name in trained):
                 now = "asks" if value.requires_grad else "does not ask"
                 raise PlanError(
                     f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"

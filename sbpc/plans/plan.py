@@ -151,17 +151,17 @@ class Plan:
             layouts[port.name if port.kind != INPUT else node.name] = layouts[node.name]
         return layouts | {name: layouts[first] for name, first in self.ports.tied.items()}
 
-    @property
+    @functools.cached_property
     def shapes(self) -> dict[Port, Tensor]:
         """By port of a placeholder: a tensor without data of the shape and dtype that was planned."""
         return {port: node.meta["val"] for port, node in placeholders(self.graph).items()}
 
-    @property
+    @functools.cached_property
     def given(self) -> dict[Port, Layout]:
         """By port of a placeholder: the layout in which it is stored or comes in."""
         return {port: self.layouts[node.name] for port, node in placeholders(self.graph).items()}
 
-    @property
+    @functools.cached_property
     def left(self) -> dict[Port, Layout | None]:
         """By port of an output: the layout in which it is left, None for an absent one."""
         return dict(zip(self.ports.outputs, self.assignment.outputs))
