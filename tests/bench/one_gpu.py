@@ -122,9 +122,9 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
     for executor in ("code", "inductor"):
         if executor in ways:
             module = sbpc.parallelize(model, plan, executor=executor, device="cuda")
-            steps[executor] = (loop_of(module, args) if options.get("microbatches") else step_of(module, module, args)), module
-    module = sbpc.parallelize(model, plan, device="cuda")
-    steps["step"] = loop_of(module, args), module
+            if "microbatches" not in options:
+                steps[executor] = step_of(module, module, args), module
+            steps[f"{executor}, step"] = loop_of(module, args), module
     for way, (step, _) in steps.items():
         print(f"  {way} warm in {timed(step, 2):.1f} s", flush=True)
     seconds: dict[str, list[float]] = {way: [] for way in steps}
@@ -133,15 +133,17 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
             seconds[way].append(timed(step, 3))
     for way, (step, owner) in steps.items():
         took = statistics.median(seconds[way])
-        print(f"  {way:9} {1e3 * took:8.2f} ms, {peak(step, owner, args) / 1e9:7.3f} GB, predicted / measured {plan.cost.seconds / took:.3f}")
+        bytes_held = f"{peak(step, owner, args) / 1e9:7.3f} GB"
+        print(f"  {way:14} {1e3 * took:8.2f} ms, {bytes_held}, predicted / measured {plan.cost.seconds / took:.3f}")
     held = plan.cost.memory["total"] - plan.cost.memory["optimizer"]
     print(f"  predicted {1e3 * plan.cost.seconds:8.2f} ms, {held / 1e9:7.3f} GB; with the published figures {1e3 * published.cost.seconds:.2f} ms")
     if not isinstance(plan, StagedPlan):
-        by_op(plan, module, steps["step"][0])
+        by_op(plan, sbpc.parallelize(model, plan, device="cuda"), args)
 
 
-def by_op(plan: sbpc.Plan, module: Any, step: Callable[[], None]) -> None:
+def by_op(plan: sbpc.Plan, module: Any, args: Any) -> None:
     """Prints what ops were predicted to take and took."""
+    step = loop_of(module, args)
     with recorded(module) as recorder:
         for _ in range(5):
             step()
