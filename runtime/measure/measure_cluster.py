@@ -155,17 +155,18 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
 def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, float]:
     """Measures how many times as long kernels take while a collective of all ranks runs, and the collective while kernels run.
 
-    The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on beside it.
+    The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on beside it. Both are
+    measured alone and together by turns, as in `sharing`.
     """
     grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
     message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
     work, send = torch.randn(512, 512, device=where), message.start(where)
     run, _ = layers(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
-    kernel = statistics.mean(from_all_ranks(timed(run, where, repeats, 1)))
-    alone = statistics.median(max(from_all_ranks(timed_once(message, work)[0])) for _ in range(repeats))
-    count = max(1, int(alone / kernel / 2))  # they are through before the collective is
     found = []
     for _ in range(repeats):
+        kernel = statistics.mean(from_all_ranks(timed(run, where, 1, 1)))
+        alone = max(from_all_ranks(timed_once(message, work)[0]))
+        count = max(1, int(alone / kernel / 2))  # they are through before the collective is
         dist.barrier()
         start = time.perf_counter()
         value = send()
@@ -177,10 +178,11 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
         c10d.wait_tensor(value)
         settle(where)
         whole = time.perf_counter() - start
-        found.append(tuple(map(statistics.mean, zip(*from_all_ranks((kernels, whole))))))
-    kernels, whole = (statistics.median(each) for each in zip(*found))
-    left = max(whole - kernels, 0.0)  # the collective ran by itself
-    return max(1.0, kernels / (count * kernel)), max(1.0, kernels / (alone - left)) if left < alone else 1.0
+        kernels, whole = map(statistics.mean, zip(*from_all_ranks((kernels, whole))))
+        left = max(whole - kernels, 0.0)  # the collective ran by itself
+        found.append((kernels / (count * kernel), kernels / (alone - left) if left < alone else 1.0))
+    beside_sent, beside_run = (max(1.0, statistics.median(each)) for each in zip(*found))
+    return beside_sent, beside_run
 
 
 def starting(where: torch.device, repeats: int, costs: Costs) -> float:

@@ -37,6 +37,7 @@ SLOW = dataclasses.replace(
 )  # fmt: skip
 Make = Callable[[], zoo.Case]
 CASES: dict[str, tuple[Make, tuple[int, ...], Cluster]] = {
+    "gpt 2x2": (zoo.gpt, (2, 2), FAST),
     "block 4x4x4": (lambda: zoo.block(4), (4, 4, 4), FAST),
     "gpt3-24 16x4": (lambda: zoo.gpt3(24, 4), (16, 4), FAST),
     "gpt3-12 8x4x4x8": (lambda: zoo.gpt3(12), (8, 4, 4, 8), FAST),

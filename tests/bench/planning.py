@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 CASES: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "gpt 2x2": ("gpt", {}, {"x": 2, "y": 2}),
     "llama 32x8": ("llama", {}, {"x": 32, "y": 8}),
     "block 4x4x4": ("block", {}, {"x": 4, "y": 4, "z": 4}),
     "llama 16x4x4": ("llama", {}, {"x": 16, "y": 4, "z": 4}),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import Block
+from tests.models import Block, gpt2
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -41,6 +41,12 @@ def gpt3(layers: int = 96, batch: int = 64, seq: int = 2048) -> Case:
     with torch.device("meta"):
         model = Decoder(51_200, seq, 12_288, 96, layers).to(torch.bfloat16)
     return model, (tokens(batch, seq, 51_200), tokens(batch, seq, 51_200)), {}
+
+
+def gpt(layers: int = 4, batch: int = 16, seq: int = 64) -> Case:
+    """A small GPT, of which parameters take most of the bytes."""
+    with torch.device("meta"):
+        return *gpt2(batch, seq, vocab=1024, width=512, heads=8, layers=layers), {}
 
 
 class Stream(nn.Module):
