@@ -37,6 +37,7 @@ from sbpc.runtime.step import no_autocast
 log = logging.getLogger("sbpc")
 RUNNER = "_sbpc_stage_runner"
 IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
+AHEAD = 2  # actions: gloo sends nothing before the receiver asks for it
 STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
 
 Every rank gives the whole batch, the same on all. Gradients of the whole batch are added to `.grad`. Results are the same on every rank."""
@@ -112,7 +113,7 @@ class Step:
             if (BEFORE, at) in self.plan.apart:
                 self.part(at, (BEFORE,), 0)
         for place, action in enumerate(actions):
-            for ahead in actions[place : place + 2]:  # what the next action needs may come while this one computes
+            for ahead in actions[place : place + 1 + AHEAD]:  # what later actions need may come while this one computes
                 self.expect(ahead)
             which = self.plan.runs(action)
             self.arrive(action, which)

@@ -1,8 +1,9 @@
 """Whole strategies, predicted against measured: `python -m tests.bench.strategies [--hosts 4 8] [--mbit 200]` (root).
 
 On a bed of hosts with slow links `sbpc profile` writes a cluster file. With it ten strategies of a GPT of eight layers are planned,
-and what `sbpc.sweep` takes to be the best one. All of them take turns in one run. Printed are predicted and measured seconds of a step
-(medians, of the slowest rank), the errors, Spearman's correlation, and how far the search's choice is from the best that was measured.
+and what `sbpc.sweep` takes to be the best one. All of them take turns in one run, two steps each, of which the second counts. Printed
+are predicted and measured seconds of a step (medians, of the slowest rank), the errors, Spearman's correlation, and how far the
+search's choice is from the best that was measured.
 """
 
 from __future__ import annotations
@@ -77,13 +78,14 @@ def worker(folder: Path, rounds: int) -> None:
         steps[file.stem], seconds[file.stem] = (module, optimizer), []
     for turn in range(rounds + 1):
         for name, (module, optimizer) in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            module.step(*args)
-            dist.barrier()
-            took = time.perf_counter() - start
-            optimizer.step()
-            optimizer.zero_grad()
+            for _ in range(2):  # the first one warms memory and caches, which another strategy had
+                dist.barrier()
+                start = time.perf_counter()
+                module.step(*args)
+                dist.barrier()
+                took = time.perf_counter() - start
+                optimizer.step()
+                optimizer.zero_grad()
             if turn:
                 seconds[name].append(max(everyone(took)))
     if dist.get_rank() == 0:
