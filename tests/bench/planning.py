@@ -21,6 +21,8 @@ from typing import Any
 CASES: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "gpt 2x2": ("gpt", {}, {"x": 2, "y": 2}),
     "llama 32x8": ("llama", {}, {"x": 32, "y": 8}),
+    "llama loss 32x8": ("llama_loss", {}, {"x": 32, "y": 8}),
+    "llama loss 16x4x4": ("llama_loss", {}, {"x": 16, "y": 4, "z": 4}),
     "block 4x4x4": ("block", {}, {"x": 4, "y": 4, "z": 4}),
     "llama 16x4x4": ("llama", {}, {"x": 16, "y": 4, "z": 4}),
     "gpt3-12 8x4x4x8": ("gpt3", {"layers": 12}, {"x": 8, "y": 4, "z": 4, "w": 8}),

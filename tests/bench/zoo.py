@@ -82,6 +82,23 @@ def llama(layers: int = 32, batch: int = 64, seq: int = 8192) -> Case:
     return model, (), {"input_ids": ids, "labels": ids}
 
 
+class LossAlone(nn.Module):
+    """A model of the transformers library without its logits, which every rank would have whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def llama_loss(layers: int = 32, batch: int = 64, seq: int = 8192) -> Case:
+    """Llama-3-8B as it is trained: its loss alone."""
+    model, _, kwargs = llama(layers, batch, seq)
+    return LossAlone(model), (kwargs["input_ids"],), {}
+
+
 def t5(layers: int = 24, batch: int = 64, seq: int = 512) -> Case:
     """T5 (Raffel et al. 2020): an encoder, a decoder that reads its output in every layer, shared position biases."""
     import transformers
