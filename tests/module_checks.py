@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,41 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-import sbpc
-from sbpc.runtime.start import process_groups
-from sbpc.runtime.state.dtensors import placements
-
-MESH = {"a": 2, "b": 2}
-UNEVEN = {  # another order of cuts; 3 rows in 2 parts
-    "up.weight": "[S(0), S(0)] S(0)@b>a",
-    "up.bias": "[S(0), S(0)]",
-    "down.weight": "[S(1), S(0)]",
-    "down.bias": "[S(0), B]",
-    "twin": "[B, S(0)]",
-}
-
-
-class Net(nn.Module):
-    """Sizes that 2 and 4 do not divide; two biases with one gradient; a buffer; a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 8)
-        self.norm = nn.LayerNorm(8)
-        self.down = nn.Linear(8, 3)
-        self.twin = nn.Parameter(torch.randn(3))
-        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(2))
-        self.register_buffer("scale", torch.tensor(1.5))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.out(x), y)
-
-    def out(self, x: Tensor) -> Tensor:
-        return (self.down(F.gelu(self.norm(self.up(x)))) + self.twin + self.fixed) * self.scale
+from tests.module_worlds import UNEVEN, Alone, Net, batch, seeded
 
 
 class Logits(Net):
@@ -69,85 +35,6 @@ class Stats(nn.Module):
         return F.mse_loss(self.norm(self.inner(x))[:, :3], y)
 
 
-class Alone:
-    """One process: the module itself."""
-
-    def parallel(self, model: nn.Module, args: Any, evaluate: bool = False, **options: Any) -> nn.Module:
-        return model
-
-    def built(self, kind: Callable[[], nn.Module], args: Any, **options: Any) -> tuple[nn.Module, int]:
-        """A module of weights drawn anew, and by how much memory its making went over shards and largest tensor."""
-        return kind(), 0
-
-    def part(self, tensor: Tensor, layout: str) -> Tensor:
-        return tensor
-
-    def placed(self, tensor: Tensor, layout: str) -> Tensor:
-        return tensor
-
-    def whole(self, tensor: Any, layout: str = "") -> Tensor:
-        return tensor.detach().clone()
-
-
-class Ranks(Alone):
-    """A rank: the module is planned and parallelized."""
-
-    def __init__(self) -> None:
-        self.mesh = sbpc.Mesh(**MESH)
-
-    def parallel(self, model: nn.Module, args: Any, evaluate: bool = False, **options: Any) -> nn.Module:
-        plan = sbpc.plan(model, args, self.mesh, **options)
-        second = None
-        if evaluate:
-            second = sbpc.plan(model.eval(), args, self.mesh, train=False, **options | {"pin": plan.parameters})
-            model.train()
-        return sbpc.parallelize(model, plan, evaluate=second)
-
-    def built(self, kind: Callable[[], nn.Module], args: Any, **options: Any) -> tuple[nn.Module, int]:
-        torch.manual_seed(torch.initial_seed() + dist.get_rank())  # rank 0's counts
-        with torch.device("meta"):
-            model = kind()
-        plan = sbpc.plan(model, args, self.mesh, **options)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            module = sbpc.parallelize(model, plan, init=kind)
-            time.sleep(0.5)  # the profiler must not end while gloo's thread still allocates: that crashed, once in five runs
-        events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        peak = max(itertools.accumulate(size for _, size in changes))
-        shards = sum(p.to_local().nbytes for p in module.parameters())  # type: ignore[attr-defined]
-        largest = max(p.nbytes for p in model.parameters())
-        return module, max(0, peak - shards - largest - 200_000)  # 22 states of the generator, 5 kB each, and biases
-
-    def part(self, tensor: Tensor, layout: str) -> Tensor:
-        found = sbpc.Layout.parse(layout, self.mesh.axes)
-        part = found.shard(tensor.detach(), self.mesh.sizes, self.mesh.coordinates(dist.get_rank())).clone()
-        return part.requires_grad_(tensor.requires_grad)
-
-    def placed(self, tensor: Tensor, layout: str) -> Tensor:
-        found = sbpc.Layout.parse(layout, self.mesh.axes)
-        there = placements(found, self.mesh.sizes)
-        mesh, part = process_groups.device_mesh(self.mesh, "cpu"), self.part(tensor, layout)
-        local = DTensor.from_local(part, mesh, there, shape=tensor.shape, stride=tensor.stride())
-        return local.detach().requires_grad_(tensor.requires_grad)
-
-    def whole(self, tensor: Any, layout: str = "") -> Tensor:
-        if layout:
-            parts: list[Any] = [None] * self.mesh.ranks
-            dist.all_gather_object(parts, tensor.detach())
-            tensor = sbpc.Layout.parse(layout, self.mesh.axes).whole(parts, self.mesh.sizes)
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def batch(seed: int = 1, rows: int = 9) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
-
-
-def seeded(kind: Callable[[], nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
-
-
 def weights(world: Alone, module: nn.Module) -> dict[str, Tensor]:
     return {name: world.whole(value) for name, value in module.state_dict().items()}
 
@@ -157,7 +44,7 @@ def gradients(world: Alone, module: nn.Module) -> dict[str, Any]:
 
 
 def names(world: Alone) -> Any:
-    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    module = world.uneven()
     found = [
         [n for n, _ in module.named_parameters()],
         [n for n, _ in module.named_buffers()],
@@ -181,8 +68,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def optimizers(world: Alone) -> Any:
     """Clipped steps under a schedule with every optimizer."""
     found = {}
+    module = world.uneven()
+    start = weights(world, module)
     for name, make in OPTIMIZERS.items():
-        module = world.parallel(seeded(), batch(), pin=UNEVEN)
+        module.load_state_dict(start)
         optimizer = make([p for p in module.parameters() if p.requires_grad])
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
         told = []
@@ -202,7 +91,7 @@ def optimizers(world: Alone) -> Any:
 
 def accumulation(world: Alone) -> Any:
     """Gradients add up over batches, also with those of a retained graph; `grad` does not touch them."""
-    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    module = world.uneven()
     found = []
     for seed in range(3):
         (module(*batch(seed)) / 3).backward()
@@ -222,7 +111,7 @@ def states(world: Alone) -> Any:
     """State dicts: whole ones, of part of the module, of another layout, assigned, incomplete."""
     torch.manual_seed(5)
     other = {name: torch.randn_like(value) for name, value in Net().state_dict().items()}
-    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    module = world.uneven()
     found = []
     found.append([str(module.load_state_dict(other)), weights(world, module), module(*batch()).item()])
     part = {"weight": torch.ones(8, 5), "bias": torch.zeros(8)}
@@ -296,7 +185,7 @@ def half(world: Alone) -> Any:
 
 def scaler(world: Alone) -> Any:
     """A gradient scaler skips the step in which one rank alone sees an infinite gradient."""
-    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    module = world.uneven()
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     scale = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     found = []
@@ -332,7 +221,7 @@ def hooks(world: Alone) -> Any:
 
 def copies(world: Alone) -> Any:
     """A deep copy trains apart from the original; an average of weights is one."""
-    module = world.parallel(seeded(), batch(), pin=UNEVEN)
+    module = world.uneven()
     other = copy.deepcopy(module)
     average = AveragedModel(module)
     found = []

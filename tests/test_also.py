@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import sbpc
 from sbpc import Mesh
-from tests.module_checks import Stats, batch, seeded
+from tests.module_checks import Stats
+from tests.module_worlds import batch, seeded
 from tests.processes import run_ranks
 
 SIZES = (8, 8, 3, 8, 3)  # rows of the batches of an epoch and a half

@@ -17,7 +17,7 @@ from tests.random_plans import never_drawn, random_plan, share_split
 NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", {}),
     "gpt2": ("gpt2", {"tied": False}),
-    "gpt2 tied": ("gpt2", {"tied": True}),
+    "gpt2 tied": ("gpt2", {"tied": True, "layers": 1}),
     "vgg": ("vgg", {}),
     "resnet": ("resnet", {}),
     "batch_norm": ("batch_norm", {"bias": False}),  # a bias before the norm would do nothing

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.module_checks import CHECKS, Alone, Ranks
+from tests.module_checks import CHECKS
+from tests.module_worlds import Alone, Ranks
 from tests.processes import run_ranks
 
 
-def on_ranks(names: list[str]) -> dict[str, Any]:
+def on_ranks(names: list[str], folder: Path) -> dict[str, Any]:
     """What each check returns on this rank, or how it fails."""
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {}
+    world = Ranks(folder)
     for name in names:
         try:
-            found[name] = CHECKS[name](Ranks())
+            found[name] = CHECKS[name](world)
         except Exception:  # the test of that name fails with it
             found[name] = traceback.format_exc()
     return found
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    return run_ranks(on_ranks, 4, list(CHECKS), seconds=300)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(on_ranks, 4, list(CHECKS), tmp_path_factory.mktemp("plans"), seconds=300)
 
 
 def test_a_script_does_on_four_ranks_what_it_does_in_one_process(ranks: list[Any]) -> None:

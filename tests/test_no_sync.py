@@ -143,8 +143,8 @@ def on_rank(plans: list[sbpc.Plan]) -> Any:
         return traceback.format_exc()
 
 
-CASES = [("2", "solved"), ("2", "data"), ("2", "fsdp"), ("2x2", "megatron"), ("2x2", "fsdp")]
-LONG = [("4", "data"), ("4", "fsdp"), ("2x2", "solved")]
+CASES = [("2", "solved"), ("2", "data"), ("2x2", "megatron"), ("2x2", "fsdp")]
+LONG = [("2", "fsdp"), ("4", "data"), ("4", "fsdp"), ("2x2", "solved")]
 
 
 def planned(mesh: str, expert: str) -> sbpc.Plan:
@@ -152,7 +152,7 @@ def planned(mesh: str, expert: str) -> sbpc.Plan:
     return sbpc.plan(*given) if expert == "solved" else sbpc.baseline(expert, *given)
 
 
-@pytest.fixture(scope="module", params=[(2, CASES), (4, CASES), pytest.param((4, LONG), marks=pytest.mark.prove)], ids=["2", "4", "4 long"])
+@pytest.fixture(scope="module", params=[(2, CASES), (4, CASES), *(pytest.param((ranks, LONG), marks=pytest.mark.prove) for ranks in (2, 4))], ids=["2", "4", "2 long", "4 long"])
 def ranks(request: pytest.FixtureRequest) -> list[Any]:
     """What all ranks have in all cases of so many ranks."""
     count, cases = request.param

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sbpc import Cluster, Mesh
+from sbpc.cli.commands import profile as command
 from sbpc.cli.main import main
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES
@@ -122,10 +127,23 @@ def test_profile_measures_every_collective_for_every_group_size(tmp_path: Path) 
     assert 1e6 < cluster.peak < 1e15 and 1e6 < cluster.memory_bandwidth < 1e14 and 0 < cluster.launch < 1
 
 
-def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def commanded(arguments: list[str]) -> str:
+    """On one rank: the command with few and small messages; what it prints."""
+    command.profile = functools.partial(profile, sent=(1 << 10, 1 << 16), size=64)  # type: ignore[assignment]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(arguments) == 0
+    return printed.getvalue()
+
+
+def test_the_command_writes_a_file_that_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cluster.json"
+    launched: list[Any] = []
+    monkeypatch.setattr(command, "launch", lambda *given: launched.append(given))
     assert main(["profile", "--ranks", "2", "--repeats", "1", "--name", "here", "-o", str(path), "--json"]) == 0
-    assert json.loads(capfd.readouterr().out) == json.loads(path.read_text())
+    ((start, ranks),) = launched
+    assert start[:2] == ["-m", "sbpc"] and ranks == 2
+    printed, nothing = run_ranks(commanded, ranks, start[2:])
+    assert json.loads(printed) == json.loads(path.read_text()) and nothing == ""
     assert Mesh(data=2, cluster=Cluster.load(path)).cluster.name == "here"
 
 

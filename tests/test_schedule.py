@@ -245,7 +245,7 @@ def test_the_seconds_of_an_order_are_those_of_its_timeline() -> None:
 
 
 def test_peak_bytes_of_a_schedule_are_those_counted() -> None:
-    plan, model, args = gpt_on_slow_links(microbatches=1, optimizer="sgd")
+    plan, model, args = gpt_on_slow_links(microbatches=1)
     counted = sbpc.simulate(plan, model, args).peak_memory
     assert plan.life.peak == pytest.approx(counted, rel=0.05)
 

@@ -26,29 +26,29 @@ from tests.test_page import tags
 
 LAN = Cluster("lan", 5e9, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
 STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
-CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "loop": ({"data": 2}, {"microbatches": 2}),
-    "1f1b of two ranks": ({"pipe": 2, "data": 2}, STAGED),
-    "interleaved": ({"pipe": 2}, STAGED | {"schedule": "interleaved"}),
-    "serial": ({"pipe": 2, "data": 2}, STAGED | {"schedule": "zbv", "objective": "serial"}),
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {  # with tied weights, and without
+    "loop": ("mlp", {"data": 2}, {"microbatches": 2}),
+    "1f1b of two ranks": ("gpt2", {"pipe": 2, "data": 2}, STAGED),
+    "interleaved": ("mlp", {"pipe": 2}, STAGED | {"schedule": "interleaved"}),
+    "serial": ("mlp", {"pipe": 2, "data": 2}, STAGED | {"schedule": "zbv", "objective": "serial"}),
 }
 
 
-def small_gpt() -> models.Model:
+def made(net: str) -> models.Model:
     torch.manual_seed(0)
-    return models.gpt2(batch=8, seq=16, width=32, heads=2, layers=2)
+    return models.mlp(layers=4) if net == "mlp" else models.gpt2(batch=8, seq=16, width=32, heads=2, layers=2)
 
 
-def measure_all(plans: list[Any]) -> list[dict[str, Any]]:
+def measure_all(nets: list[str], plans: list[Any]) -> list[dict[str, Any]]:
     """What a rank measures of each plan."""
-    return list(map(measure, plans))
+    return list(map(measure, nets, plans))
 
 
-def measure(plan: Any) -> dict[str, Any]:
+def measure(net: str, plan: Any) -> dict[str, Any]:
     """What a rank measures in three steps, and the losses with and without time stamps."""
     from sbpc.runtime.staged.stage_trace import stages_recorded
 
-    model, args = small_gpt()
+    model, args = made(net)
     module: Any = sbpc.parallelize(model, plan)
     losses = [module.step(*args).item()]
     with stages_recorded(module) as recorder:
@@ -65,11 +65,13 @@ def measure(plan: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """What every rank finds in every case."""
-    plans: dict[int, list[Any]] = {2: [], 4: []}
-    for sizes, options in CASES.values():
+    cases: dict[int, tuple[list[str], list[Any]]] = {2: ([], []), 4: ([], [])}
+    for net, sizes, options in CASES.values():
         mesh = Mesh(cluster=LAN, **sizes)  # type: ignore[arg-type]
-        plans[mesh.ranks].append(sbpc.plan(*small_gpt(), mesh, **options))
-    ranks = [rank for count, mine in plans.items() for rank in run_ranks(measure_all, count, mine)]
+        nets, plans = cases[mesh.ranks]
+        nets.append(net)
+        plans.append(sbpc.plan(*made(net), mesh, **options))
+    ranks = [rank for count, mine in cases.items() for rank in run_ranks(measure_all, count, *mine)]
     assert all(isinstance(rank, list) for rank in ranks), ranks
     return [case for rank in ranks for case in rank]
 

@@ -178,7 +178,7 @@ def test_run_trains_stages_from_an_exported_file_and_goes_on(target: str, tmp_pa
     capfd.readouterr()
     assert run("run", file, "--steps", "2", *always) == 0  # without the target
     first = json.loads(capfd.readouterr().out)
-    assert run("run", target, "--mesh", "pipe=4", "--stages", "pipe", "--steps", "4", *always) == 0
+    assert run("run", target, "--mesh", "pipe=2", "--stages", "pipe", "--steps", "4", *always) == 0
     second = json.loads(capfd.readouterr().out)
     model, args = load_target(target).model, load_target(target).args
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
