@@ -172,12 +172,20 @@ class Life:
 
     def add_boxing(self, node: Node, source: int, mesh: Mesh) -> int:
         """Adds the calls of a boxing step, up to its wait where that is a node of its own. Returns the storage of its result."""
-        calls = emitted(node.meta["step"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
+        calls = self.calls_of(node, node.meta["step"], mesh)
         awaited = any("awaits" in user.meta for user in node.users)
         storages = self.flying[node] = [source]
         if "bucket" in node.meta:
             return self.add_member(node, calls, storages, self.buckets[node.meta["bucket"]], mesh)
         return self.add_calls(node, calls[: wait_at(calls)] if awaited else calls, storages)
+
+    def calls_of(self, node: Node, step: Step, mesh: Mesh) -> Sequence[Emitted]:
+        """Returns the calls of a boxing step that begins at a node. What it sends is copied before, unless its elements lie in order."""
+        source, value = node.all_input_nodes[0], node.meta["val"]
+        while is_boxing(source) and self.values[source] == self.values[source.all_input_nodes[0]]:
+            source = source.all_input_nodes[0]
+        in_order = is_boxing(source) or source.meta["val"].is_contiguous()
+        return emitted(step, tuple(value.shape), value.dtype, mesh, in_order)
 
     def add_member(self, node: Node, calls: Sequence[Emitted], storages: list[int], bucket: SharedBuffer, mesh: Mesh) -> int:
         """Adds the calls of a boxing step up to its collective, which its bucket does. Behind the last of a bucket is that."""
@@ -199,8 +207,9 @@ class Life:
 
         Until here the collective reads what it was given; a bucket, what its operands were joined to, up to the first wait for it.
         """
-        calls = emitted(node.meta["awaits"], tuple(node.meta["val"].shape), node.meta["val"].dtype, mesh)
-        start, first = node.all_input_nodes[0], wait_at(calls)
+        start = node.all_input_nodes[0]
+        calls = self.calls_of(start, node.meta["awaits"], mesh)
+        first = wait_at(calls)
         storages = self.flying[start]
         if "bucket" in start.meta and first < len(calls):
             bucket, received = self.buckets[start.meta["bucket"]], calls[first - 1].makes
@@ -268,6 +277,11 @@ def is_view(node: Node) -> bool:
     return is_sum(node) or (node.op == "call_function" and match is not None and match.view and bool(operands(node)))
 
 
+def is_boxing(node: Node) -> bool:
+    """Returns whether a node starts a boxing step, or waits for one."""
+    return "step" in node.meta or "awaits" in node.meta
+
+
 @dataclass(frozen=True)
 class Emitted:
     """One call of a boxing step: which storages it reads (0 is the step's own operand), the bytes of those it makes
@@ -285,10 +299,14 @@ def wait_at(calls: Sequence[Emitted]) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh) -> tuple[Emitted, ...]:
-    """Returns the calls that `lower` emits for a step on the rank at the origin. They run on tensors without data."""
+def emitted(step: Step, shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, in_order: bool = True) -> tuple[Emitted, ...]:
+    """Returns the calls that `lower` emits for a step on the rank at the origin. They run on tensors without data.
+
+    in_order: whether the elements of the step's operand lie in its memory in order.
+    """
     origin = (0,) * len(mesh.sizes)
-    x = torch.empty(step.before.local_shape(shape, mesh.sizes, origin), dtype=dtype, device="meta")
+    local = step.before.local_shape(shape, mesh.sizes, origin)
+    x = torch.empty(local if in_order else (), dtype=dtype, device="meta").expand(local)
     positions = [torch.zeros(1, dtype=torch.int64, device="meta") for _ in mesh.sizes]
     numbers = {storage_of(x): 0}  # of storages
     calls: list[Emitted] = []
