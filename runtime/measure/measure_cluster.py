@@ -103,12 +103,12 @@ def profile(
         return replace(links, name=name, **figures, memory=memory_of(where, per_node), source=source)
     costs = measure(where, repeats, sent, tell)
     tell("kernels beside a collective")
-    kernels, links = beside(where, repeats, costs)
+    kernels_beside, links_beside = beside(where, repeats, costs)
     start = starting(where, repeats, costs)
     intra, inter, missing = links_of(costs, per_node)
     cluster = Cluster(
         name, **figures, ranks_per_node=per_node, intra_latency=intra[0], intra_bandwidth=intra[1], inter_latency=inter[0],
-        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels, links_beside=links, start=start,
+        inter_bandwidth=inter[1], memory=memory_of(where, per_node), kernels_beside=kernels_beside, links_beside=links_beside, start=start,
         source=told + missing,
     )  # fmt: skip
     return replace(cluster, collectives=rates(costs, cluster))
