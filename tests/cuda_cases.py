@@ -19,19 +19,19 @@ FLASH_BACK, CUDNN_BACK, EFFICIENT_BACK = (
 SEED = torch.tensor(7)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d) + bias) v, and the logarithm of the sum in the softmax."""
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + bias) v, scale 1 / sqrt(d) unless given, and the logarithm of the sum in the softmax."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    scores = q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1]))
     scores = scores if bias is None else scores + bias
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool) -> list[Tensor]:
+def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Any, causal: bool, scale: float | None = None) -> list[Tensor]:
     """Those of q, k, v and of the bias, from the saved output and logsumexp, as Dao et al. (2022) have it."""
-    r, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+    r, scale = q.shape[1] // k.shape[1], scale or 1 / math.sqrt(q.shape[-1])
     keys, values = (part.repeat_interleave(r, 1) for part in (k, v))
     scores = q @ keys.mT * scale + (0 if bias is None else bias)
     p = (scores - lse.unsqueeze(-1)).exp()
@@ -42,14 +42,14 @@ def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
     return [ds @ keys * scale, *groups, ds if bias is None else ds.sum_to_size(bias.shape)]
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, debug: bool = False) -> Any:
-    out, lse = attention(q, k, v, None, causal)
+def flash(q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float | None = None) -> Any:
+    out, lse = attention(q, k, v, None, causal, scale)
     return out, lse, None, None, q.shape[2], k.shape[2], torch.ones(2), SEED, torch.zeros(0)
 
 
-def flash_back(g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, a: Any, b: Any, m: int, n: int, p: float, causal: bool, *seeds: Any) -> Any:
+def flash_back(g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, a: Any, b: Any, m: int, n: int, p: float, causal: bool, *seeds: Any, scale: float | None = None) -> Any:
     assert (m, n) == (q.shape[2], k.shape[2])
-    return tuple(gradients(g, q, k, v, out, lse, None, causal)[:3])
+    return tuple(gradients(g, q, k, v, out, lse, None, causal, scale)[:3])
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, debug: bool = False) -> Any:

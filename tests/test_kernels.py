@@ -46,9 +46,10 @@ class StandIns(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in STAND_INS:
-            assert kwargs in ({}, {"scale": None})
-            self.seen.add(func.overloadpacket.__name__)
-            return STAND_INS[func](*args)
+            name = func.overloadpacket.__name__
+            assert "flash" not in name or args[0].shape[-1] % 8 == 0, "flash attention refuses heads of another width"
+            self.seen.add(name)
+            return STAND_INS[func](*args, **{key: value for key, value in (kwargs or {}).items() if value is not None})
         return func(*args, **kwargs)
 
 
