@@ -147,7 +147,7 @@ def check(name: str, seed: int) -> None:
     run = sbpc.simulate(plan, model, args, seed=3)
     assert error_of(run, results, gradients) <= 1e-10, (name, seed)
     sent = {axis: size for axis, size in plan.cost.bytes_sent.items() if size}
-    least = 8 * count  # a scalar of a micro-batch is not cut into the parts of a ring, which are predicted
+    least = 2 * count  # of a scalar's sum over three ranks 4/3 bytes are predicted that no ring sends, as it cannot be cut
     assert {axis: size for axis, size in run.bytes_sent.items() if size} == pytest.approx(sent, rel=1e-3, abs=least), (name, seed)
     assert plan.cost.memory["total"] == pytest.approx(run.peak_memory, rel=0.05), (name, seed)
 

@@ -20,7 +20,6 @@ from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
-from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan, searched
@@ -124,22 +123,22 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
 
 
 def units_of(
-    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str],
+    body: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str],
     baseline: str | None = None,
 ) -> list[Chunk]:  # fmt: skip
-    """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own.
+    """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own. body: as `loop_of` has it, kept.
 
     spread: every parameter is stored once over the ranks of a stage. once: kinds of what is priced as boxed once for all micro-batches.
     baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
-    loop = loop_of(gm, count)
-    loop.body.meta[ONCE] = dict.fromkeys(once, 1 / count)
-    asked = wishes(loop.body, inner, Requests({}, baseline=baseline)).nodes
+    body = duplicate(body)
+    body.meta[ONCE] = dict.fromkeys(once, 1 / count)
+    asked = wishes(body, inner, Requests({}, baseline=baseline)).nodes
     if spread:
-        stored = wishes(loop.body, inner, Requests({}, spread=True)).nodes
-        asked |= {name: stored[name] for name in parameters_of(loop.body)}
-    plan = finish(loop.body, inner, asked, {}, options, clocks)
+        stored = wishes(body, inner, Requests({}, spread=True)).nodes
+        asked |= {name: stored[name] for name in parameters_of(body)}
+    plan = finish(body, inner, asked, {}, options, clocks)
     places = places_of(plan.graph)
     pieces = cut(plan.graph, places, between_blocks(places))
     return chunks_of(plan, pieces, lambda piece, assignment: make_plan(piece, inner, assignment, 0.0, options, clocks))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch.fx import GraphModule
+
 from sbpc.api.candidates import PIPE, Candidate, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
@@ -21,6 +23,7 @@ from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.mesh import Mesh
+from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.plans.staged.chunk_cost import ChunkCost
@@ -124,6 +127,7 @@ class Search:
     memory: float | None
     recompute: str
     seconds: float
+    bodies: dict[tuple[str, int], GraphModule] = field(default_factory=dict)
     chunks: dict[Any, list[Chunk]] = field(default_factory=dict)
     units: dict[Any, list[Unit]] = field(default_factory=dict)
     order: Estimate | None = None  # of the candidate that is looked at, whose order of work its other estimates share
@@ -214,13 +218,12 @@ class Search:
         if (key, kinds) in self.units:
             return self.units[key, kinds]
         if key not in self.chunks:
-            gm = self.short.again().gm
-            gm = compute_again(gm, forms_of(gm, form))
+            body = self.body(form, each.microbatches)
             inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
             share = () if kind == SPREAD else (PARAMETER, GRADIENT)
             expert = kind if kind in EXPERT else None
             about = self.short.stages, self.short.about, inner, each.microbatches
-            self.chunks[key] = units_of(gm, *about, kind == SPREAD, share, expert)
+            self.chunks[key] = units_of(body, *about, kind == SPREAD, share, expert)
         chunks = self.chunks[key]
         ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
         in_loop = {port for port in ports if port.kind in kinds}
@@ -233,6 +236,13 @@ class Search:
             often = block_times(self.lengths, folder, place)
             units.append(Unit(cost, often, *borders[at - 1 if often > 1 else at]))
         return units
+
+    def body(self, form: str, count: int) -> GraphModule:
+        """Returns the body of the short model's loop over so many micro-batches, written once for all meshes and kinds of layouts."""
+        if (form, count) not in self.bodies:
+            gm = self.short.again().gm
+            self.bodies[form, count] = loop_of(compute_again(gm, forms_of(gm, form)), count).body
+        return self.bodies[form, count]
 
     def planned(self, each: Candidate, form: str) -> StagedPlan:
         """Returns the plan of a row."""

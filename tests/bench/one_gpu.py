@@ -28,6 +28,7 @@ from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.measure.measure_device import device_figures
 from sbpc.runtime.trace import recorded
 from tests import models
+from tests.bench.overhead import step_of, whole_step
 
 HALF = torch.bfloat16
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
@@ -57,28 +58,6 @@ CASES: dict[str, tuple[Build, dict[str, Any]]] = {
     "wide gpt, full": (lambda: wide(4), {"recompute": "full"}),
     "resnet": (lambda: resnet(64), {}),
 }
-
-
-def step_of(module: Callable[..., Any], model: nn.Module, args: Any) -> Callable[[], None]:
-    """Forward and backward."""
-
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        module(*args).backward()
-
-    return step
-
-
-def loop_of(module: Any, args: Any) -> Callable[[], None]:
-    """A step in one program."""
-
-    def step() -> None:
-        for parameter in module.parameters():
-            parameter.grad = None
-        module.step(*args)
-
-    return step
 
 
 def timed(step: Callable[[], None], times: int) -> float:
@@ -124,7 +103,7 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
             module = sbpc.parallelize(model, plan, executor=executor, device="cuda")
             if "microbatches" not in options:
                 steps[executor] = step_of(module, module, args), module
-            steps[f"{executor}, step"] = loop_of(module, args), module
+            steps[f"{executor}, step"] = whole_step(module, args), module
     for way, (step, _) in steps.items():
         print(f"  {way} warm in {timed(step, 2):.1f} s", flush=True)
     seconds: dict[str, list[float]] = {way: [] for way in steps}
@@ -143,7 +122,7 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
 
 def by_op(plan: sbpc.Plan, module: Any, args: Any) -> None:
     """Prints what ops were predicted to take and took."""
-    step = loop_of(module, args)
+    step = whole_step(module, args)
     with recorded(module) as recorder:
         for _ in range(5):
             step()

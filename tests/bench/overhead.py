@@ -59,6 +59,17 @@ def program_of(plan: sbpc.Plan, model: nn.Module, args: Any) -> Step:
     return step
 
 
+def whole_step(module: Any, args: Any) -> Step:
+    """A training step of a parallel module in one program, without the optimizer."""
+
+    def step() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        module.step(*args)
+
+    return step
+
+
 def gpt(batch: int, sequence: int) -> models.Model:
     """The model and its batch."""
     torch.manual_seed(0)
@@ -68,14 +79,7 @@ def gpt(batch: int, sequence: int) -> models.Model:
 def loop_of(batch: int, sequence: int) -> Step:
     """A step in PARTS micro-batches of the batch."""
     model, args = gpt(PARTS * batch, sequence)
-    module: Any = sbpc.parallelize(model, sbpc.plan(model, args, sbpc.Mesh(data=1), microbatches=PARTS), device="cpu")
-
-    def step() -> None:
-        for parameter in module.parameters():
-            parameter.grad = None
-        module.step(*args)
-
-    return step
+    return whole_step(sbpc.parallelize(model, sbpc.plan(model, args, sbpc.Mesh(data=1), microbatches=PARTS), device="cpu"), args)
 
 
 def candidates(batch: int, sequence: int, names: list[str]) -> dict[str, Step]:

@@ -31,6 +31,7 @@ from sbpc.api.staging import units_of
 from sbpc.api.strategies import FASTEST, Search
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.cluster import Cluster, named_cluster
+from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute
 from sbpc.plans.staged.chunk_cost import ProgramCost
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
@@ -117,7 +118,7 @@ def measured(row: dict[str, Any], objective: str) -> Measured:
     search = Search(lambda: task, task, {"blocks": row["L"]}, "adamw", None, "none", 0.0)
     baseline = "data" if row["tp"] == 1 else "megatron+sp" if row.get("sp") else "megatron"
     key = mesh.sizes[1:], count, "none", FASTEST
-    search.chunks[key] = units_of(gm, task.stages, task.about, inner(mesh), count, False, ONCE, baseline)
+    search.chunks[key] = units_of(loop_of(gm, count).body, task.stages, task.about, inner(mesh), count, False, ONCE, baseline)
     units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0, 0.0), "none", FASTEST, ())
     return Measured(units, [ChunkPrograms(chunk.plan, (), objective == "seconds") for chunk in search.chunks[key]])
 
