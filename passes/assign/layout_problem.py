@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from sbpc.errors import PinError, at_node
 from sbpc.graph.operands import operands, shape_of, tensors_of, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, HOMES, ONCE, PARAMETER, Port, placeholders, result_name, results
 from sbpc.mesh.layout import broadcast
-from sbpc.mesh.layout_codes import decode
+from sbpc.mesh.layout_codes import decode, elements
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.passes.assign.build_tables import narrowed, only_renames, tabulate
@@ -174,6 +175,12 @@ class LayoutProblem:
         return float(once.get(GRADIENT, 1.0)) if all(place < 0 for _, place in readers) else 1.0
 
     @cached_property
+    def gradients(self) -> set[Key]:
+        """The values that are gradients of parameters."""
+        ends = zip(self.gm.meta["ports"].outputs, results(self.gm))
+        return {value_of(node) for port, node in ends if port.kind == GRADIENT and node is not None}
+
+    @cached_property
     def fixed(self) -> set[Node]:
         """The nodes that depend on parameters and buffers, and on nothing else but constants."""
         found = {node for port, node in placeholders(self.gm).items() if port.kind in (PARAMETER, BUFFER)}
@@ -217,12 +224,27 @@ class LayoutProblem:
         if share != 1.0:
             full = seconds
             seconds = self.once((id(full), share), lambda: full * share)
+            if key in self.gradients:
+                self.add_sums(producer, out, 1 - share, self.once((id(full), "sums"), lambda: self.sums(codes, full, *about)))
         consumers = [(reader, wanted) for (reader, _), wanted in zip(readers, wants)]
         places = (MADE + key[1], *(place for _, place in readers))
         self.values.append(Value(producer, out, consumers, seconds, places))
         self.codes.append(codes)
         self.keys.append(key)
         self.counted_parts.append(share)
+
+    def add_sums(self, at: int, out: np.ndarray, part: float, sums: np.ndarray) -> None:
+        """Adds to the costs of what makes a gradient that it is added to those of other micro-batches. sums: seconds by layout."""
+        variable = self.variables[at]
+        costs = self.once((id(variable.costs), id(out), part, id(sums)), lambda: variable.costs + part * sums[out])
+        self.variables[at] = replace(variable, costs=costs)
+
+    def sums(self, codes: np.ndarray, boxings: np.ndarray, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+        """Returns by layout the seconds of adding a value to another one: there, or where it may be boxed before, as a plan under a limit
+        of memory does. So they bound both."""
+        size = elements(codes, shape, self.mesh.sizes)
+        added: np.ndarray = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
+        return added
 
     def boxings(
         self, ports: list[np.ndarray], shape: tuple[int, ...], itemsize: int

@@ -57,9 +57,9 @@ class Space(LayoutProblem):
 
     @property
     def least(self) -> dict[str, float]:
-        """By name of a call the seconds of its fastest label."""
-        calls = (at for at, node in enumerate(self.nodes) if node.op == "call_function")
-        return {self.variables[at].name: float(self.variables[at].costs.min()) for at in calls}
+        """By name of a call the seconds of its kernel at the fastest label."""
+        calls = ((node, table) for node, table in zip(self.nodes, self.tables) if node.op == "call_function")
+        return {node.name: float(self.seconds_of(node, table).min()) for node, table in calls}
 
     def check(self, assignment: Assignment, proof: Proof) -> tuple[float, float]:
         """Returns the seconds of an assignment of this space, and the bound that the multipliers give."""
