@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.candidates import Candidate
+from sbpc.api.candidates import Candidate, Slowest, candidates
+from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, StrategyRow
 from sbpc.cli.commands.sweep import refused_lines
@@ -160,3 +161,17 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
     rows = Guessing(refuse, None, {}, None, None, "none", 60.0).rows(found)  # type: ignore[arg-type]
     assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1, 2), (2, 2), (4, 2), (8, 2)]
     assert [row.mesh.sizes[2] for row in rows] == [1, 1, 2, 2, 4, 4, 8, 8] and rows[0].cost == 1.01
+
+
+def test_a_guess_is_what_the_slowest_stage_computes() -> None:
+    short, lengths = short_model(Blocks(8, 64))
+    task = prepare(short, (torch.randn(16, 8),))
+    slowest, again = (Slowest(task, lengths, LAN, form) for form in ("none", "full"))
+    one = slowest.seconds(4, 8)
+    blocks = [slowest.seconds(4, chunks) / one for chunks in (4, 3, 2)]
+    assert blocks == pytest.approx([2, 3, 4], rel=0.05)  # the stem and the loss take little
+    assert 0.9 * slowest.seconds(1, 8) < 4 * one < slowest.seconds(1, 8) + 1e-4  # a part of the work, each with its start
+    assert 1.1 * one < again.seconds(4, 8) < 1.5 * one
+    found = candidates(task, lengths, 4, LAN, True, True, None, None, "none")
+    (four,) = (each for each in found if each.mesh.sizes == (4, 1, 1) and (each.microbatches, each.schedule) == (8, "1f1b"))
+    assert four.guess == pytest.approx(slowest.seconds(8, 4) * (8 + 3))

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from sbpc.errors import PlanError
 from sbpc.graph.operands import tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
+from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import block_of
 
@@ -107,7 +108,7 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     modules of a list, such as "layers.3"); in a model with fewer blocks than stages, where less is sent than before and behind. mesh:
     that of one stage. Raises PlanError if there are fewer places to cut.
     """
-    work, sent = work_at(places, mesh), sent_at(places)
+    work, sent = work_at(places, mesh.cluster, mesh.ranks), sent_at(places)
     here = between_blocks(places)
     if len(here) < stages - 1:
         here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
@@ -137,12 +138,17 @@ def trained_at(gm: GraphModule, places: Places) -> list[int]:
 
 def between_blocks(places: Places) -> list[int]:
     """Returns the places at which a block of the model begins, or what is behind the last one."""
+    blocks = blocks_at(places)
+    return [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1]]
+
+
+def blocks_at(places: Places) -> list[str]:
+    """Returns by place the block of the model that it is in, "" where it is in none."""
     first: dict[int, str] = {}
     for node, place in places.items():
         if not is_late(node):
             first.setdefault(place, block_of(node.meta.get("module") or ""))
-    blocks = [first[place] for place in sorted(first)]
-    return [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1]]
+    return [first[place] for place in sorted(first)]
 
 
 def least_maximum(took: np.ndarray, stages: int) -> float:
@@ -167,15 +173,15 @@ def least_sum(allowed: np.ndarray, border: np.ndarray, stages: int) -> list[int]
     return found[:0:-1]
 
 
-def work_at(places: Places, mesh: Mesh) -> np.ndarray:
-    """Returns by place the seconds of forward and backward, spread evenly over the ranks of a stage."""
+def work_at(places: Places, cluster: Cluster, parts: int) -> np.ndarray:
+    """Returns by place the seconds of forward and backward on a device that has one of so many equal parts of every call."""
     work = np.zeros(max(places.values(), default=-1) + 1)
     for node, place in places.items():
         match = node.meta.get("match")
         if value_of(node)[0] is node and not (match is not None and match.view):
-            moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / mesh.ranks
-            flops = 0.0 if match is None else float(match.flops(match.sizes)) / mesh.ranks
-            work[place] += mesh.cluster.kernel_seconds("" if match is None else str(match.op), flops, moved)
+            moved = sum(size * int(np.prod(shape)) for size, shape in tensors_of(node)) / parts
+            flops = 0.0 if match is None else float(match.flops(match.sizes)) / parts
+            work[place] += cluster.kernel_seconds("" if match is None else str(match.op), flops, moved)
     return work
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from sbpc.api.planning import Task
+from sbpc.api.recompute import forms_of
 from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.loop.recompute import block_of
+from sbpc.passes.loop.recompute import block_of, recompute
+from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of, work_at
 from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.staged.estimate import even_ends
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
@@ -23,8 +28,8 @@ class Candidate:
     """A strategy to be looked at.
 
     floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
-    of its schedule where stages are even. guess: that, with what is boxed of parameters and gradients. whole: bytes of parameters,
-    gradients and optimizer of a rank that stores its stage's share whole.
+    of its schedule where stages are even. guess: seconds of its slowest stage, with the bubble, and of what is boxed of parameters and
+    gradients. whole: bytes of parameters, gradients and optimizer of a rank that stores its stage's share whole.
     """
 
     mesh: Mesh
@@ -48,9 +53,9 @@ class Candidate:
 
 def candidates(
     task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
-    optimizer: str | None, memory: float | None,
+    optimizer: str | None, memory: float | None, form: str,
 ) -> list[Candidate]:  # fmt: skip
-    """Returns the strategies of `devices` ranks, those that may be fastest first.
+    """Returns the strategies of `devices` ranks, those that may be fastest first. form: what is computed again.
 
     Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
     1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
@@ -58,6 +63,7 @@ def candidates(
     batch = Model(task.gm).batch
     blocks = sum(lengths.values()) or 1
     work, stored = flops_of(task, lengths), parameter_bytes(task, lengths)
+    slowest = Slowest(task, lengths, Mesh(cluster=cluster, **{PIPE: devices}).cluster, form)
     found = []
     for pipe in divisors(devices) if stages else [1]:
         if pipe > max(blocks, 1):
@@ -68,14 +74,40 @@ def candidates(
                 continue
             for count in counts(batch, mesh.sizes[1]) if microbatches else [1]:
                 for schedule in schedules(pipe, count, blocks):
+                    chunks = chunks_in(schedule)
                     floor = work / (mesh.cluster.peak * devices)
-                    least = floor * (1 + (pipe - 1) / (count * chunks_in(schedule)))
+                    least = floor * (1 + (pipe - 1) / (count * chunks))
                     share = stored / (pipe * tensor)
                     whole = share * (2 + OPTIMIZER_STATE[optimizer])
                     gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
-                    guess = least + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
+                    computes = slowest.seconds(count * mesh.ranks // pipe, pipe * chunks) * (count * chunks + pipe - 1)
+                    guess = computes + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
                     found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
+
+
+class Slowest:
+    """How long the slowest chunk of a model takes for a micro-batch, its calls cut evenly over the ranks of a stage, without boxing."""
+
+    def __init__(self, task: Task, lengths: dict[str, int], cluster: Cluster, form: str) -> None:
+        self.places, self.cluster = places_of(recompute(task.gm, forms_of(task.gm, form))), cluster
+        self.starts = [0, *between_blocks(self.places)]
+        blocks = blocks_at(self.places)
+        parts = [blocks[at].rpartition(".") for at in self.starts] if blocks else []
+        self.times = [block_times(lengths, folder, place) for folder, _, place in parts]
+        self.rows, self.found = dict[int, np.ndarray](), dict[tuple[int, int], float]()
+
+    def seconds(self, parts: int, chunks: int) -> float:
+        """Returns the seconds of the slowest chunk on a device that has one of so many parts of every call of a step."""
+        if not self.times:
+            return 0.0
+        if parts not in self.rows:
+            self.rows[parts] = np.repeat(np.add.reduceat(work_at(self.places, self.cluster, parts), self.starts), self.times)
+        row, key = self.rows[parts], (parts, chunks)
+        if key not in self.found:
+            ends = even_ends(row.tolist(), min(chunks, len(row)))
+            self.found[key] = float(np.add.reduceat(row, ends[:-1]).max())
+        return self.found[key]
 
 
 def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:

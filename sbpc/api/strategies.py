@@ -32,7 +32,7 @@ from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
-FASTEST, SPREAD, EXPERT = "fastest", "spread", ("megatron+sp",)  # kinds of layouts inside a stage
+FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", ("megatron+sp",)  # kinds of layouts inside a stage, see `kinds`
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
@@ -173,6 +173,8 @@ class Search:
         self.order = None
         for form in forms:
             ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
+            if not any(map(self.fits, ways)):
+                ways += self.ways(each, form, SHARDED)
             fitting = list(filter(self.fits, ways))
             if fitting:
                 best = min(fitting, key=lambda way: way.cost.seconds)
@@ -187,7 +189,8 @@ class Search:
         return self.memory is None or way.memory["total"] <= self.memory
 
     def kinds(self, each: Candidate) -> Sequence[str]:
-        """Returns what layouts inside a stage to look at: the fastest ones; under a limit also those that store least, and the expert's."""
+        """Returns what layouts inside a stage to look at first: the fastest ones, and, under a limit, the fastest that store each parameter
+        once over the ranks of a stage, and the expert's. Where none fits, parameters are stored once and boxed for every micro-batch."""
         if self.memory is None:
             return (FASTEST,)
         experts = EXPERT if each.mesh.sizes[2] > 1 else ()
@@ -195,7 +198,7 @@ class Search:
 
     def ways(self, each: Candidate, form: str, kind: str) -> Iterator[Estimate]:
         """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
-        for kinds in IN_LOOP if self.memory is not None else IN_LOOP[:1]:
+        for kinds in IN_LOOP[:1] if kind in (FASTEST, SPREAD) else IN_LOOP:
             try:
                 units = self.measured(each, form, kind, kinds)
             except PlanError:
@@ -220,10 +223,10 @@ class Search:
         if key not in self.chunks:
             body = self.body(form, each.microbatches)
             inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
-            share = () if kind == SPREAD else (PARAMETER, GRADIENT)
+            once = () if kind == SHARDED else (PARAMETER, GRADIENT)
             expert = kind if kind in EXPERT else None
             about = self.short.stages, self.short.about, inner, each.microbatches
-            self.chunks[key] = units_of(body, *about, kind == SPREAD, share, expert)
+            self.chunks[key] = units_of(body, *about, kind in (SPREAD, SHARDED), once, expert)
         chunks = self.chunks[key]
         ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
         in_loop = {port for port in ports if port.kind in kinds}

@@ -23,6 +23,7 @@ from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, StrategyRow
 from sbpc.mesh.cluster import Cluster, named_cluster
+from sbpc.passes.loop.recompute import FULL
 from tests.bench.published import APART, OBJECTIVES, SEQ, VOCAB, Decoder, Rates, fit, measured, rows_of
 from tests.bench.zoo import tokens
 
@@ -52,8 +53,8 @@ def choices(row: dict[str, Any], cluster: Cluster) -> tuple[StrategyRow, Strateg
     args = tokens(row["gbs"], SEQ, VOCAB), tokens(row["gbs"], SEQ, VOCAB)
     short, lengths = short_model(model)
     task = prepare(short, args)
-    search = Search(functools.cache(lambda: prepare(model, args)), task, lengths, "adamw", MEMORY, "full", SECONDS)
-    found = candidates(task, lengths, row["gpus"], cluster, True, True, "adamw", MEMORY)
+    search = Search(functools.cache(lambda: prepare(model, args)), task, lengths, "adamw", MEMORY, FULL, SECONDS)
+    found = candidates(task, lengths, row["gpus"], cluster, True, True, "adamw", MEMORY, FULL)
     best = search.rows(found)[0]
     theirs = [each for each in found if (each.mesh.sizes[0], each.mesh.sizes[2]) == (row["pp"], row["tp"])]
     return best, search.rows(theirs)[0]
