@@ -103,13 +103,13 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
 
 def finish(
     gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], options: dict[str, Any],
-    stages: Stages, experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None,
+    stages: Stages, experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None, exact: bool = True,
 ) -> Plan:  # fmt: skip
     """Returns the plan of an annotated graph. The boxed and local graphs are made on first use, or here when dumping.
 
-    experts: the wishes of schemes that the plan is not to be slower than. They are tried unless the plan is proved best: in
-    spaces of more than FEW labels, to a gap of GAP. Raises MemoryLimitError if the plan does not fit into
-    `options["memory"]` and none that does is found.
+    exact: whether a small problem is solved to the end. experts: the wishes of schemes that the plan is not to be slower
+    than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP. Raises
+    MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
     """
     overlaps = options.get("objective", "seconds") == "seconds"
     in_order = {**options, "objective": "serial"} if overlaps else options
@@ -117,7 +117,7 @@ def finish(
 
     def solve(where: Mesh) -> tuple[Space, Assignment, float]:
         space = Space(gm, where, wishes, outputs)
-        return space, *space.solve(exact=where is solved_on)
+        return space, *space.solve(exact=exact and where is solved_on)
 
     def made(assignment: Assignment) -> Plan:
         return make_plan(gm, mesh, assignment, 0.0, in_order, stages)

@@ -138,7 +138,7 @@ def units_of(
     if spread:
         stored = wishes(body, inner, Requests({}, spread=True)).nodes
         asked |= {name: stored[name] for name in parameters_of(body)}
-    plan = finish(body, inner, asked, {}, options, clocks)
+    plan = finish(body, inner, asked, {}, options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.graph)
     pieces = cut(plan.graph, places, between_blocks(places))
     return chunks_of(plan, pieces, lambda piece, assignment: make_plan(piece, inner, assignment, 0.0, options, clocks))

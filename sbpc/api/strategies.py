@@ -26,6 +26,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
+from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
@@ -167,20 +168,21 @@ class Search:
         return [replace(row, lower_bound=bound, refused=tuple(refused)) for row in found]
 
     def row(self, each: Candidate) -> StrategyRow:
-        """Returns the fastest way of a candidate that fits: of each kind, without or with recompute."""
+        """Returns the fastest way of a candidate that fits, with as little recompute as can be. Only where none fits are parameters boxed
+        for every micro-batch."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
+        tried = [(form, self.kinds(each)) for form in forms]
+        tried += [(form, (SHARDED,)) for form in forms if self.memory is not None]
         closest: Estimate | None = None
         self.order = None
-        for form in forms:
-            ways = [way for kind in self.kinds(each) for way in self.ways(each, form, kind)]
-            if not any(map(self.fits, ways)):
-                ways += self.ways(each, form, SHARDED)
+        for form, kinds in tried:
+            ways = [way for kind in kinds for way in self.ways(each, form, kind)]
             fitting = list(filter(self.fits, ways))
             if fitting:
                 best = min(fitting, key=lambda way: way.cost.seconds)
                 make = functools.partial(self.planned, each, form)
                 return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
-            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"])
+            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"], default=None)
         assert closest is not None and self.memory is not None
         raise TooLarge(closest.memory["total"], self.memory, f"{closest.mesh} with {closest.count} micro-batches")
 
@@ -190,15 +192,16 @@ class Search:
 
     def kinds(self, each: Candidate) -> Sequence[str]:
         """Returns what layouts inside a stage to look at first: the fastest ones, and, under a limit, the fastest that store each parameter
-        once over the ranks of a stage, and the expert's. Where none fits, parameters are stored once and boxed for every micro-batch."""
+        once over the ranks of a stage, and the expert's. Those whose parameters and gradients alone take more are left out."""
         if self.memory is None:
             return (FASTEST,)
+        gathered = each.whole * 2 / (2 + OPTIMIZER_STATE[self.optimizer])
         experts = EXPERT if each.mesh.sizes[2] > 1 else ()
-        return (*((FASTEST,) if each.whole <= self.memory else ()), SPREAD, *experts)
+        return (*((FASTEST, *experts) if each.whole <= self.memory else ()), *((SPREAD,) if gathered <= self.memory else ()))
 
     def ways(self, each: Candidate, form: str, kind: str) -> Iterator[Estimate]:
-        """Yields the candidate with what is boxed once a step, and what for every micro-batch."""
-        for kinds in IN_LOOP[:1] if kind in (FASTEST, SPREAD) else IN_LOOP:
+        """Yields the candidate with all boxed once a step; with "sharded" layouts in all ways to box in the loop, until one fits."""
+        for kinds in IN_LOOP if kind == SHARDED else IN_LOOP[:1]:
             try:
                 units = self.measured(each, form, kind, kinds)
             except PlanError:

@@ -67,13 +67,17 @@ def block(batch: int = 64, seq: int = 2048) -> Case:
         return model, (torch.zeros(batch, seq, 4096, dtype=torch.bfloat16),), {}
 
 
-def llama(layers: int = 32, batch: int = 64, seq: int = 8192) -> Case:
-    """Llama-3-8B (Dubey et al. 2024) of the transformers library."""
+LLAMA_8B, LLAMA_405B = (4096, 14_336, 32), (16_384, 53_248, 128)  # width, width inside, heads
+
+
+def llama(layers: int = 32, batch: int = 64, seq: int = 8192, sizes: tuple[int, int, int] = LLAMA_8B) -> Case:
+    """Llama-3 (Dubey et al. 2024) of the transformers library."""
     import transformers
 
+    width, inside, heads = sizes
     config = transformers.LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=seq, rope_theta=500_000.0,
+        vocab_size=128_256, hidden_size=width, intermediate_size=inside, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=seq, rope_theta=500_000.0,
         use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     with torch.device("meta"):
@@ -93,9 +97,9 @@ class LossAlone(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-def llama_loss(layers: int = 32, batch: int = 64, seq: int = 8192) -> Case:
-    """Llama-3-8B as it is trained: its loss alone."""
-    model, _, kwargs = llama(layers, batch, seq)
+def llama_loss(layers: int = 32, batch: int = 64, seq: int = 8192, sizes: tuple[int, int, int] = LLAMA_8B) -> Case:
+    """Llama-3 as it is trained: its loss alone."""
+    model, _, kwargs = llama(layers, batch, seq, sizes)
     return LossAlone(model), (kwargs["input_ids"],), {}
 
 
