@@ -28,6 +28,7 @@ from sbpc.rules.choices import Candidates, Choice, of_stored
 
 Made = Callable[[GraphModule, Assignment], Plan]
 Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
+Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
 Draft = tuple[StagedPlan, Plan, Build]  # a plan of the step, that of the body, and what makes the first from other layouts of the second
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
@@ -47,14 +48,15 @@ def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, search: Search,
-    made: Made,
+    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, spare: Spare,
+    search: Search, made: Made,
 ) -> StagedPlan:
     """Returns the plan of an annotated step with stages along `axis`, with one stage where that is None.
 
     count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage; of several
-    plans the one whose step is shortest is taken. search: what plans it under limits of bytes, from the plan without. made: makes the plan
-    of a chunk there. Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan fits.
+    plans the one whose step is shortest is taken. spare: lays it out in other ways that may take fewer bytes. search: what plans it under
+    limits of bytes, from the plan without. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so,
+    MemoryLimitError if no plan fits.
     """
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
@@ -83,19 +85,24 @@ def staged(
     memory = options.get("memory")
     if memory is None or free[0].memory["total"] <= memory:
         return free[0]
-    return within_memory(free, memory, search, lambda whole: draft(whole, free[0]))
+    return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free[0]))
 
 
-def within_memory(free: Draft, memory: float, search: Search, draft: Callable[[Plan], Draft]) -> StagedPlan:
+def within_memory(
+    free: Draft, memory: float, spare: Callable[[], Sequence[Assignment]], search: Search, draft: Callable[[Plan], Draft]
+) -> StagedPlan:
     """Returns a plan that fits into `memory` bytes on each rank.
 
-    The layouts of the plan without a limit are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`). Unless that costs almost
-    nothing, the body is planned under a limit, too, which is lowered until the busiest stage fits. Raises MemoryLimitError.
+    The layouts of the plan without a limit are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`); so are those that
+    spare bytes. Unless that costs almost nothing, the body is planned under a limit, too, which is lowered until the busiest stage
+    fits. Raises MemoryLimitError.
     """
     plan, whole, build = free
-    plans = [within_levels(plan, whole, memory, build)]
-    if plans[0].memory["total"] <= memory and plans[0].cost.seconds <= (1 + ENOUGH) * plan.cost.seconds:
-        return plans[0]
+    plans = list[StagedPlan]()
+    for drafts in ([free], (draft(replace(whole, assignment=each, programs={})) for each in spare())):
+        plans += [within_levels(plan, whole, memory, build) for plan, whole, build in drafts]
+        if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
+            return fastest(plans, memory)
     total, limited = plan.memory["total"], search(whole)
     for _ in range(TRIES):
         try:
@@ -106,6 +113,11 @@ def within_memory(free: Draft, memory: float, search: Search, draft: Callable[[P
         total = plans[-1].memory["total"]
         if min(plan.memory["total"] for plan in plans) <= memory:
             break
+    return fastest(plans, memory)
+
+
+def fastest(plans: Sequence[StagedPlan], memory: float) -> StagedPlan:
+    """Returns the fastest of the plans that fit into `memory` bytes. Raises MemoryLimitError if none does."""
     fitting = [plan for plan in plans if plan.memory["total"] <= memory]
     if not fitting:
         raise too_large(min(plans, key=lambda plan: plan.memory["total"]), memory)
@@ -124,7 +136,11 @@ def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
 
 def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
     """Returns the chunks with the layouts of the plan of the whole body."""
-    borders = {name: border(whole, name) for piece in pieces for name in piece.receives.values()}
+    nodes = {node.name: node for node in whole.graph.graph.nodes}
+    borders = {name: border(whole, nodes[name]) for piece in pieces for name in piece.receives.values()}
+    known = dict[str, dict[tuple[str, int], Layout]]()
+    for key, layout in whole.assignment.aliases.items():
+        known.setdefault(key[0], {})[key] = layout
     chunks = []
     for piece in pieces:
         gm = annotate(piece.graph)
@@ -139,7 +155,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
                 aliases[node.name, 0] = borders[node.name]
             else:
                 choices[node.name] = whole.assignment.choices[node.name]
-        aliases |= {key: layout for key, layout in whole.assignment.aliases.items() if key[0] in choices and key[0] not in received}
+                aliases |= known.get(node.name, {})
         outputs = [left(whole, piece, borders, port) for port in gm.meta["ports"].outputs]
         for node, layout in zip(results(gm), outputs):
             producer, index = value_of(node)  # type: ignore[arg-type]
@@ -161,9 +177,8 @@ def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -
     return layout
 
 
-def border(whole: Plan, name: str) -> Layout:
+def border(whole: Plan, node: Node) -> Layout:
     """Returns the layout in which a value crosses: of those in which it is made or read the one of the fewest bytes a rank, or whole."""
-    node = next(node for node in whole.graph.graph.nodes if node.name == name)
     producer, index = value_of(node)
     axes, choices = whole.mesh.axes, whole.assignment.choices
     layouts = [choices[producer.name].output(index, axes)]

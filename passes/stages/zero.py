@@ -38,6 +38,7 @@ from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice, of_stored
 
 LEVELS = range(4)
+NEAR_LIMIT = 0.99  # of the limit
 Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
 Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
 
@@ -46,19 +47,21 @@ def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) ->
     """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, that of all moves.
 
     free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
-    the loop. Fewer moves are faster and take more bytes, about so many more as these hold by themselves: what one plan takes says which
-    one to make next.
+    the loop. Fewer moves are faster and take more bytes, about so many more as these hold by themselves: what the stages of one plan take
+    says which one to make next. A plan that takes nearly all of `memory` has few enough.
     """
-    fits = free if free.memory["total"] <= memory else None
+    held = [free.memory_of(stage)["total"] for stage in range(free.stages)]
+    fits = free if max(held) <= memory else None
     zero = Zero(whole, groups_of(whole.graph), free.count)
     moves, plan, at = [] if fits else zero.moves(), free, 0
-    saved = list(itertools.accumulate((move.saved for move in moves), initial=0))
+    saved = zero.saved(moves, free)
     few, most = 0, len(moves) + 1  # so many do not fit; no more than so many are needed, if any number fits
-    while few + 1 < most:
-        wanted = saved[at] + plan.memory["total"] - memory
-        at = bisect_left(saved, wanted, few + 1, most - 1)
+    while few + 1 < most and (fits is None or max(held) < NEAR_LIMIT * memory):
+        wanted = max(bisect_left(by, by[at] + more - memory) for by, more in zip(saved, held))
+        at = min(max(wanted, few + 1), most - 1)
         plan = zero.built(moves[:at], build)
-        if plan.memory["total"] <= memory:
+        held = [plan.memory_of(stage)["total"] for stage in range(plan.stages)]
+        if max(held) <= memory:
             fits, most = plan, at
         else:
             few = at
@@ -118,6 +121,15 @@ class Zero:
                 if rates[level] > 0:
                     found.append((rates[level], Move(number, level, ways[before][0] - ways[level][0])))
         return [move for _, move in sorted(found, key=lambda each: (-each[0], each[1].level))]
+
+    def saved(self, moves: Sequence[Move], free: StagedPlan) -> list[list[int]]:
+        """Returns by stage about how many bytes of its ranks the first moves save, none, one and so on up to all of them."""
+        stages = {name: free.owners[at] for at, part in enumerate(free.parts) for name in part.homes}
+        stage_of = [stages.get(group.names[0]) for group in self.groups]
+        return [
+            list(itertools.accumulate((move.saved * (stage_of[move.group] == stage) for move in moves), initial=0))
+            for stage in range(free.stages)
+        ]
 
     def in_loop(self, levels: Levels) -> frozenset[Port]:
         """Returns the parameters and gradients that are boxed in every micro-batch."""
@@ -191,12 +203,21 @@ class Zero:
                 found[group[port.name]].append(node)
         return found
 
+    @cached_property
+    def places(self) -> dict[Node, list[int]]:
+        """By result of the body the numbers of the outputs that it is."""
+        found: dict[Node, list[int]] = {}
+        for at, node in enumerate(results(self.plan.graph)):
+            if node is not None:
+                found.setdefault(node, []).append(at)
+        return found
+
     def wanted(self, assignment: Assignment, node: Node) -> list[Layout]:
         """Returns the other layouts in which a value is read or left."""
         producer, index = value_of(node)
         axes, choices = self.plan.mesh.axes, assignment.choices
-        ends = zip(results(self.plan.graph), assignment.outputs)
-        found = [layout for end, layout in ends if end is node and layout is not None]
+        outputs = [assignment.outputs[at] for at in self.places.get(node, ())]
+        found = [layout for layout in outputs if layout is not None]
         for user in node.users:
             if user.name in choices:
                 found += [

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.api.recompute import AUTO, forms_of
-from sbpc.errors import MemoryLimitError, SbpcError, check_kinds
+from sbpc.errors import MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
@@ -31,6 +31,8 @@ from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.loop_formula import check_names
 from sbpc.plans.staged.schedules import chunks_in
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+
+SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 
 
 @uncollected()
@@ -67,12 +69,19 @@ def plan_stages(
         plan.again = partial(serial, body, inner)
         return plan
 
+    def spare(body: GraphModule, inner: Mesh) -> list[Assignment]:
+        try:
+            asked = wishes(body, inner, Requests(pins, baseline=SPARING)) if baseline is None else None
+            return [finish(body, inner, asked.nodes, asked.outputs, options, clocks, exact=False).assignment] if asked else []
+        except (PinError, PlanError):  # the scheme does not fit the model
+            return []
+
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
 
     limits = partial(search, requests=Requests(pins, baseline=baseline), count=count, clocks=clocks)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, limits, made)
+        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, spare, limits, made)
     plan.times = clocks.times
     return plan
 

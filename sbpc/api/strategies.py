@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from sbpc.api.candidates import PIPE, Candidate, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
-from sbpc.api.staging import plan_stages, units_of
+from sbpc.api.staging import SPARING, plan_stages, units_of
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, PARAMETER
@@ -33,7 +33,7 @@ from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
 
-FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", ("megatron+sp",)  # kinds of layouts inside a stage, see `kinds`
+FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", (SPARING,)  # kinds of layouts inside a stage, see `kinds`
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
-from sbpc.graph.ports import GRADIENT, PARAMETER, Port
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from sbpc._compat import tree_leaves
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
 from sbpc.graph.recomputed import is_recomputed
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.plan import Plan
@@ -94,6 +99,33 @@ class ChunkCost:
             lambda which, first: most(which, first and bool(chunk.makes(which))),
             compute_totals(Counter(map(sum_kernel, sums)), plan.mesh)[0],
         )  # fmt: skip
+
+
+def costs_of(chunks: Sequence[ChunkPrograms]) -> list[ChunkCost]:
+    """Returns what chunks of one model cost. Those that are alike, as equal blocks are, are measured once."""
+    known, costs = dict[Hashable, ChunkCost](), list[ChunkCost]()
+    for chunk in chunks:
+        key, ports = likeness(chunk), placeholders(chunk.plan.graph)
+        if key not in known:
+            known[key] = ChunkCost.by(chunk)
+        names = [port.name for port in ports if port.kind == PARAMETER]
+        costs.append(replace(known[key], homes=dict(zip(names, known[key].homes.values(), strict=True))))
+    return costs
+
+
+def likeness(chunk: ChunkPrograms) -> Hashable:
+    """Returns what is equal for chunks that cost the same: the calls of the boxed graph in order, with shapes and layouts, but no names."""
+    gm, ends = chunk.plan.unscheduled, [port.kind for port in chunk.plan.ports.outputs]
+    number = {node: at for at, node in enumerate(gm.graph.nodes)}
+    kinds = {node: port.kind for port, node in placeholders(gm).items()}
+
+    def about(node: Node) -> Hashable:
+        called = node.target if node.op == "call_function" else kinds.get(node)
+        read = repr(map_arg((node.args, node.kwargs), lambda used: f"%{number[used]}"))
+        values = tuple((v.dtype, tuple(v.shape), v.stride()) for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+        return called, read, values, chunk.parts.get(node), *map(node.meta.get, ("step", "sbp", "choice", "phase")), is_recomputed(node)
+
+    return tuple(map(about, gm.graph.nodes)), tuple(ends)
 
 
 def together(costs: Sequence[ChunkCost]) -> ChunkCost:

@@ -19,7 +19,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
-from sbpc.plans.staged.chunk_cost import ChunkCost
+from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
@@ -225,7 +225,7 @@ class StagedPlan(Pipeline):
     @functools.cached_property
     def parts(self) -> list[ChunkCost]:
         """What each chunk costs."""
-        return list(map(ChunkCost.by, self.programs))
+        return costs_of(self.programs)
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
