@@ -167,7 +167,7 @@ class Zero:
                 free = not any(fnmatch.fnmatchcase(port.name, pattern) for pattern in self.plan.options.get("pin", {}))
                 able = free and may_be_cut(tuple(node.meta["val"].shape), mesh, axes)
                 wishes[node.name] = Wish(spread=axes) if able else exactly(layouts[node.name], "as in the plan")
-        return Space(gm, mesh, wishes, {}).solve()[0]
+        return Space(gm, mesh, wishes, {}).solve(exact=False)[0]
 
     def seconds(self, number: int, level: int) -> float:
         """Returns the seconds of a step in which the parameters of a group and their gradients are boxed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,12 @@ class Folded:
     members: list[list[int]]
     bundles: list[Bundle]
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """By class how many members it has."""
         return list(map(len, self.members))
 
-    @property
+    @cached_property
     def trivial(self) -> bool:
         """Whether every class has one member, so that this is the whole problem."""
         return max(self.sizes) == 1
