@@ -314,3 +314,5 @@ def test_equal_chunks_are_measured_once() -> None:
     assert len({id(cost.program) for cost in plan.parts}) < len(plan.parts) == 6
     first, *inner, last = map(likeness, plan.programs)
     assert len(set(inner)) == 1 and len({first, inner[0], last}) == 3
+    pinned = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), pin={"blocks.2.up.weight": "S(0)"}, **options)
+    assert len(set(map(likeness, pinned.programs))) == len({id(cost.program) for cost in pinned.parts}) == 4
