@@ -38,7 +38,6 @@ from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice, of_stored
 
 LEVELS = range(4)
-NEAR_LIMIT = 0.99  # of the limit
 Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
 Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
 
@@ -48,7 +47,7 @@ def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) ->
 
     free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
     the loop. Fewer moves are faster and take more bytes, about so many more as these hold by themselves: what the stages of one plan take
-    says which one to make next. A plan that takes nearly all of `memory` has few enough.
+    says which one to make next.
     """
     held = [free.memory_of(stage)["total"] for stage in range(free.stages)]
     fits = free if max(held) <= memory else None
@@ -56,7 +55,7 @@ def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) ->
     moves, plan, at = [] if fits else zero.moves(), free, 0
     saved = zero.saved(moves, free)
     few, most = 0, len(moves) + 1  # so many do not fit; no more than so many are needed, if any number fits
-    while few + 1 < most and (fits is None or max(held) < NEAR_LIMIT * memory):
+    while few + 1 < most:
         wanted = max(bisect_left(by, by[at] + more - memory) for by, more in zip(saved, held))
         at = min(max(wanted, few + 1), most - 1)
         plan = zero.built(moves[:at], build)
