@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.api.recompute import AUTO, forms_of
-from sbpc.errors import MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
+from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
@@ -73,7 +73,7 @@ def plan_stages(
         try:
             asked = wishes(body, inner, Requests(pins, baseline=SPARING)) if baseline is None else None
             return [finish(body, inner, asked.nodes, asked.outputs, options, clocks, exact=False).assignment] if asked else []
-        except (PinError, PlanError):  # the scheme does not fit the model
+        except (LayoutError, PinError, PlanError):  # the scheme does not fit the model, or not beside the pins
             return []
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
