@@ -255,26 +255,34 @@ class LayoutProblem:
         numbers = {id(port): np.searchsorted(codes, port) for port in ports}
         return codes, [numbers[id(port)] for port in ports], seconds
 
-    def labels(self, assignment: Assignment) -> list[int]:
-        """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
+    def known_labels(self, assignment: Assignment) -> list[int | None]:
+        """Returns the labels of an assignment; None for a node that has none, or is not to take it here."""
         by_choice: dict[tuple[int, int], int | None] = {}  # equal nodes share tables, and mostly their choices
-        chosen = []
+        labels = []
         for node, table in zip(self.nodes, self.tables):
             choice = assignment.choices.get(node.name)
             key = id(choice), id(table)
             if key not in by_choice:
                 by_choice[key] = None if choice is None else table.label(choice)
-            chosen.append(by_choice[key])
-        labels = [0 if label is None else label for label in chosen]
+            labels.append(by_choice[key])
         for at, layout in zip(self.output_variables, assignment.outputs):
             if at is not None and at >= len(self.nodes):
                 table = self.tables[at]
                 labels.append(next(label for label in range(len(table)) if table.output(0, label) == layout))
-        if None in chosen:
+        return labels
+
+    def labels(self, assignment: Assignment) -> list[int]:
+        """Returns the labels of an assignment; a node that has none, or is not to take it here, takes the cheapest one."""
+        known = self.known_labels(assignment)
+        labels = [label or 0 for label in known]
+        if None in known:
             surroundings = Surroundings(self.problem)
-            for at, label in enumerate(chosen):
-                if label is None:
-                    labels[at] = int(surroundings.costs(at, labels).argmin())
+            cheapest: dict[Any, int] = {}  # by what a variable sees: in equal blocks that is the same
+            for at in (at for at, label in enumerate(known) if label is None):
+                seen = surroundings.seen(at, labels)
+                if seen not in cheapest:
+                    cheapest[seen] = int(surroundings.costs(at, labels).argmin())
+                labels[at] = cheapest[seen]
         return labels
 
     def assignment(self, labels: list[int]) -> Assignment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -20,9 +21,10 @@ from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
 from sbpc.passes.stages.zero import Build, within_levels
 from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.schedules import actions_of, chunks_in
-from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
@@ -93,23 +95,30 @@ def within_memory(
 ) -> StagedPlan:
     """Returns a plan that fits into `memory` bytes on each rank.
 
-    The layouts of the plan without a limit are kept, and parameters cut and gathered (`sbpc.passes.stages.zero`); so are those that
-    spare bytes. Unless that costs almost nothing, the body is planned under a limit, too, which is lowered until the busiest stage
-    fits. Raises MemoryLimitError.
+    Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
+    (`sbpc.passes.stages.zero`). Unless that costs almost nothing, the body is planned under a limit, too, which is lowered until the
+    busiest stage fits. Raises MemoryLimitError.
     """
-    plan, whole, build = free
+    plan, whole, _ = free
     plans = list[StagedPlan]()
-    for drafts in ([free], (draft(replace(whole, assignment=each, programs={})) for each in spare())):
-        plans += [within_levels(plan, whole, memory, build) for plan, whole, build in drafts]
-        if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
-            return fastest(plans, memory)
+
+    def add(each: Draft) -> None:
+        seconds = [known.cost.seconds for known in plans if known.memory["total"] <= memory]
+        plans.append(within_levels(each[0], each[1], memory, each[2], min(seconds, default=inf)))
+
+    for assignment in spare():
+        add(draft(replace(whole, assignment=assignment, programs={})))
+    add(free)
+    if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
+        return fastest(plans, memory)
     total, limited = plan.memory["total"], search(whole)
     for _ in range(TRIES):
         try:
-            plan, whole, build = draft(limited(LESS * whole.memory["total"] * memory / total))
+            tried = draft(limited(LESS * whole.memory["total"] * memory / total))
         except MemoryLimitError:
             break
-        plans.append(within_levels(plan, whole, memory, build))
+        add(tried)
+        whole = tried[1]
         total = plans[-1].memory["total"]
         if min(plan.memory["total"] for plan in plans) <= memory:
             break
@@ -143,7 +152,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
         known.setdefault(key[0], {})[key] = layout
     chunks = []
     for piece in pieces:
-        gm = annotate(piece.graph)
+        gm = piece.graph
         received = {node.name for port, node in placeholders(gm).items() if port in piece.receives}
         choices: dict[str, Choice] = {}
         aliases: dict[tuple[str, int], Layout] = {}
@@ -160,8 +169,8 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
         for node, layout in zip(results(gm), outputs):
             producer, index = value_of(node)  # type: ignore[arg-type]
             aliases.setdefault((producer.name, index), layout)
-        plan = made(gm, Assignment(choices, aliases, tuple(outputs)))
-        chunks.append(Chunk(plan, piece.arguments, piece.results, piece.receives, piece.sends))
+        about = piece.arguments, piece.results, piece.receives, piece.sends
+        chunks.append(Chunk(gm, Assignment(choices, aliases, tuple(outputs)), lambda gm, a: made(annotate(gm), a), *about))
     return chunks
 
 
@@ -170,7 +179,7 @@ def left(whole: Plan, piece: Piece, borders: Mapping[str, Layout], port: Port) -
     if port in piece.sends:
         return borders[piece.sends[port]]
     if port.kind == GRADIENT:
-        return whole.parameters[port.name]
+        return whole.given[Port(PARAMETER, port.name)]
     outputs = [layout for each, layout in whole.left.items() if each.kind == port.kind]
     layout = outputs[piece.results[port]]
     assert layout is not None

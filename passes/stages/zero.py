@@ -15,12 +15,13 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.paths import seconds
@@ -36,21 +37,24 @@ from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice, of_stored
+from sbpc.solver import Problem, Value, Variable, solve
 
 LEVELS = range(4)
 Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
 Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
 
 
-def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) -> StagedPlan:
+def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build, best: float = inf) -> StagedPlan:
     """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, that of all moves.
 
     free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
-    the loop. Fewer moves are faster and take more bytes, about so many more as these hold by themselves: what the stages of one plan take
-    says which one to make next.
+    the loop. best: seconds of a plan that fits; where one that does not fit is no faster, it is returned. Fewer moves are faster and take
+    more bytes, about so many more as these hold by themselves: what the stages of one plan take says which one to make next.
     """
     held = [free.memory_of(stage)["total"] for stage in range(free.stages)]
     fits = free if max(held) <= memory else None
+    if not fits and free.cost.seconds >= best:
+        return free
     zero = Zero(whole, groups_of(whole.graph), free.count)
     moves, plan, at = [] if fits else zero.moves(), free, 0
     saved = zero.saved(moves, free)
@@ -62,6 +66,8 @@ def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build) ->
         held = [plan.memory_of(stage)["total"] for stage in range(plan.stages)]
         if max(held) <= memory:
             fits, most = plan, at
+        elif plan.cost.seconds >= best:
+            return plan
         else:
             few = at
     return fits or plan
@@ -166,7 +172,8 @@ class Zero:
                 free = not any(fnmatch.fnmatchcase(port.name, pattern) for pattern in self.plan.options.get("pin", {}))
                 able = free and may_be_cut(tuple(node.meta["val"].shape), mesh, axes)
                 wishes[node.name] = Wish(spread=axes) if able else exactly(layouts[node.name], "as in the plan")
-        return Space(gm, mesh, wishes, {}).solve(exact=False)[0]
+        space = Space(gm, mesh, wishes, {})
+        return space.assignment(with_best(space, space.known_labels(self.plan.assignment), [group.nodes for group in self.groups]))
 
     def seconds(self, number: int, level: int) -> float:
         """Returns the seconds of a step in which the parameters of a group and their gradients are boxed."""
@@ -237,6 +244,36 @@ class Zero:
         )
         about = (*shape_of(producer, index), self.plan.mesh)
         return seconds(made, alias, *about) + sum(seconds(alias, layout, *about) for layout in wanted)
+
+
+def with_best(space: Space, labels: Sequence[int | None], groups: Iterable[Sequence[Node]]) -> list[int]:
+    """Returns the labels of a space with the nodes of each group as is best, all others as they are. Equal groups are solved once."""
+    found, known = [label or 0 for label in labels], dict[Hashable, list[int]]()
+    touching: dict[int, list[Value]] = {}
+    for value in space.values:
+        for at in dict.fromkeys([value.producer, *(at for at, _ in value.consumers)]):
+            touching.setdefault(at, []).append(value)
+    for group in groups:
+        free = {space.number[node]: place for place, node in enumerate(group)}
+        variables, values = [space.variables[at] for at in free], list[Value]()
+        key = list(map(id, (variable.costs for variable in variables)))
+        for value in dict.fromkeys(value for at in free for value in touching[at]):
+            ends = list[tuple[int, np.ndarray]]()
+            for at, layouts in [(value.producer, value.out), *value.consumers]:
+                if at in free:
+                    ends.append((free[at], layouts))
+                    key += free[at], id(layouts)
+                else:  # a variable that has no choice
+                    ends.append((len(variables), layouts[found[at]][None]))
+                    variables.append(Variable("", np.zeros(1), space.variables[at].digits[:1]))
+                    key += -1, int(layouts[found[at]])
+            values.append(Value(*ends[0], ends[1:], value.closure))
+            key.append(id(value.closure))
+        if tuple(key) not in known:
+            known[tuple(key)] = solve(Problem(variables, values)).labels
+        for at, label in zip(free, known[tuple(key)]):
+            found[at] = label
+    return found
 
 
 def name_of(node: Node) -> tuple[str, int]:

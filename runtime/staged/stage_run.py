@@ -10,11 +10,10 @@ from torch import Tensor
 
 from sbpc._compat import storage_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.plans.staged.staged_plan import Chunk
 
 Values = dict[str, Any]
 LATER = {BEFORE: (), FORWARD: (INPUTS, WEIGHTS), INPUTS: (WEIGHTS,), WEIGHTS: (), AFTER: ()}  # by the last part of a program what reads it

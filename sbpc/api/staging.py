@@ -28,9 +28,10 @@ from sbpc.passes.stages.balance import between_blocks, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
 from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.loop_formula import check_names
 from sbpc.plans.staged.schedules import chunks_in
-from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 

@@ -28,10 +28,11 @@ from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.staged.chunk_cost import ChunkCost
+from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import StagedCost
-from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", (SPARING,)  # kinds of layouts inside a stage, see `kinds`
 IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch

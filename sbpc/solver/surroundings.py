@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,6 +41,16 @@ class Surroundings:
             touched = list(dict.fromkeys([value.producer, *consumers]))
             for at in touched:
                 self.neighbours[at] += [other for other in touched if other != at]
+
+    def seen(self, at: int, labels: Sequence[int]) -> Hashable:
+        """Returns what the costs of variable `at` depend on, all other labels as they are."""
+        arrays = [self.problem.variables[at].costs]
+        layouts = []
+        for use in self.uses[at]:
+            value, ends = use.value, [(use.value.producer, use.value.out), *use.value.consumers]
+            arrays += [value.closure, *(wants for other, wants in ends if other == at)]
+            layouts.append(tuple(-1 if other == at else int(wants[labels[other]]) for other, wants in ends))
+        return tuple(map(id, arrays)), tuple(layouts)
 
     def costs(self, at: int, labels: Sequence[int]) -> np.ndarray:
         """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they are."""

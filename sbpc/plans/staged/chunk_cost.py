@@ -12,11 +12,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import tree_leaves
+from sbpc.graph.operands import value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
 from sbpc.graph.recomputed import is_recomputed
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms
 from sbpc.plans.staged.part_memory import Kept, bytes_at, rise
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
@@ -101,31 +102,47 @@ class ChunkCost:
         )  # fmt: skip
 
 
-def costs_of(chunks: Sequence[ChunkPrograms]) -> list[ChunkCost]:
+def costs_of(chunks: Sequence[Chunk], in_loop: Container[Port], programs: Sequence[ChunkPrograms]) -> list[ChunkCost]:
     """Returns what chunks of one model cost. Those that are alike, as equal blocks are, are measured once."""
-    known, costs = dict[Hashable, ChunkCost](), list[ChunkCost]()
-    for chunk in chunks:
-        key, ports = likeness(chunk), placeholders(chunk.plan.graph)
+    known, costs, numbers = dict[Hashable, ChunkCost](), list[ChunkCost](), Numbers()
+    for at, chunk in enumerate(chunks):
+        key = likeness(chunk, in_loop, numbers)
         if key not in known:
-            known[key] = ChunkCost.by(chunk)
-        names = [port.name for port in ports if port.kind == PARAMETER]
+            known[key] = ChunkCost.by(programs[at])
+        names = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER]
         costs.append(replace(known[key], homes=dict(zip(names, known[key].homes.values(), strict=True))))
     return costs
 
 
-def likeness(chunk: ChunkPrograms) -> Hashable:
-    """Returns what is equal for chunks that cost the same: the calls of the boxed graph in order, with shapes and layouts, but no names."""
-    gm, ends = chunk.plan.unscheduled, [port.kind for port in chunk.plan.ports.outputs]
-    number = {node: at for at, node in enumerate(gm.graph.nodes)}
-    kinds = {node: port.kind for port, node in placeholders(gm).items()}
+class Numbers:
+    """Small numbers for objects, one for equal ones. What is asked for often is hashed once."""
+
+    def __init__(self) -> None:
+        self.by_value, self.by_id = dict[Hashable, int](), dict[int, tuple[int, Hashable]]()
+
+    def of(self, each: Hashable) -> int:
+        """Returns the number of an object, which is kept, so that no other has its id."""
+        if id(each) not in self.by_id:
+            self.by_id[id(each)] = self.by_value.setdefault(each, len(self.by_value)), each
+        return self.by_id[id(each)][0]
+
+
+def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashable:
+    """Returns what is equal for chunks that cost the same: calls in order, with shapes, layouts and what is in the loop, but no names."""
+    number = {node: at for at, node in enumerate(chunk.graph.graph.nodes)}
+    kinds = {node: (port.kind, port in in_loop) for port, node in placeholders(chunk.graph).items()}
+    choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
 
     def about(node: Node) -> Hashable:
         called = node.target if node.op == "call_function" else kinds.get(node)
         read = repr(map_arg((node.args, node.kwargs), lambda used: f"%{number[used]}"))
         values = tuple((v.dtype, tuple(v.shape), v.stride()) for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
-        return called, read, values, chunk.parts.get(node), *map(node.meta.get, ("step", "sbp", "choice", "phase")), is_recomputed(node)
+        producer, index = value_of(node)
+        layouts = numbers.of(choices.get(node.name)), numbers.of(aliases.get((producer.name, index)))
+        return called, read, values, node.meta.get("phase"), *layouts, is_recomputed(node)
 
-    return tuple(map(about, gm.graph.nodes)), tuple(ends)
+    ends = [(port.kind, port in in_loop, layout) for port, layout in chunk.left.items()]
+    return tuple(map(about, chunk.graph.graph.nodes)), tuple(ends)
 
 
 def together(costs: Sequence[ChunkCost]) -> ChunkCost:

@@ -1,4 +1,5 @@
-"""The programs of a chunk: each runs some parts of a step at once, in an order of its own in which collectives run beside computing.
+"""A chunk of the model, and its programs: each runs some parts of a step at once, in an order of its own in which collectives run beside
+computing.
 
 A program is a boxed graph. It reads what other programs gave, by name, and the sums of gradients to which it adds its own. Where
 boxings home are among its parts, they read the sums.
@@ -8,20 +9,110 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.graph.operands import ADD, is_sum
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
+from sbpc.graph.ports import (
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    PARAMETER,
+    SEED,
+    TANGENT,
+    Port,
+    Ports,
+    placeholders,
+    results,
+)
 from sbpc.graph.rewrite import called, copied, put
+from sbpc.mesh.layout import Layout
 from sbpc.plans.measure import dims_at, layout_at
-from sbpc.plans.plan import Plan
+from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in, parts_of, summand
+
+T = TypeVar("T")
+
+
+@dataclass
+class Chunk:
+    """One chunk of the model: its plan on the mesh of a stage, made on first use, and what its ports stand for.
+
+    graph: at global shapes; assignment: its layouts; made: makes the plan of these. arguments: by input, the name of the body's input.
+    results: by output, the number of the body's output. receives, sends: by port, the name of the value that crosses between chunks.
+    """
+
+    graph: GraphModule
+    assignment: Assignment
+    made: Callable[[GraphModule, Assignment], Plan]
+    arguments: dict[Port, str]
+    results: dict[Port, int]
+    receives: dict[Port, str]
+    sends: dict[Port, str]
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of the chunk."""
+        return self.made(self.graph, self.assignment)
+
+    @property
+    def ports(self) -> Ports:
+        """What goes into and comes out of the chunk."""
+        return self.graph.meta["ports"]
+
+    @property
+    def left(self) -> dict[Port, Layout | None]:
+        """By port of an output: the layout in which it is left."""
+        return dict(zip(self.ports.outputs, self.assignment.outputs))
+
+    @functools.cached_property
+    def parts(self) -> dict[Node, str]:
+        """By node of the graph its part of a step."""
+        return parts_of(self.graph)
+
+    @functools.cached_property
+    def sends_late(self) -> frozenset[Port]:
+        """The ports of what the backward sends."""
+        ends = zip(self.ports.outputs, results(self.graph))
+        return frozenset(port for port, node in ends if port in self.sends and node is not None and self.parts[node] == INPUTS)
+
+    def value(self, port: Port) -> Tensor:
+        """Returns a tensor without data like an output."""
+        node = results(self.graph)[self.ports.outputs.index(port)]
+        assert node is not None
+        value: Tensor = node.meta["val"]
+        return value
+
+    def value_of(self, port: Port, count: int, how: Any) -> Tensor:
+        """Returns a tensor of the shape of an output, joined over `count` micro-batches as `how` says."""
+        value = self.value(port)
+        shape = [size * count if at == how and how != "same" else size for at, size in enumerate(value.shape)]
+        return torch.empty(shape, dtype=value.dtype)
+
+
+class OnUse(Sequence[T]):
+    """So many items, each made when it is first asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self.size, self.make, self.made = count, make, dict[int, T]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, at: Any) -> Any:
+        if at not in range(self.size):
+            raise IndexError(at)
+        if at not in self.made:
+            self.made[at] = self.make(at)
+        return self.made[at]
 
 
 @dataclass(frozen=True)

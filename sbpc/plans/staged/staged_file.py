@@ -18,9 +18,10 @@ from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUTS, OUTPUT, PARAMETER,
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import Decoder
+from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.plans.staged.schedules import chunks_in, in_turn
-from sbpc.plans.staged.staged_plan import Chunk, StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan
 
 STAGES = "stages"
 JOINS = ("sum", "max", "min", "same")
@@ -86,7 +87,8 @@ def decode(decoder: Decoder, plan_in: Callable[[Decoder], Plan]) -> StagedPlan:
 def decode_chunk(decoder: Decoder, body: Mapping[str, Any], plan_in: Callable[[Decoder], Plan]) -> Chunk:
     """Returns a chunk."""
     named: dict[str, Any] = {key: {Port(kind, name): what for kind, name, what in body[key]} for key in NAMED}
-    return Chunk(plan_in(decoder), **named)
+    plan = plan_in(decoder)
+    return Chunk(plan.graph, plan.assignment, lambda *_: plan, **named)
 
 
 # --- what the parts of a file must have in common: each yields what is wrong, and may rely on what is checked before it --------------

@@ -10,23 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from sbpc.errors import PlanError, check_kinds, closest
-from sbpc.graph.ports import GRADIENT, TANGENT, Port, Ports, results
+from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
-from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
@@ -38,37 +36,6 @@ AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
 LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
 }  # fmt: skip
-
-
-@dataclass
-class Chunk:
-    """One chunk of the model: its plan on the mesh of a stage, and what its ports stand for.
-
-    arguments: by input, the name of the body's input. results: by output, the number of the body's output. receives, sends: by port,
-    the name of the value that crosses between chunks.
-    """
-
-    plan: Plan
-    arguments: dict[Port, str]
-    results: dict[Port, int]
-    receives: dict[Port, str]
-    sends: dict[Port, str]
-
-    @functools.cached_property
-    def sends_late(self) -> frozenset[Port]:
-        """The ports of what the backward sends."""
-        parts = parts_of(self.plan.graph)
-        ends = zip(self.plan.ports.outputs, results(self.plan.graph))
-        return frozenset(port for port, node in ends if port in self.sends and node is not None and parts[node] == INPUTS)
-
-
-    def value_of(self, port: Port, count: int, how: Any) -> Tensor:
-        """Returns a tensor of the shape of an output, joined over `count` micro-batches as `how` says."""
-        node = results(self.plan.graph)[self.plan.ports.outputs.index(port)]
-        assert node is not None
-        value: Tensor = node.meta["val"]
-        shape = [size * count if at == how and how != "same" else size for at, size in enumerate(value.shape)]
-        return torch.empty(shape, dtype=value.dtype)
 
 
 @dataclass
@@ -148,7 +115,7 @@ class StagedPlan(Pipeline):
         """By name of a parameter that several chunks have, as tied ones may be, these chunks."""
         having: dict[str, list[int]] = {}
         for at, chunk in enumerate(self.chunks):
-            for name in chunk.plan.parameters:
+            for name in (port.name for port in chunk.ports.inputs if port.kind == PARAMETER):
                 having.setdefault(name, []).append(at)
         return {name: chunks for name, chunks in having.items() if len(chunks) > 1}
 
@@ -156,7 +123,7 @@ class StagedPlan(Pipeline):
     def summands(self) -> dict[str, list[int]]:
         """By name of a parameter that several chunks have, those with a term of its gradient: with recomputation some may have none."""
         return {
-            name: [at for at in chunks if Port(GRADIENT, name) in self.chunks[at].plan.ports.outputs]
+            name: [at for at in chunks if Port(GRADIENT, name) in self.chunks[at].ports.outputs]
             for name, chunks in self.shared.items()
         }
 
@@ -218,14 +185,14 @@ class StagedPlan(Pipeline):
         return {at: ChunkPrograms(with_dims(each.plan, source), self.in_loop, self.overlaps) for at, each in mine.items()}
 
     @functools.cached_property
-    def programs(self) -> list[ChunkPrograms]:
+    def programs(self) -> Sequence[ChunkPrograms]:
         """The programs of each chunk."""
-        return [ChunkPrograms(chunk.plan, self.in_loop, self.overlaps) for chunk in self.chunks]
+        return OnUse(len(self.chunks), lambda at: ChunkPrograms(self.chunks[at].plan, self.in_loop, self.overlaps))
 
     @functools.cached_property
     def parts(self) -> list[ChunkCost]:
         """What each chunk costs."""
-        return costs_of(self.programs)
+        return costs_of(self.chunks, self.in_loop, self.programs)
 
     def sending(self, source: Action, action: Action) -> float:
         """Returns the seconds for what one action sends to another one on another stage."""
@@ -247,11 +214,8 @@ class StagedPlan(Pipeline):
 
     def border_bytes(self, chunk: int, port: Port) -> int:
         """Returns the bytes of a sent value on the busiest rank."""
-        plan = self.chunks[chunk].plan
-        place = plan.ports.outputs.index(port)
-        node = results(plan.graph)[place]
-        assert node is not None
-        return bytes_at(node.meta["val"], plan.left[port], self.inner)
+        about = self.chunks[chunk]
+        return bytes_at(about.value(port), about.left[port], self.inner)
 
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches, and beside it lanes of the

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sbpc.graph.ports import GRADIENT, results
+from sbpc.mesh.mesh import Mesh
 from sbpc.plans.staged.chunk_cost import ADDED
-from sbpc.plans.staged.chunk_programs import ChunkPrograms
+from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -30,22 +31,24 @@ WORK = (FORWARD, INPUTS, WEIGHTS)
 
 def stages_bound(plan: StagedPlan, least: Mapping[str, float]) -> float:
     """Returns seconds that the schedule of a plan takes at least. least: by name of a call the seconds of its kernel in any layout."""
-    parts = [least_of(each, least) for each in plan.programs]
+    parts = [least_of(each, plan.inner, least) for each in plan.chunks]
     longest = max(stage_bound(plan, parts, stage) for stage in range(plan.stages))
     return max(longest / plan.alone, sum(sum(busy(plan, each).values()) for each in parts) / plan.stages)
 
 
-def least_of(programs: ChunkPrograms, least: Mapping[str, float]) -> dict[str, float]:
-    """Returns what a micro-batch takes at least in each part of a chunk, and under ADDED what it takes to add its gradients to others."""
+def least_of(chunk: Chunk, mesh: Mesh, least: Mapping[str, float]) -> dict[str, float]:
+    """Returns what a micro-batch takes at least in each part of a chunk, and under ADDED what it takes to add its gradients to others.
+
+    mesh: of a stage.
+    """
     found = dict.fromkeys((*WORK, ADDED), 0.0)
-    for node, part in programs.parts.items():
+    for node, part in chunk.parts.items():
         if part in WORK and node.op == "call_function":  # what another chunk sends has the name of the call that made it
             found[part] += least.get(node.name, 0.0)
-    plan, cluster = programs.plan, programs.plan.mesh.cluster
-    ends = zip(plan.ports.outputs, results(plan.graph))
+    ends = zip(chunk.ports.outputs, results(chunk.graph))
     for value in (node.meta["val"] for node in dict.fromkeys(node for port, node in ends if port.kind == GRADIENT) if node is not None):
-        share = value.numel() / plan.mesh.ranks
-        found[ADDED] += float(cluster.kernel_seconds("add", share, 3 * value.element_size() * share))
+        share = value.numel() / mesh.ranks
+        found[ADDED] += float(mesh.cluster.kernel_seconds("add", share, 3 * value.element_size() * share))
     return found
 
 
