@@ -141,6 +141,8 @@ class MemorySearch:
         if self.best is None and columns_of(self.space.problem, everything(self.space.problem)) <= COLUMNS:
             self.below_gap(everything(self.space.problem))
             self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, 1 << 20)
+        while self.best and not self.large and self.gap > ROUGH and self.polish():
+            pass
 
     # --- prices ---------------------------------------------------------------------------------------------------------
 
@@ -228,6 +230,15 @@ class MemorySearch:
                 return
             self.correct(candidate)
 
+    def polish(self, more: int = 0, until: float = math.inf) -> bool:
+        """Mixes plans with rows about the best plan alone: those about others may forbid what is better. Returns whether that is found."""
+        before = self.best
+        assert before is not None
+        self.corrections = {}
+        self.correct(before)
+        self.mix(TURNS, more, until)
+        return self.best is not before
+
     def mixture(self, base: Candidate | None, more: int) -> tuple[list[int] | None, float]:
         """Returns the cheapest labels within all rows on the support of the relaxation and those of `base`, None if there are none;
         and the seconds of the relaxation."""
@@ -310,9 +321,10 @@ class MemorySearch:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Looks for a better plan, then for a better bound, for about `limit` CPU seconds in all; returns both."""
-        start = time.process_time()
-        for more in (1, 2, 4, 8):
-            self.mix(TURNS, more, start + limit / 2)
+        start, more, most = time.process_time(), 0, max(map(len, self.reduced_costs))
+        while more <= most and time.process_time() < start + limit / 2:
+            if not self.polish(more, start + limit / 2):
+                more = 2 * more or 1
         assert self.best is not None
         better = None if self.best.labels == self.space.labels(plan.assignment) else self.finished()
         _, problem, allowed = self.priced()

@@ -26,7 +26,7 @@ TICKS = 10, 3e9  # interrupts after which HiGHS is stopped: at least, and times 
 PIVOTS = 2  # simplex steps per row after which a relaxation is given up; it mostly takes half as many as rows
 EXCESS = 1e4  # how many times a limit can be bought in a relaxation
 INTEGRAL = 1e-7  # what is nearer to 0 or 1 counts as integral; also the relative rounding error of an LP's seconds
-ROUGH = 0.02  # a gap that is worth eight times the ticks, or another program
+ROUGH = 0.02  # a gap that is worth four times the ticks, or another program
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def stop_by_ticks(model: Quiet, ticks: float) -> None:
     def interrupt(event: Any) -> None:
         nonlocal asked
         asked += 1
-        allowed = 8 * ticks if event.data_out.mip_gap > ROUGH else ticks
+        allowed = 4 * ticks if event.data_out.mip_gap > ROUGH else ticks
         event.data_in.user_interrupt = seen.stopped or asked > allowed
 
     model.cbMipInterrupt.subscribe(interrupt)
