@@ -321,8 +321,8 @@ class MemorySearch:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Looks for a better plan, then for a better bound, for about `limit` CPU seconds in all; returns both."""
-        start, more, most = time.process_time(), 0, max(map(len, self.reduced_costs))
-        while more <= most and time.process_time() < start + limit / 2:
+        start, more, every = time.process_time(), 0, max(map(len, self.reduced_costs))
+        while more <= every and time.process_time() < start + limit / 2:
             if not self.polish(more, start + limit / 2):
                 more = 2 * more or 1
         assert self.best is not None
