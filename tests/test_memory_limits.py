@@ -26,6 +26,7 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Problem, total
+from sbpc.solver.surroundings import Surroundings
 from tests import models
 from tests.random_plans import draw
 from tests.test_closed_forms import Linears
@@ -179,6 +180,35 @@ def test_a_limit_that_no_plan_keeps_is_refused_as_soon_as_that_is_known(monkeypa
     with pytest.raises(MemoryLimitError, match="no plan takes as little as 100"):
         sbpc.plan(*model, Mesh(x=5), optimizer="sgd", memory=100, objective="serial")
     assert limits == [100]
+
+
+def test_what_a_plan_leaves_open_takes_the_cheapest_label() -> None:
+    """Also where blocks differ, of which equal ones are looked at once."""
+    with torch.device("meta"):
+        model, args = models.gpt2(batch=16, seq=64, vocab=1024, width=512, heads=8, layers=4)
+    free = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), pin={"blocks.1.up.weight": "S(0)@x", "blocks.2.down.weight": "[B, B]"})
+    space = LimitedSpace(annotate(store(free.graph)), free.mesh, {}, {})
+    known, around = space.known_labels(free.assignment), Surroundings(space.problem)
+    expected = [label or 0 for label in known]
+    for at in (at for at, label in enumerate(known) if label is None):
+        expected[at] = int(around.costs(at, expected).argmin())
+    assert space.labels(free.assignment) == expected
+    assert known.count(None) > 20 and len({expected[at] for at, label in enumerate(known) if label is None}) > 2
+
+
+def test_a_plan_under_a_limit_is_polished_and_certify_goes_on() -> None:
+    """Rows about plans that were tried before forbid better ones: about the best plan alone they do not."""
+    with torch.device("meta"):
+        model, args = models.gpt2(batch=16, seq=64, vocab=1024, width=512, heads=8, layers=2)
+    mesh = Mesh(x=2, y=2, cluster="h100")
+    most = 0.4 * sbpc.plan(model, args, mesh, objective="serial").cost.memory["total"]
+    plan = sbpc.plan(model, args, mesh, objective="serial", memory=most)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory.MemorySearch, "polish", lambda self, more=0, until=0.0: False)
+        rough = sbpc.plan(model, args, mesh, objective="serial", memory=most)
+    assert plan.cost.seconds < 0.99 * (before := rough.cost.seconds)
+    rough.certify(seconds=6)
+    assert plan.cost.lower_bound <= rough.cost.seconds < 0.99 * before and rough.cost.memory["total"] <= most
 
 
 def test_a_bound_is_not_above_the_plan_by_rounding() -> None:

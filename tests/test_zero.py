@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 from collections import Counter
 
 import torch
@@ -10,10 +12,16 @@ from expecttest import assert_expected_inline
 
 import sbpc
 from sbpc import Mesh
-from sbpc.graph.ports import GRADIENT, PARAMETER
+from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.mesh.pins import Wish
+from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import placeholder_wishes
+from sbpc.passes.stages.zero import groups_of, with_best
 from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.solver import total
 from tests import models
+from tests.random_plans import draw
 
 MESH = Mesh(pipe=1, data=8, cluster="h100")
 LIMITS = None, 0.72, 0.5, 0.3089
@@ -79,3 +87,28 @@ def test_equal_layers_are_all_at_one_stage_of_zero_at_the_bytes_of_that_stage() 
                 sent[f"{part} {node.meta['step'].collective}"] += 1
         assert sent == most
         assert plan.cost.memory["total"] <= (limit or 1) * alike().cost.memory["total"]
+
+
+def test_what_is_cut_is_laid_out_as_is_best_with_all_else_as_it_is() -> None:
+    """All else as a random plan has it, so that equal blocks differ."""
+    model, args = models.gpt2(batch=4, layers=3)
+    gm, mesh = sbpc.plan(model, args, Mesh(x=2, y=2, cluster="h100"), objective="serial").graph, Mesh(x=2, y=2, cluster="h100")
+    assignment = draw(gm, mesh, placeholder_wishes(gm, mesh, None, None, False), random.Random(0))
+    cut = {node.name: Wish(spread=(0, 1)) for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    space, groups = Space(gm, mesh, cut, {}), groups_of(gm)
+    known = space.known_labels(assignment)
+    labels = with_best(space, known, [group.nodes for group in groups])
+    ours = {node for group in groups for node in group.nodes}
+    assert [labels[at] for at, node in enumerate(space.nodes) if node not in ours] == [
+        known[at] or 0 for at, node in enumerate(space.nodes) if node not in ours
+    ]
+    tried = 0
+    for group in groups:
+        free = [space.number[node] for node in group.nodes]
+        for others in itertools.islice(itertools.product(*(range(len(space.tables[at])) for at in free)), 200):
+            other = list(labels)
+            for at, label in zip(free, others):
+                other[at] = label
+            assert total(space.problem, labels) <= total(space.problem, other) * (1 + 1e-9), group.names
+            tried += other != labels
+    assert tried > 50

@@ -8,7 +8,7 @@ row of weights, and the price of a byte its Lagrange multiplier.
 2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
    block by itself, mixes them.
 3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until
-   nothing changes.
+   nothing changes. In small problems that is done anew with rows about the best plan alone, as long as it finds a better one.
 """
 
 from __future__ import annotations

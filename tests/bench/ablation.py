@@ -67,6 +67,7 @@ LIMITED: dict[str, list[Patch]] = {
     "plans beside the best prices": [(memory, "LADDER", ())],
     "program at prices": [(memory, "ROUGH", 1.0)],
     "mixtures": [(MemorySearch, "mix", lambda self, turns, more=0, until=0.0: None)],
+    "polish": [(MemorySearch, "polish", lambda self, more=0, until=0.0: False)],
     "rows about a plan": [(memory, "ROWS", 1)],
     "sharper bound": [(MemorySearch, "sharpen", lambda self: None)],
 }
