@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
+from torch.fx import GraphModule
+
 from sbpc.api.recompute import RECOMPUTE
-from sbpc.errors import SbpcError, check_kinds, is_number, shown
+from sbpc.errors import PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE
 
@@ -43,3 +48,18 @@ def check_options(
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
     if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
         raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
+
+
+def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:
+    """Returns the pins that name no parameter."""
+    ports = gm.meta["ports"]
+    names = [*(port.name for port in ports.inputs if port.kind == PARAMETER), *ports.tied]
+    return [pattern for pattern in pins if not fnmatch.filter(names, pattern)]
+
+
+def check_parts(gm: GraphModule, pins: Mapping[str, Any], dynamic: Any) -> None:
+    """Raises PlanError for what cannot be asked of a step in several micro-batches: their graph has other values."""
+    pinned = values_pinned(gm, pins)
+    if pinned or dynamic is not None:
+        what = f"the pin {pinned[0]!r} of a value" if pinned else "dynamic="
+        raise PlanError(f"{what} with microbatches=\n  Pin parameters alone and name no dims, or plan with microbatches=1.")

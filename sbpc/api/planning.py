@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import gc
 import json
 import logging
@@ -17,12 +16,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
-from sbpc.api.checks import check_mesh, check_options
+from sbpc.api.checks import check_mesh, check_options, check_parts, values_pinned
 from sbpc.api.recompute import AUTO, forms_of, least_recompute
 from sbpc.api.staging import check_staged, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.layout import Layout
@@ -235,15 +233,7 @@ class Task:
 
             quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
             return least_recompute(self.gm, memory, planned, quick)
-        gm, forms = self.gm, forms_of(self.gm, recompute) if forms is None else forms
-        if forms:
-            with self.stages.timed("recompute"):
-                gm = compute_again(gm, forms)
-        whole = None
-        if microbatches is not None and microbatches > 1:
-            check_parts(gm, pin or {}, dynamic)
-            with self.stages.timed("microbatches"):
-                whole, gm = gm, micro_batches(gm, microbatches, mesh.cluster)
+        gm, whole = self.rewritten(mesh, forms_of(self.gm, recompute) if forms is None else forms, microbatches or 1, pin or {}, dynamic)
         pins = {name: str(layout) for name, layout in (pin or {}).items()}
         options = {
             "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
@@ -273,6 +263,20 @@ class Task:
         trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
         return made
+
+    def rewritten(
+        self, mesh: Mesh, forms: Mapping[str, str], count: int, pin: Mapping[str, Any], dynamic: Any
+    ) -> tuple[GraphModule, GraphModule | None]:
+        """Returns the graph that computes again what `forms` say and works on `count` micro-batches, and that without these if it does."""
+        gm = self.gm
+        if forms:
+            with self.stages.timed("recompute"):
+                gm = compute_again(gm, forms)
+        if count == 1:
+            return gm, None
+        check_parts(gm, pin, dynamic)
+        with self.stages.timed("microbatches"):
+            return micro_batches(gm, count, mesh.cluster), gm
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
@@ -337,21 +341,6 @@ def may_loop(options: Mapping[str, Any]) -> bool:
     several = {name: (options.get(name) or 1) > 1 for name in ("microbatches", "panels")}
     others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread") or several["panels"]
     return several["microbatches"] and not others and options.get("objective") != "bytes"
-
-
-def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:
-    """Returns the pins that name no parameter."""
-    ports = gm.meta["ports"]
-    names = [*(port.name for port in ports.inputs if port.kind == PARAMETER), *ports.tied]
-    return [pattern for pattern in pins if not fnmatch.filter(names, pattern)]
-
-
-def check_parts(gm: GraphModule, pins: Mapping[str, Any], dynamic: Any) -> None:
-    """Raises PlanError for what cannot be asked of a step in several micro-batches: their graph has other values."""
-    pinned = values_pinned(gm, pins)
-    if pinned or dynamic is not None:
-        what = f"the pin {pinned[0]!r} of a value" if pinned else "dynamic="
-        raise PlanError(f"{what} with microbatches=\n  Pin parameters alone and name no dims, or plan with microbatches=1.")
 
 
 def conflicting_pins(gm: GraphModule, mesh: Mesh, requests: Requests) -> SbpcError:
