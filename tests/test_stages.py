@@ -16,6 +16,7 @@ from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
 from sbpc.plans.staged.chunk_cost import ChunkCost, Numbers, likeness
+from sbpc.plans.staged.chunk_programs import OnUse
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start.mail import Mail
@@ -308,16 +309,26 @@ def likenesses(plan: StagedPlan) -> list[Hashable]:
     return [likeness(chunk, plan.in_loop, numbers) for chunk in plan.chunks]
 
 
-def test_equal_chunks_are_measured_once() -> None:
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_equal_chunks_are_measured_once(share: float) -> None:
+    """share: of the bytes without a limit; under one parameters and gradients are in the loop."""
     model, args = models.gpt2(batch=16, layers=6)
-    options = {"stages": "pipe", "microbatches": 8, "schedule": "interleaved:3"}
+    options: dict[str, Any] = {"stages": "pipe", "microbatches": 8, "schedule": "interleaved:3", "recompute": "selective"}
     plan = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), **options)
+    if share < 1.0:
+        plan = sbpc.plan(model, args, plan.mesh, **options, memory=share * plan.memory["total"])
+        assert plan.in_loop
+    else:
+        assert isinstance(plan.programs, OnUse)
+        assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
     for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.by, plan.programs), strict=True)):
         assert (cost.homes, cost.kept, cost.trained, cost.added, cost.adds) == (alone.homes, alone.kept, alone.trained, alone.added, alone.adds)
         for which in plan.tally(at):
             assert cost.program(which) == alone.program(which)
             assert [cost.rise(which, first) for first in (True, False)] == [alone.rise(which, first) for first in (True, False)]
     assert len({id(cost.program) for cost in plan.parts}) < len(plan.parts) == 6
+    if share < 1.0:
+        return
     first, *inner, last = likenesses(plan)
     assert len(set(inner)) == 1 and len({first, inner[0], last}) == 3
     pinned = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), pin={"blocks.2.up.weight": "S(0)"}, **options)

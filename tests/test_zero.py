@@ -6,17 +6,23 @@ import functools
 import itertools
 import random
 from collections import Counter
+from math import inf
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
 from sbpc.mesh.pins import Wish
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import placeholder_wishes
-from sbpc.passes.stages.zero import groups_of, with_best
+from sbpc.passes.stages.zero import groups_of, with_best, within_levels
+from sbpc.plans.plan import Assignment
 from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.solver import total
@@ -87,6 +93,47 @@ def test_equal_layers_are_all_at_one_stage_of_zero_at_the_bytes_of_that_stage() 
                 sent[f"{part} {node.meta['step'].collective}"] += 1
         assert sent == most
         assert plan.cost.memory["total"] <= (limit or 1) * alike().cost.memory["total"]
+
+
+class Odd(nn.Module):
+    """A parameter that nothing reads, one that is taken apart, and one with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.unused = nn.Parameter(torch.empty(2048, 1024)), nn.Linear(8, 8)
+        self.names, self.head = nn.Embedding(4096, 1024), nn.Linear(1024, 4096, bias=False)
+        self.head.weight = self.names.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.both.chunk(2)
+        x = self.names(x)
+        return F.cross_entropy(self.head(F.linear(x, one) * F.linear(x, other)), y)
+
+
+def test_parameters_unused_taken_apart_and_with_two_names_are_cut_where_no_pin_says_otherwise() -> None:
+    with torch.device("meta"):
+        model, args = Odd(), (torch.empty(8192, dtype=torch.int64), torch.empty(8192, dtype=torch.int64))
+    for pins in ({}, {"head.weight": "B"}, {"names.weight": "B"}):
+        free = sbpc.plan(model, args, Mesh(data=4, cluster="h100"), microbatches=4, pin=pins)
+        limited = sbpc.plan(model, args, free.mesh, microbatches=4, pin=pins, memory=0.9 * free.memory["total"])
+        assert limited.memory["total"] <= 0.9 * free.memory["total"]
+        assert (str(limited.layout("head.weight")) == str(limited.layout("names.weight")) == "[B]") == bool(pins)
+
+
+def test_levels_stop_where_they_are_no_faster_than_what_fits() -> None:
+    free = planned()
+    assert free.body is not None
+    for best, builds in ((inf, 2), (1.2, 1), (0.9, 0)):  # in seconds of the plan without moves; every other one takes 1.5 and never fits
+        tried: list[Any] = []
+
+        def build(assignment: Assignment, in_loop: frozenset[Port], tried: list[Any] = tried) -> Any:
+            seconds = SimpleNamespace(seconds=1.5 * free.cost.seconds)
+            tried.append(SimpleNamespace(stages=1, cost=seconds, memory_of=lambda stage: free.cost.memory))
+            return tried[-1]
+
+        found = within_levels(free, free.body, 0.5 * free.cost.memory["total"], build, best * free.cost.seconds)
+        assert found is (tried[-1] if tried else free)
+        assert len(tried) >= builds if best == inf else len(tried) == builds
 
 
 def test_what_is_cut_is_laid_out_as_is_best_with_all_else_as_it_is() -> None:

@@ -96,7 +96,7 @@ class MomentCounter:
         return {key: self.order[reader] for key, reader, slot in self.reads if surely_reads(reader, slot)}
 
     def take(self, key: Key) -> bool:
-        """Whether nothing of a value has been counted. From now on it has."""
+        """Counts a value, unless a part of it has been or elements of it are repeated. Returns whether it is counted now."""
         part = slices_of(key)
         if part is None or not all(disjoint(part, other) for other in self.storages.get(storage_of(key), ())):
             return False

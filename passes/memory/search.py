@@ -7,8 +7,10 @@ row of weights, and the price of a byte its Lagrange multiplier.
    bound for all plans under the limit. A moment is added at the plan's peak, and again. Two more plans at lower and higher prices.
 2. Mixtures: the relaxation on the labels of all plans, equal blocks as one, says which labels to mix. A program on these, every
    block by itself, mixes them.
-3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until
-   nothing changes. In small problems that is done anew with rows about the best plan alone, as long as it finds a better one.
+3. What the new plan holds beyond the limit, exactly counted, becomes rows that are linear about this plan. Again from 2, until a plan
+   fits that is about as fast as the relaxation, or no faster than the best one before.
+4. While no plan fits, prices rise, and at last all labels of a small problem are mixed. In small problems mixtures are made anew with
+   rows about the best plan alone, as long as that finds a better one.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from sbpc.solver.subsets import Subset, around, everything, least_reduced
 progress = logging.getLogger("sbpc.progress")
 GOOD = 3e-3  # the gap with which the search ends
 ROUNDS, LADDER = 3, (0.25, 4.0)  # of prices; factors on the best prices for two more plans
-TURNS = 6  # of mixtures, and moments that have prices, at most
+TURNS = 6  # of mixtures in a row, and moments that have prices while plans are looked for, at most
 ROWS = 4  # calls spread over the step, at which what a plan holds too much becomes rows
 DEAREST = 16.0  # steps that all of a limit may cost, at most
 EVER_DEARER = 1.0, 8.0, 64.0  # the same, one after the other, while no plan fits
@@ -129,7 +131,7 @@ class MemorySearch:
             raise MemoryLimitError(shortage(least, limit, math.isinf(self.bound.bound)), least)
 
     def find_plans(self) -> None:
-        """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels."""
+        """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels. Polishes small plans."""
         prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
             self.take_bound(self.bound_at([factor * price for price in prices]))
@@ -140,7 +142,7 @@ class MemorySearch:
             self.mix(TURNS)
         if self.best is None and columns_of(self.space.problem, everything(self.space.problem)) <= COLUMNS:
             self.below_gap(everything(self.space.problem))
-            self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, 1 << 20)
+            self.mix(3 * TURNS if math.isfinite(self.bound.bound) else 0, max(map(len, self.reduced_costs)))
         while self.best and not self.large and self.gap > ROUGH and self.polish():
             pass
 
@@ -321,11 +323,13 @@ class MemorySearch:
 
     def certify(self, plan: Plan, limit: float) -> tuple[Plan | None, float]:
         """Looks for a better plan, then for a better bound, for about `limit` CPU seconds in all; returns both."""
-        start, more, every = time.process_time(), 0, max(map(len, self.reduced_costs))
-        while more <= every and time.process_time() < start + limit / 2:
-            if not self.polish(more, start + limit / 2):
-                more = 2 * more or 1
         assert self.best is not None
+        start, more, every = time.process_time(), 0, max(map(len, self.reduced_costs))
+        while time.process_time() < start + limit / 2:
+            if not self.polish(more, start + limit / 2):
+                if more == every:
+                    break
+                more = min(2 * more or 1, every)
         better = None if self.best.labels == self.space.labels(plan.assignment) else self.finished()
         _, problem, allowed = self.priced()
         most = total(problem, self.best.labels)

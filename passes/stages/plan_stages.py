@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -32,9 +32,16 @@ Made = Callable[[GraphModule, Assignment], Plan]
 Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
 Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
-Draft = tuple[StagedPlan, Plan, Build]  # a plan of the step, that of the body, and what makes the first from other layouts of the second
 TRIES, LESS = 5, 0.98  # limits of the body under which it is planned; each is so much below what the last plan suggests
 ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one without before layouts are searched
+
+
+class Draft(NamedTuple):
+    """A plan of the step, that of its body, and what makes the first from other layouts of the second."""
+
+    plan: StagedPlan
+    body: Plan
+    build: Build
 
 
 def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
@@ -81,13 +88,13 @@ def staged(
         first = build(whole.assignment, frozenset())
         if free is None:
             first.bound = bound = max(bound, stages_bound(first, whole.problem.least))
-        return first, whole, build
+        return Draft(first, whole, build)
 
-    free = min(map(draft, solve(loop.body, inner)), key=lambda each: each[0].cost.seconds)
+    free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
     memory = options.get("memory")
-    if memory is None or free[0].memory["total"] <= memory:
-        return free[0]
-    return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free[0]))
+    if memory is None or free.plan.memory["total"] <= memory:
+        return free.plan
+    return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan))
 
 
 def within_memory(
@@ -96,15 +103,15 @@ def within_memory(
     """Returns a plan that fits into `memory` bytes on each rank.
 
     Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
-    (`sbpc.passes.stages.zero`). Unless that costs almost nothing, the body is planned under a limit, too, which is lowered until the
-    busiest stage fits. Raises MemoryLimitError.
+    (`sbpc.passes.stages.zero`). If none of these is almost as fast as the plan without a limit, the body is planned under a limit, too,
+    and under lower ones, at most TRIES in all, until the busiest stage fits. Raises MemoryLimitError.
     """
     plan, whole, _ = free
     plans = list[StagedPlan]()
 
     def add(each: Draft) -> None:
         seconds = [known.cost.seconds for known in plans if known.memory["total"] <= memory]
-        plans.append(within_levels(each[0], each[1], memory, each[2], min(seconds, default=inf)))
+        plans.append(within_levels(each.plan, each.body, memory, each.build, min(seconds, default=inf)))
 
     for assignment in spare():
         add(draft(replace(whole, assignment=assignment, programs={})))
@@ -118,7 +125,7 @@ def within_memory(
         except MemoryLimitError:
             break
         add(tried)
-        whole = tried[1]
+        whole = tried.body
         total = plans[-1].memory["total"]
         if min(plan.memory["total"] for plan in plans) <= memory:
             break

@@ -25,7 +25,7 @@ import numpy as np
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.paths import seconds
-from sbpc.graph.operands import operands, shape_of, value_of
+from sbpc.graph.operands import operands, outputs_of, shape_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -45,11 +45,11 @@ Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
 
 
 def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build, best: float = inf) -> StagedPlan:
-    """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, that of all moves.
+    """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, one that does not.
 
     free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
-    the loop. best: seconds of a plan that fits; where one that does not fit is no faster, it is returned. Fewer moves are faster and take
-    more bytes, about so many more as these hold by themselves: what the stages of one plan take says which one to make next.
+    the loop. best: seconds of a plan that fits; more moves are not tried once one that does not fit is no faster. A move saves about what
+    its parameters take, so what the stages of one plan lack says how many moves to try next.
     """
     held = [free.memory_of(stage)["total"] for stage in range(free.stages)]
     fits = free if max(held) <= memory else None
@@ -67,7 +67,7 @@ def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build, be
         if max(held) <= memory:
             fits, most = plan, at
         elif plan.cost.seconds >= best:
-            return plan
+            return fits or plan
         else:
             few = at
     return fits or plan
@@ -86,7 +86,8 @@ def groups_of(gm: GraphModule) -> list[Group]:
     group: dict[Node, list[Node]] = {node: [node] for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     names = {node: port.name for port, node in placeholders(gm).items()}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(used in group for used in node.all_input_nodes):
+        one = node.op == "call_function" and outputs_of(node) == 1 and value_of(node)[0] is node
+        if one and node.all_input_nodes and all(used in group for used in node.all_input_nodes):
             joined = list(dict.fromkeys(itertools.chain(*(group[used] for used in node.all_input_nodes), [node])))
             group |= dict.fromkeys(joined, joined)
     each = {id(nodes): nodes for nodes in group.values()}.values()
@@ -164,14 +165,19 @@ class Zero:
         gm, mesh = self.plan.graph, self.plan.mesh
         ours = {node for group in self.groups for node in group.nodes}
         layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
-        others = [node.name for node in gm.graph.nodes if node.name in layouts and node not in ours]
-        wishes = {name: exactly(layouts[name], "as in the plan") for name in others}
+        names = {node: [node.name] for node in ours} | {
+            node: [port.name, *(name for name, first in self.plan.ports.tied.items() if first == port.name)]
+            for port, node in placeholders(gm).items() if port.kind == PARAMETER
+        }  # fmt: skip
+        patterns = list(self.plan.options.get("pin", {}))
+        may_move = {node for node in ours if not any(fnmatch.filter(names[node], pattern) for pattern in patterns)}
         axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
-        for port, node in placeholders(gm).items():
-            if port.kind == PARAMETER:
-                free = not any(fnmatch.fnmatchcase(port.name, pattern) for pattern in self.plan.options.get("pin", {}))
-                able = free and may_be_cut(tuple(node.meta["val"].shape), mesh, axes)
-                wishes[node.name] = Wish(spread=axes) if able else exactly(layouts[node.name], "as in the plan")
+        wishes = {}
+        for node in gm.graph.nodes:
+            if node in may_move and node.op == "placeholder" and may_be_cut(tuple(node.meta["val"].shape), mesh, axes):
+                wishes[node.name] = Wish(spread=axes)
+            elif node.name in layouts and (node not in may_move or node.op == "placeholder"):
+                wishes[node.name] = exactly(layouts[node.name], "as in the plan")
         space = Space(gm, mesh, wishes, {})
         return space.assignment(with_best(space, space.known_labels(self.plan.assignment), [group.nodes for group in self.groups]))
 
@@ -257,7 +263,7 @@ def with_best(space: Space, labels: Sequence[int | None], groups: Iterable[Seque
         free = {space.number[node]: place for place, node in enumerate(group)}
         variables, values = [space.variables[at] for at in free], list[Value]()
         key = list(map(id, (variable.costs for variable in variables)))
-        for value in dict.fromkeys(value for at in free for value in touching[at]):
+        for value in dict.fromkeys(value for at in free for value in touching.get(at, ())):
             ends = list[tuple[int, np.ndarray]]()
             for at, layouts in [(value.producer, value.out), *value.consumers]:
                 if at in free:

@@ -252,7 +252,7 @@ class Step:
         loop, found = self.plan.loop, dict[int, tuple[int, Tensor]]()
         for at, chunk in enumerate(self.plan.chunks):
             for port, number in chunk.results.items():
-                found[number] = self.plan.owners[at], chunk.value_of(port, loop.count, loop.joins[number])
+                found[number] = self.plan.owners[at], chunk.joined(port, loop.count, loop.joins[number])
         return [found[number] for number in range(len(loop.joins))]
 
 

@@ -1,5 +1,5 @@
-"""A chunk of the model, and its programs: each runs some parts of a step at once, in an order of its own in which collectives run beside
-computing.
+"""A chunk of the model, and its programs. A program runs some parts of a step at once, and has an order of its own, in which collectives
+run beside computing.
 
 A program is a boxed graph. It reads what other programs gave, by name, and the sums of gradients to which it adds its own. Where
 boxings home are among its parts, they read the sums.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
+from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import ADD, is_sum
 from sbpc.graph.ports import (
     BUFFER,
@@ -60,8 +61,9 @@ class Chunk:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of the chunk."""
-        return self.made(self.graph, self.assignment)
+        """The plan of the chunk, annotated and verified when it is first asked for: of equal chunks most never are."""
+        with uncollected():
+            return self.made(self.graph, self.assignment)
 
     @property
     def ports(self) -> Ports:
@@ -91,7 +93,7 @@ class Chunk:
         value: Tensor = node.meta["val"]
         return value
 
-    def value_of(self, port: Port, count: int, how: Any) -> Tensor:
+    def joined(self, port: Port, count: int, how: Any) -> Tensor:
         """Returns a tensor of the shape of an output, joined over `count` micro-batches as `how` says."""
         value = self.value(port)
         shape = [size * count if at == how and how != "same" else size for at, size in enumerate(value.shape)]
@@ -108,19 +110,20 @@ class OnUse(Sequence[T]):
         return self.size
 
     def __getitem__(self, at: Any) -> Any:
-        if at not in range(self.size):
-            raise IndexError(at)
-        if at not in self.made:
-            self.made[at] = self.make(at)
-        return self.made[at]
+        place = range(self.size)[at]
+        if isinstance(place, range):
+            return [self[each] for each in place]
+        if place not in self.made:
+            self.made[place] = self.make(place)
+        return self.made[place]
 
 
 @dataclass(frozen=True)
 class Program:
     """The boxed graph of some parts of a step, and the names of the values that it reads and gives.
 
-    reads: in the order of its placeholders. sums: of gradients whose sums are read behind these; to those that it makes, `added`, it
-    adds. gives: of its outputs; `homes` are gradients in their home.
+    reads: in the order of its placeholders. sums: of the gradients whose sums so far are its last placeholders. added: those of `sums`
+    to which the program adds a gradient of its own. gives: of its outputs.
     """
 
     gm: GraphModule

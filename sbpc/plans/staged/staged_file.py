@@ -154,7 +154,7 @@ def wrong_chunks(plan: StagedPlan) -> Iterator[str]:
         yield f"results of the body {numbers}"
     for chunk in plan.chunks:
         for port, number in chunk.results.items():
-            how, dims = plan.loop.joins[number], chunk.value_of(port, 1, "same").dim()
+            how, dims = plan.loop.joins[number], chunk.joined(port, 1, "same").dim()
             if how not in JOINS and not 0 <= how < dims:
                 yield f"a result of {dims} dims joined along dim {how}"
 
