@@ -198,6 +198,24 @@ def undone(m, x):
     return m.linear(x[order])[back]
 
 
+def shifted(m, x):
+    """As models of the library shift targets: slices of fresh memory are written, one of them two views deep."""
+    to = x.new_zeros(x.shape)
+    to[:, 1:] = x[:, :-1].clone()
+    to[:, 0] = 2.0
+    to[1:][:, 2] += 1.0
+    to.masked_fill_(to == 2.0, 3.0)
+    return m.linear(to)
+
+
+def read_after(m, x):
+    """A view that is read after another one has written what it shows."""
+    to = x.new_zeros(x.shape)
+    part = to[1:]
+    to[:, 1:] = x[:, :-1]
+    return m.linear(to), part * 2
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value):
@@ -222,7 +240,11 @@ FORWARDS = {
     "recomputation": lambda m, x: checkpoint(lambda z: m.linear(z).relu().exp(), x, use_reentrant=False).sum(),
     "places by index": undone,
     "several results": lambda m, x: (m.linear(x).topk(2), x.sort(), m.linear(x).var(1)),
+    "writes into slices": shifted,
+    "writes into slices without gradients": lambda m, x: shifted(m, x.detach()),
     "writes into views": masked,
+    "writes that views see": read_after,
+    "writes that views see without gradients": lambda m, x: read_after(m, x.detach()),
     "writes that keep their dtype": widened,
 }
 
@@ -235,7 +257,7 @@ def test_forwards_full_of_traps_are_right():
 
 def test_writes_into_fresh_memory_do_not_need_aot_autograd(monkeypatch):
     monkeypatch.delattr("sbpc.passes.capture.capture.joint")
-    for name in ["a write into a detached alias", "fresh writes", "places by index", "writes that keep their dtype"]:
+    for name in ["a write into a detached alias", "fresh writes", "places by index", "writes into slices without gradients", "writes that keep their dtype"]:
         capture(Model(FORWARDS[name]), (x().requires_grad_(),))
 
 

@@ -1,7 +1,7 @@
 """Traces lightly: every op that torch dispatches on fake tensors becomes a node of one graph.
 
 Tensors are matched to nodes by identity and all kept alive; a tensor that was never seen raises, so that nothing is
-silently left out. A write into fresh memory is made functional; for any other write `NeedsAot` is raised.
+silently left out. A write into fresh memory, or into a slice of it, is made functional; for any other write `NeedsAot` is raised.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ STATISTICS = {  # arguments that are written in training although the schema doe
     aten.cudnn_batch_norm.default: (3, 4),
     aten.miopen_batch_norm.default: (3, 4),
 }
+# By view what writes it back into the whole.
+SCATTERS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 
 
 class NeedsAot(Exception):
@@ -244,23 +246,59 @@ class Light(Watch):
         if not simple or functional is None or not isinstance(target, Tensor):
             raise NeedsAot(f"{func} has no functional form")
         self.node_of(target)
-        sharing = self.sharing[storage_of(target)]  # a detached tensor is the whole of the other: a write is one of both
-        if storage_of(target) in self.given or any(place_of(value) != place_of(target) for value in sharing):
+        views = None if storage_of(target) in self.given else self._views(target)
+        if views is None:
             raise NeedsAot(f"{func} writes into memory that others can see")
         fresh = run(functional, args, kwargs, self.stack())
-        if fresh.shape != target.shape or fresh.stride() != target.stride():
-            raise NeedsAot(f"{func} keeps another shape than its functional form")
+        other = fresh.dtype != target.dtype if views else fresh.stride() != target.stride()
+        if other or fresh.shape != target.shape:
+            raise NeedsAot(f"{func} keeps another shape or type than its functional form")
         node = self._emit(functional, args, kwargs)
-        if fresh.dtype != target.dtype:
+        if views:
+            self.kept.append((node, fresh))
+        elif fresh.dtype != target.dtype:
             self.kept.append((node, fresh))
             cast = called(self.graph, aten._to_copy.default, (node,), {"dtype": target.dtype}, "_to_copy")
             put(cast, "meta", dict(node.meta))
             node = cast
         run(func, args, kwargs, self.stack())
-        for value in sharing:
-            self.kept.append((node, value))
-            self.nodes[id(value)] = node
+        self._written(target, node, fresh, views)
         return target
+
+    def _views(self, target: Tensor) -> list[tuple[Node, Tensor]] | None:
+        """Returns the views that lead to a tensor, last first, and what each is one of, from the whole of its memory; None if others do."""
+        sharing = self.sharing[storage_of(target)]
+        made = {self.nodes[id(value)]: value for value in reversed(sharing)}
+        found, node = list[tuple[Node, Tensor]](), self.node_of(target)
+        while node.target in SCATTERS and node.all_input_nodes[0] in made:
+            view, node = node, node.all_input_nodes[0]
+            found.append((view, made[node]))
+        return found if place_of(made[node]) == place_of(sharing[0]) else None
+
+    def _written(self, target: Tensor, node: Node, fresh: Tensor, views: Sequence[tuple[Node, Tensor]]) -> None:
+        """Makes `node`, whose value is `fresh`, what a tensor is now, and of it its memory and the views that lead to it. Other views are
+        forgotten: one that is read again needs AOTAutograd. A detached tensor is the whole of the other: a write is one of both."""
+        for view, source in views:
+            scatter, place, named = SCATTERS[view.target], view.args[1:], dict(view.kwargs)
+            fresh = run(scatter, (source, fresh, *place), named, self.stack())
+            node = self._emit(scatter, (source, node, *place), named)
+            self.kept.append((node, fresh))
+            if source is views[-1][1] and fresh.stride() != source.stride():
+                raise NeedsAot(f"{scatter} gives other strides than the tensor into which a view writes")
+        sharing, whole = self.sharing.pop(storage_of(target)), views[-1][1] if views else target
+        for value in sharing:
+            self.nodes.pop(id(value), None)
+        self._share(sharing, whole, node)
+        values = [target, *(source for _, source in views)]
+        for (view, source), value in zip(reversed(views), reversed(values[:-1])):
+            op: Any = view.target
+            self._share(sharing, value, self._emit(op, (source, *view.args[1:]), dict(view.kwargs)))
+
+    def _share(self, sharing: Sequence[Tensor], value: Tensor, node: Node) -> None:
+        """Makes a node that of all tensors that are the same elements as a value."""
+        for other in sharing:
+            if place_of(other) == place_of(value):
+                self._keep(node, other)
 
     def _fresh_constant(self, func: Any, value: Tensor) -> Tensor:
         """Keeps the tensor of `torch.tensor(1.)` in the model as a constant: nobody else holds it."""
