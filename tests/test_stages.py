@@ -15,6 +15,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
+from sbpc.mesh.states import B, Split
 from sbpc.plans.staged.chunk_cost import ChunkCost, Numbers, likeness
 from sbpc.plans.staged.chunk_programs import OnUse
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
@@ -307,6 +308,17 @@ def likenesses(plan: StagedPlan) -> list[Hashable]:
     """What is equal for chunks that are measured as one, by chunk."""
     numbers = Numbers()
     return [likeness(chunk, plan.in_loop, numbers) for chunk in plan.chunks]
+
+
+def test_chunks_with_other_layouts_inside_are_not_alike() -> None:
+    model, args = models.gpt2(batch=8, layers=2)
+    chunk, numbers = sbpc.plan(model, args, Mesh(pipe=2, data=2, cluster="h100"), stages="pipe", microbatches=2).chunks[0], Numbers()
+    choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
+    at, choice = next((at, other) for at, each in choices.items() for other in choices.values() if other != each)
+    (key, layout), *_ = ((key, each) for key, each in aliases.items() if each.states == (B,))
+    for changed in ({"choices": choices | {at: choice}}, {"aliases": aliases | {key: layout.replace({0: Split(0)})}}):
+        other = replace(chunk, assignment=replace(chunk.assignment, **changed))
+        assert likeness(other, frozenset(), numbers) != likeness(chunk, frozenset(), numbers), list(changed)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6])
