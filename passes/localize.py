@@ -116,24 +116,29 @@ class Localizer:
             return self.replicated(node)
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: self.local[n])
+        read = self.in_order if match.entry.source else self.local.__getitem__  # a kernel of the user's may read strides
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
         made = match.localize(self.call, args, kwargs, local, offsets)
         return self.described(made, node) if isinstance(made, Node) else tuple(made)
 
     def replicated(self, node: Node) -> Node:
-        """Writes an op without a rule. It may read strides, so operands are contiguous here where they were when captured."""
-        dense = iter([
-            self.call(aten.contiguous.default, self.local[operand])
-            if operand.meta["val"].is_contiguous()
-            else self.local[operand]
-            for operand in operands(node)
-        ])
+        """Writes an op without a rule. It may read strides."""
+        dense = iter([self.in_order(operand) for operand in operands(node)])
         copy = copied(self.graph, node, lambda n: self.local[n])
         copy.args, copy.kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(dense))
         put(copy, "meta", {})
         return self.described(copy, node)
+
+    def in_order(self, operand: Node) -> Node:
+        """Writes a value with its dims in memory in the order in which they lay when captured, without gaps."""
+        value, x = operand.meta["val"], self.local[operand]
+        order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+        if value.is_contiguous() or order == sorted(order):
+            return self.call(aten.contiguous.default, x)
+        moved = self.call(aten.contiguous.default, self.call(aten.permute.default, x, order))
+        return self.call(aten.permute.default, moved, [order.index(dim) for dim in range(len(order))])
 
     def offset(self, size: int, axes: tuple[int, ...]) -> Node:
         """Returns a 0-dim int64: where this rank's part of a dim of `size`, cut by `axes`, begins."""

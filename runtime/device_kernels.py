@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import OpOverload, has_kernel
 from sbpc.errors import PlanError, at_node
 from sbpc.graph.operands import named_arguments
+from sbpc.rules.strides import laid_out
 
 aten = torch.ops.aten
 AHEAD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -103,7 +104,7 @@ def in_eights(*tensors: Tensor) -> list[Tensor]:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     scale = scale or 1 / math.sqrt(q.shape[-1])
-    out, logsumexp, *_ = aten._scaled_dot_product_flash_attention.default(*in_eights(q, k, v), 0.0, causal, False, scale=scale)
+    out, logsumexp, *_ = laid_out(aten._scaled_dot_product_flash_attention.default)(*in_eights(q, k, v), 0.0, causal, False, scale=scale)
     return out[..., : v.shape[-1]], logsumexp
 
 
@@ -112,7 +113,7 @@ def flash_back(
 ) -> Any:
     seed = q.new_empty((), dtype=torch.int64)  # nothing is drawn: dropout is an op of its own in a plan
     ends = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
-    scale, back = scale or 1 / math.sqrt(q.shape[-1]), aten._scaled_dot_product_flash_attention_backward.default
+    scale, back = scale or 1 / math.sqrt(q.shape[-1]), laid_out(aten._scaled_dot_product_flash_attention_backward.default)
     found = back(*in_eights(g, q, k, v, out), lse, *ends, scale=scale)
     return tuple(each[..., : x.shape[-1]] for each, x in zip(found, (q, k, v)))
 
@@ -128,8 +129,8 @@ def bias_of(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
 def efficient(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    attention, bias = aten._scaled_dot_product_efficient_attention.default, bias_of(q, k, mask)
-    out, logsumexp, *_ = attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    attention = laid_out(aten._scaled_dot_product_efficient_attention.default)
+    out, logsumexp, *_ = attention(q, k, v, bias_of(q, k, mask), True, 0.0, causal, scale=scale)
     return out, logsumexp
 
 
@@ -137,7 +138,7 @@ def efficient_back(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Any, causal: bool, scale: float | None
 ) -> Any:
     seed, bias, asked = q.new_empty((), dtype=torch.int64), bias_of(q, k, mask), [True, True, True, False]
-    back = aten._scaled_dot_product_efficient_attention_backward.default
+    back = laid_out(aten._scaled_dot_product_efficient_attention_backward.default)
     return back(g, q, k, v, bias, out, lse, seed, seed, 0.0, asked, causal, scale=scale)[:3]
 
 

@@ -13,8 +13,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from sbpc._compat import inductor_compile
-from sbpc.errors import NanError, PlanError, at_node
+from sbpc.errors import NanError, PlanError, at_node, check_kinds
 from sbpc.graph.operands import nodes_in
+from sbpc.rules.strides import laid_out
 
 aten = torch.ops.aten
 BoxedFunction = Callable[[list[Tensor]], tuple[Any, ...]]
@@ -52,17 +53,25 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 
 def code(gm: GraphModule) -> BoxedFunction:
     """Runs the code that fx generates, which drops every value after its last use."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = kernels(gm)
     for node in graph.nodes:
         node.target = BINDINGS.get(node.target, node.target)
     graph.set_codegen(BoxedCodeGen())
     return GraphModule(gm, graph).forward
 
 
+def kernels(gm: GraphModule) -> Graph:
+    """Returns a copy of a program's graph in which each op gets its operands as its kernel reads them."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.target = laid_out(node.target) if node.op == "call_function" else node.target
+    return graph
+
+
 def interpreter(gm: GraphModule, kind: type[Interpreter] = Interpreter) -> BoxedFunction:
     """Runs fx's interpreter: it is slower, and every node can be watched."""
-    run = kind(gm).run
+    run = kind(GraphModule(gm, kernels(gm))).run
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         values = given.copy()
@@ -78,21 +87,43 @@ def inductor(gm: GraphModule) -> BoxedFunction:
     Placeholders that the program returns, such as weights that are saved for the backward, go around the kernels:
     Inductor would make a new view of each.
     """
-    graph = Graph()
-    results: Any = graph.graph_copy(gm.graph, {})
+    graph = kernels(gm)
+    results: Any = graph.output_node().args[0]
+    graph.erase_node(graph.output_node())
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder"))}
     graph.output(tuple(node for node in results if node not in places))
     sources = [places.get(node) for node in results]  # the placeholder that a result is; None for a computed result
     inner, compiled = GraphModule(gm, graph), list[Callable[..., Any]]()
+    strides: list[Any] = []  # with which it was compiled; what has others is copied
 
     def boxed(given: list[Tensor]) -> tuple[Any, ...]:
         if not compiled:
+            given[:] = [x.contiguous() if overlaps(x) else x for x in given]
             compiled.append(inductor_compile(inner, list(given)))
+            strides.extend(x.stride() for x in given)
+        given[:] = [strided(x, known) for x, known in zip(given, strides)]
         handed_on = {at: given[at] for at in sources if at is not None}
         computed = iter(compiled[0](given))
         return tuple(next(computed) if at is None else handed_on[at] for at in sources)
 
     return boxed
+
+
+def overlaps(x: Tensor) -> bool:
+    """Returns whether elements of a tensor may share memory, as those of an expanded one do: it cannot be copied into."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride <= reach and x.numel():
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Returns a tensor with these strides: itself or a copy. What a dim of one element has makes no difference."""
+    if x.stride() == strides or all(a == b or size == 1 for a, b, size in zip(x.stride(), strides, x.shape)):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 BROUGHT = tuple(f"_c10d_functional.{name}" for name in ("all_gather", "all_to_all", "reduce_scatter"))  # when awaited
@@ -148,6 +179,7 @@ EXECUTORS: dict[str, Executor] = {
 
 def executor_of(name: str) -> Executor:
     """Returns the executor of that name. Raises PlanError if there is none."""
+    check_kinds(PlanError, executor=(name, "a text"))
     if name not in EXECUTORS:
         raise PlanError(f"no executor {name!r} is known\n  Known are {', '.join(EXECUTORS)}.")
     return EXECUTORS[name]

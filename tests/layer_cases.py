@@ -55,12 +55,19 @@ def norm() -> list[Case]:
     found += [
         close(aten.native_group_norm.default, z, w, b, 4, 12, 15, 4, 1e-5),
         close(aten.native_group_norm.default, f(4, 24, 7), None, None, 4, 24, 7, 12, 1e-5),
+        close(aten.native_group_norm.default, f(4, 12, 5, 1), w, b, 4, 12, 5, 4, 1e-5),
     ]
     found.append(
         close(
             aten.native_group_norm_backward.default, x(4, 12, 3, 5), z, mean, rstd, w, 4, 12, 15, 4, [True, True, True]
         )
     )
+    z7 = f(4, 7, 5)  # every channel a group: ranks may be more than there are
+    _, mean, rstd = aten.native_group_norm.default(z7, w[:7], b[:7], 4, 7, 5, 7, 1e-5)
+    found += [
+        close(aten.native_group_norm.default, z7, w[:7], b[:7], 4, 7, 5, 7, 1e-5),
+        close(aten.native_group_norm_backward.default, x(4, 7, 5), z7, mean, rstd, w[:7], 4, 7, 5, 7, [True] * 3),
+    ]
     z1 = f(4, 6, 5)  # one group: its channels may be split
     _, mean, rstd = aten.native_group_norm.default(z1, w[:6], b[:6], 4, 6, 5, 1, 1e-5)
     found += [

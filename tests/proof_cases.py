@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sbpc.graph.random_bits import BITS
 from sbpc.rules.proof.prove import STAND_INS, Case
+from sbpc.rules.strides import laid_out
 from tests import cuda_cases, layer_cases
 from tests.samples import case, close, f, x, y
 
@@ -27,7 +28,7 @@ def ends(*rows: int) -> Tensor:
 def grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **rest: None) -> Tensor:
     """The op, and for float64, which it does not take, its definition: group by group, and zeros behind the last end."""
     if a.dtype != torch.float64:
-        return torch._grouped_mm(a, b, offs, **rest)
+        return laid_out(aten._grouped_mm.default)(a, b, offs, **rest)
     if offs is None:
         return a @ b
     parts = [slice(*part) for part in itertools.pairwise([0, *offs.tolist()])]

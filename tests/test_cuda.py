@@ -17,6 +17,7 @@ from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import INSIDE, Event
 from sbpc.runtime.staged.stage_trace import stages_recorded
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.same_calls import checksum
 from sbpc.runtime.trace import Recorder, clock_of
 from tests import models
 
@@ -53,6 +54,12 @@ def test_training_on_one_gpu_equals_eager(one_rank: Any, executor: str) -> None:
     for name, parameter in parallel.named_parameters():
         assert parameter.device.type == "cuda", name
         torch.testing.assert_close(parameter.full_tensor(), model.get_parameter(name), rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+
+
+def test_a_checksum_of_arguments_is_the_same_on_a_gpu() -> None:
+    for values in (torch.randn(3, 5000), torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last), torch.rand(7) < 0.5, torch.tensor(3)):
+        assert int(checksum(values.cuda())) == int(checksum(values))
+        assert int(checksum(values.cuda().bfloat16())) == int(checksum(values.bfloat16()))
 
 
 def test_half_precision_is_near_eager(one_rank: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from sbpc.errors import RuleError
 from sbpc.rules import match, registry, rule
-from sbpc.rules.proof.prove import Case, check, prove
+from sbpc.rules.proof.prove import Case, Inapplicable, check, prove
 from sbpc.rules.registry import TABLE
 from tests import coverage, pointwise_cases, proof_cases
 from tests.duality import duals, missing
@@ -30,6 +31,13 @@ def signatures(op, *args, **kwargs) -> list[str]:
 def test_every_signature_is_right_and_its_mutants_are_not(family):
     for one in proof_cases.FAMILIES[family]():
         prove(one, pairs=())
+
+
+def test_ranks_without_elements_run_what_others_run():
+    for one in ALL:
+        for signature in (m := one.match()).signatures:
+            with contextlib.suppress(Inapplicable):
+                check(one, m, [signature], (9,))
 
 
 def test_what_stands_in_for_an_op_of_cuda_gives_its_shapes():

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import tree_leaves
 from sbpc.errors import VerifyError, at_node, where
 from sbpc.mesh.states import REDUCE
+from sbpc.rules.strides import laid_out
 
 c10d = torch.ops._c10d_functional
 Groups = Mapping[str, Sequence[Sequence[int]]]  # by the name in the programs, the ranks of each group in order
@@ -124,7 +125,7 @@ def run_node(node: Node, args: Any, kwargs: Any) -> Any:
         known = ", ".join(map(str, COLLECTIVES))
         raise VerifyError(at_node(f"{node.target} is not run in lockstep", node, f"Use one of {known}."))
     try:
-        return node.target(*args, **kwargs)
+        return laid_out(node.target)(*args, **kwargs)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise VerifyError(at_node(what, node, "Mend the pass that wrote this node.")) from error

@@ -59,11 +59,13 @@ rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="n c
 rule(
     aten.native_group_norm.default,
     "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; via c s = group_norm",
+    nonempty="g",
 )
 rule(
     aten.native_group_norm_backward.default,
     "n (g c) *s, n (g c) *s, n g, n g, (g c), [n], [(g c)], _, [g] -> n (g c) *s, (g c), (g c)"
     " ; +n s ; via c s = group_norm_backward ; lin(0)",
+    nonempty="g",
 )
 rule(
     aten.native_layer_norm.default,

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from sbpc.errors import LayoutError, RuleError
+from sbpc.errors import LayoutError, RuleError, shown
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B, P, Split, State, chunk_sizes
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
+from sbpc.rules.strides import laid_out
 
 AXES = ("x", "y")
 RANKS = (2, 3, 4)
@@ -321,8 +322,8 @@ def values(value: Any) -> str:
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an op at once."""
-    return STAND_INS.get(op, op)(*args, **kwargs)
+    """Run an op at once, its operands laid out as its kernel reads them."""
+    return (STAND_INS.get(op) or laid_out(op))(*args, **kwargs)
 
 
 def swapped(one: Case, parts: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -337,4 +338,4 @@ def swapped(one: Case, parts: Sequence[Tensor]) -> tuple[list[Any], dict[str, An
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"[{', '.join(map(_text, value))}]" if isinstance(value, (list, tuple)) else repr(value)
+    return f"[{', '.join(map(_text, value))}]" if isinstance(value, (list, tuple)) else shown(value)
