@@ -2,24 +2,52 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+SHORT := -m "not prove and not prove_library" -n 2 --dist worksteal
+# Touches all that sbpc uses of torch's private parts.
+SLICE := $(wildcard tests/test_compat*.py) tests/test_groups.py tests/test_module.py
 
-.PHONY: demo test test-newest prove prove-library lint types clean
+# Makes a virtual environment if it is missing, and sets pip. A system's python3 may lack ensurepip; its own pip then installs.
+environment = \
+  $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
+    { echo "sbpc needs Python 3.10 to 3.14, $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.11"; exit 1; }; \
+  if [ ! -x $(1)/bin/python ]; then \
+    $(PYTHON) -m venv $(1) >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1) || \
+    { echo "$(PYTHON) cannot make a virtual environment: it lacks the module venv. Install it (Debian: python3-venv)."; exit 1; }; fi; \
+  python="$(CURDIR)/$(1)/bin/python"; \
+  if "$$python" -m pip --version >/dev/null 2>&1; then pip="$$python -m pip"; else pip="$(PYTHON) -m pip --python $$python"; fi; \
+  pip="$$pip --disable-pip-version-check"; \
+  $$pip --version >/dev/null || { echo "$(PYTHON) has no pip of version 22.3 or later. Install it (Debian: python3-pip)."; exit 1; }
+
+.NOTPARALLEL:
+.PHONY: demo test test-newest test-oldest test-all-newest prove prove-library lint types clean
 
 demo: $(READY)
 	$(BIN)/sbpc demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not prove and not prove_library" -n 2 --dist worksteal
+	$(BIN)/python -m pytest $(SHORT)
 
-# The newest torch that the registry has, in an environment of its own, made anew; the build for CPUs is enough.
-test-newest:
-	$(PYTHON) -m venv --clear .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	.venv-newest/bin/python -c 'import torch; print("torch", torch.__version__)'
-	.venv-newest/bin/python -m pytest -m "not prove and not prove_library" -n 2 --dist worksteal
+# The wheel as users get it, with the newest torch that pip finds or the oldest that is promised, in an environment made anew:
+# the demo runs before what the tests need is there, and both out of reach of the sources.
+test-newest: TORCH = torch
+test-oldest: TORCH = torch==$(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+test-newest test-oldest: export PYTHONPATH =
+test-newest test-oldest: test-%:
+	rm -rf .venv-$* build
+	@$(call environment,.venv-$*); set -ex; \
+	  $$pip wheel --quiet --no-deps --wheel-dir .venv-$*/wheel .; \
+	  $$pip install --quiet "$$(echo .venv-$*/wheel/sbpc-*.whl)" '$(TORCH)'; \
+	  (cd .venv-$*; bin/sbpc demo); \
+	  $$pip install --quiet "$$(echo .venv-$*/wheel/sbpc-*.whl)[test]"; \
+	  cp -R tests Makefile README.md pyproject.toml .venv-$*; cd .venv-$*; \
+	  bin/python -c 'import sbpc, torch; print("torch", torch.__version__, "with", sbpc.__file__); assert "site-packages" in sbpc.__file__'; \
+	  bin/python -m pytest $(SHORT) $(SLICE)
 
-prove: $(READY)
+# All tests, on the newest torch.
+test-all-newest: test-newest
+	.venv-newest/bin/python -m pytest $(SHORT)
+
+prove: $(READY) test-oldest
 	$(BIN)/python -m pytest -m prove -n 2 --dist worksteal --timeout 2400
 
 prove-library: $(READY)
@@ -32,18 +60,11 @@ types: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-newest build dist *.egg-info sbpc/boxing/*.so sbpc/solver/messages/*.so sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest build dist *.egg-info sbpc/boxing/*.so sbpc/solver/messages/*.so sbpc-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A system's python3 may lack ensurepip; its own pip then installs into .venv.
 $(READY): pyproject.toml $(wildcard sbpc/boxing/*.c sbpc/solver/messages/*.c)
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
-	  { echo "sbpc needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another one: make PYTHON=python3.11"; exit 1; }
-	@if [ ! -x $(BIN)/python ]; then \
-	  $(PYTHON) -m venv .venv >/dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip .venv || \
-	  { echo "$(PYTHON) cannot make a virtual environment: it lacks the module venv. Install it (Debian: python3-venv)."; exit 1; }; fi
-	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then pip="$(BIN)/python -m pip"; else pip="$(PYTHON) -m pip --python $(BIN)/python"; fi; \
-	  $$pip --version >/dev/null || { echo "$(PYTHON) has no pip of version 22.3 or later. Install it (Debian: python3-pip)."; exit 1; }; \
+	@$(call environment,.venv); \
 	  echo "installing sbpc and its development tools into .venv: this takes some minutes, once"; \
-	  $$pip install --quiet --disable-pip-version-check -e '.[dev]'
+	  $$pip install --quiet -e '.[dev]'
 	@touch $(READY)

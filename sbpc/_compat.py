@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -43,6 +45,24 @@ __all__ = [
     "enable_python_dispatcher", "tree_leaves", "tree_map",
 ]  # fmt: skip
 """What is handed on as it is; the functions below are for whoever imports them."""
+
+TRIED = (2, 15)
+"""The newest release of torch that sbpc has been tried with. `make test-newest` tries the newest there is."""
+
+
+def untried(version: str) -> str:
+    """Returns what to tell the user of a release of torch that is newer than the newest tried one, else nothing."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) <= TRIED:
+        return ""
+    major, minor = TRIED
+    return (
+        f"torch {version} is newer than {major}.{minor}, the newest tried with this sbpc (sbpc._compat.TRIED). Nothing need be done; "
+        f"if something fails, report it, and go back by pip install 'torch<{major}.{minor + 1}'."
+    )
+
+
+if untried(torch.__version__) and os.environ.get("RANK", "0") == "0":
+    logging.getLogger("sbpc").warning(untried(torch.__version__))
 
 
 def aot_export_joint_with_descriptors(*args: Any, **kwargs: Any) -> Any:
@@ -88,6 +108,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(decomposition_table)
 
 
+def default_store() -> Any:
+    """Returns the store by which the ranks of the default process group have met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 @contextlib.contextmanager
 def gloo_in_turn() -> Iterator[None]:
     """Gives every gloo group that is made while this lasts one thread, so that it runs one collective after the other.
@@ -103,8 +130,11 @@ def gloo_in_turn() -> Iterator[None]:
     original = distributed_c10d.ProcessGroupGloo
 
     class OneThread(original):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
             options: Any = original._Options()  # type: ignore[attr-defined]
+            for name, value in others.items():  # torch 2.14 gives enable_reconfigure, and a later one what it thinks of
+                if hasattr(options, name):
+                    setattr(options, name, value)
             names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
             devices = [original.create_device(interface=name) for name in names if name]
             options._devices = devices or [original.create_default_device()]
@@ -209,6 +239,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The tables of hooks that a call of a module runs besides its forward."""
 
 
+CHILDREN, TENSORS = "_modules", ("_parameters", "_buffers")
+"""Where a module has its submodules, and where its parameters and buffers, among its attributes."""
+
+
 def schema_of(op: Any) -> Any:
     """Returns the schema of an op: its arguments and results, and which of them are views or are written."""
     return op._schema
@@ -251,6 +285,20 @@ def detached(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 def on_dtensors(op: Any, handler: Any) -> None:
     """Has torch call `handler(op, args, kwargs)` for an op on DTensors, in this process from now on."""
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+in_turn = threading.RLock()  # of threads that change torch's table of handlers for a moment
+
+
+def as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an op on DTensors without the handler that it has, for a handler that leaves the rest to torch."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    with in_turn:
+        handler = handlers.pop(op)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handler
 
 
 def source_of(placeholder: torch.fx.Node) -> str:
