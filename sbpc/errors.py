@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Node
 
 
 class SbpcError(Exception):
     """Any error that is the caller's to mend: the message says where, what, why and what to do. Our own mistakes are assertions."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it may quote a stranger's file
 
 
 class CaptureError(SbpcError):
@@ -28,12 +34,32 @@ class LayoutError(SbpcError):
     """A layout is malformed, or a tensor cannot have it."""
 
 
+class LostRankError(SbpcError):
+    """A collective has failed. ranks: those that do not answer any more, as far as it is known; none where all live but do not meet."""
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class MemoryLimitError(SbpcError):
     """No plan was found that stays under the memory limit. nearest: of the plans that were made the one that takes least."""
 
     def __init__(self, message: str, nearest: Any = None) -> None:
         super().__init__(message)
         self.nearest = nearest
+
+
+def least_of(errors: Sequence[MemoryLimitError]) -> MemoryLimitError:
+    """The error whose nearest plan takes least."""
+    return min(errors, key=lambda error: error.nearest.memory["total"])
+
+
+def lacking(memory: Mapping[str, int], limit: float) -> tuple[str, str]:
+    """Returns how much the plan that takes least takes beyond the limit, and of what. memory: its bytes by kind, and in all."""
+    parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
+    over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
+    return f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}", f"of which {parts}"
 
 
 class MeshError(SbpcError):
@@ -102,6 +128,51 @@ def dtype_text(dtype: object) -> str:
     return name
 
 
+def printable(text: str) -> str:
+    """The text with the escape of every character that a terminal may not print as itself; line ends stay.
+
+    >>> print(printable("a\x1b[2Jb"))
+    a\\x1b[2Jb
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+MOST_NAME = 1000  # characters of a name in a file
+DEEPEST = 100  # lists and objects in each other in a file
+
+
+def is_name(text: Any) -> bool:
+    """Whether a value is a text of one line that can be printed as it is, and not very long."""
+    return isinstance(text, str) and text.isprintable() and len(text) <= MOST_NAME
+
+
+def read_json(text: str) -> Any:
+    """The value of a stranger's JSON. Raises ValueError for what is none, and for what no file of sbpc's holds: control characters
+    but line ends, integers of more than 64 bits, and lists and objects deep in each other.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    level = [value]
+    for _ in range(DEEPEST):
+        wrong = next((item for item in level if not fits_json(item)), None)
+        if wrong is not None:
+            raise ValueError(f"it holds {shown(wrong)}")
+        parts = [item if type(item) is list else itertools.chain(item, item.values()) for item in level if type(item) in (list, dict)]
+        level = list(itertools.chain.from_iterable(parts))
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def fits_json(item: Any) -> bool:
+    """Whether a text or an integer is one that a file may hold."""
+    if type(item) is str:
+        return item.isprintable() or item.replace("\n", "").isprintable()
+    return type(item) is not int or -(1 << 63) <= item < 1 << 63
+
+
 def closest(pattern: str, names: list[str]) -> list[str]:
     """The three names that look most like the pattern."""
     import difflib
@@ -118,7 +189,8 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # what an argument may be, in the w
         isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     ),
     "a number of seconds": lambda value: is_number(value, Real) and (0 <= value < 1e18 or value == math.inf),
-    "a path": lambda value: isinstance(value, (str, os.PathLike)),
+    "a path": lambda value: isinstance(value, (str, os.PathLike)) and may_name(os.fspath(value)),
+    "a torch.dtype": lambda value: isinstance(value, torch.dtype),
     "a text": lambda value: isinstance(value, str),
     "an integer": lambda value: is_number(value, Integral),
     "an nn.Module": lambda value: isinstance(value, nn.Module),
@@ -138,13 +210,25 @@ def check_kinds(error: type[SbpcError] = SbpcError, /, **given: tuple[Any, str] 
             raise error(f"{name} is {shown(value)}\n  Give {' or '.join(kinds)}.")
 
 
+def may_name(path: Any) -> bool:
+    """Whether a text may be the path of a file: the system has a name for it."""
+    try:
+        return isinstance(path, str) and path != "" and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
 def is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
     """Whether a value is a number of a kind; True and False are none."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
-    """The start of a value's text, as messages show it; of an integer of very many digits, which Python does not print, its length."""
+    """The start of a value's text, as messages show it; of an integer of very many digits, which Python does not print, its length; of
+    what has no text, its type."""
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
-    return f"{value!r:.80}".partition("\n")[0]
+    try:
+        return f"{value!r:.80}".partition("\n")[0]
+    except Exception:  # of a stranger's __repr__
+        return f"a {type(value).__name__}"

@@ -15,6 +15,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
+from sbpc.errors import LostRankError
 from tests import models
 from tests.processes import run_ranks
 
@@ -179,8 +180,8 @@ def die_or_wait(path: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         parallel(*args).backward()
-    except RuntimeError:
-        return "an error"
+    except LostRankError as error:
+        return f"lost {error.ranks}"
     return "nothing"
 
 
@@ -189,4 +190,4 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(tmp_path: Path) -> None:
     model, args = models.mlp(batch=12)
     path = tmp_path / "plan.sbpc"
     sbpc.plan(model, args, Mesh(data=2), pin={"ups.0.weight": "S(0)"}).save(path)
-    assert run_ranks(die_or_wait, 2, str(path)) == ["an error", None]
+    assert run_ranks(die_or_wait, 2, str(path)) == ["lost [1]", None]

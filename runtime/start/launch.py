@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sbpc.errors import SbpcError
+from sbpc.runtime.start.lost_ranks import WAITED
 
 log = logging.getLogger("sbpc")
 Process = subprocess.Popen[bytes]
@@ -205,7 +206,7 @@ def as_rank() -> Iterator[None]:
 
 
 LOST = {
-    "Timed out waiting": "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows\n"
+    "Timed out waiting": f"{WAITED}\n"
     "  See what the others do and say, or allow more.",
     "Connection closed by peer": "lost another rank\n  See what the others say.",
     "Connection reset by peer": "lost another rank\n  See what the others say.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sbpc._compat import gloo_in_turn, register_process_group, unregister_process_group
-from sbpc.errors import MeshError
+from sbpc.errors import MeshError, check_kinds
 from sbpc.mesh.mesh import Mesh
+from sbpc.runtime.start import lost_ranks
 from sbpc.runtime.start.direct_exchange import DirectGroup
 from sbpc.runtime.start.rendezvous import store_of_attempt
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h; 32 MB is the most that the second one may be
+LONGEST = 1e9  # seconds: more than any job, and no more than clocks can add
 TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
 
 # The state of this process, like torch's own table of groups: a group name means one process group in a process, every
@@ -33,16 +36,18 @@ waiting = {"seconds": TIMEOUT}
 
 def limit() -> timedelta:
     """Returns how long a rank waits for another one."""
-    return timedelta(seconds=waiting["seconds"])
+    return timedelta(seconds=min(waiting["seconds"], LONGEST))
 
 
 def start(device: str | None = None, timeout: float | None = None) -> torch.device:
     """Joins the ranks of this start, if that has not been done, and returns the device of this rank. Call it before all else.
 
     It joins the process group that the launcher set up. timeout: seconds after which a rank that waits for another one ends with
-    an error; 60 unless told otherwise. After `torchrun --max-restarts` has started killed ranks again, it joins those of the new
-    start. device: "cuda" or "cpu"; by default what there is. Raises MeshError outside a launcher.
+    an error that says which ranks do not answer, as far as it is known; 60 unless told otherwise. After `torchrun --max-restarts`
+    has started killed ranks again, it joins those of the new start. device: "cuda" or "cpu"; by default what there is. Raises
+    MeshError outside a launcher.
     """
+    check_kinds(MeshError, timeout=(timeout, "a number of seconds", "None"), device=(device, "a text", "None"))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = device_of(kind)
     if kind == "cpu":
@@ -57,13 +62,16 @@ def start(device: str | None = None, timeout: float | None = None) -> torch.devi
         options: dict[str, Any] = {} if store is None else {"store": store, **place}
         with gloo_in_turn():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=limit(), **options)
+    lost_ranks.begin()
     return where
 
 
 def device_of(kind: str) -> torch.device:
     """Returns the device of this rank: the GPU with the rank's number on its machine, or the CPU. Raises MeshError without that GPU."""
-    if kind != "cuda":
+    if kind == "cpu":
         return torch.device(kind)
+    if kind != "cuda":
+        raise MeshError(f"the device is {kind!r}\n  It is 'cpu' or 'cuda'.")
     local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= there:
         raise MeshError(f"rank {local} of this machine has no GPU, there are {there}\n  Start one rank for each GPU.")
@@ -125,21 +133,30 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
         return dist.new_group(ranks, timeout=limit(), backend=backend)
 
 
+@functools.lru_cache(maxsize=1)
+def everyone() -> Any:
+    """Returns a gloo group of all ranks, for what they tell each other beside the programs. Every rank must call this at the same point."""
+    return new_group(backend="gloo")
+
+
 def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
     """Returns the values of all ranks, by rank, by way of a group of all. Every rank must call this at the same point."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group)
+    with lost_ranks.watched():
+        dist.all_gather_object(values, value, group)
     return values
 
 
 def stop() -> None:
     """Unbinds all groups and leaves the process group: call it at the end."""
+    lost_ranks.end()
     for name in bound:
         unregister_process_group(name)
     bound.clear()
     named.clear()
     meshes.clear()
     parts_of.clear()
+    everyone.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
 from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -11,17 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from sbpc._compat import StridedShard
+from sbpc._compat import StridedShard, local_of
+from sbpc.errors import CheckpointError
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Split
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.lost_ranks import watched
 
 
 def of_rank_zero(tensor: Tensor, where: torch.device) -> Tensor:
     """Returns a copy of rank 0's tensor: shards of weights that every rank drew for itself would be of no one model."""
     copy = tensor.detach().to(where, copy=True).contiguous()
-    dist.broadcast(copy, 0)
+    with watched():
+        dist.broadcast(copy, 0)
     return copy
 
 
@@ -48,6 +53,32 @@ def placements(layout: Layout, sizes: Sequence[int]) -> list[Placement]:
         before = [sizes[other] for other in cuts[: cuts.index(axis)] if other > axis]
         placed.append(StridedShard(state.dim, split_factor=math.prod(before)) if before else Shard(state.dim))
     return placed
+
+
+def refuse_pickles() -> None:
+    """Refuses to pickle part of a tensor, as torch.save on one rank would without a word; to other processes of a rank it may go."""
+    copyreg.pickle(DTensor, pickled)  # type: ignore[arg-type]
+    ForkingPickler.register(DTensor, reduced)
+
+
+def pickled(tensor: DTensor) -> Any:
+    """Returns how a DTensor is pickled. Raises CheckpointError for one on a plan's mesh of which this rank holds a part."""
+    mesh, local = tensor.device_mesh, tuple(local_of(tensor).shape)
+    split = any(size > 1 and not state.is_replicate() for size, state in zip(mesh.shape, tensor.placements))
+    if mesh in process_groups.meshes.values() and (split or process_groups.is_part(mesh)):
+        raise CheckpointError(
+            f"this rank's part {local} of a tensor {tuple(tensor.shape)} is pickled, as torch.save does with a state_dict: the file"
+            " would lack what other ranks hold\n"
+            "  Save with sbpc.Checkpoints, of which sbpc convert makes one file. Or, without stages, have all ranks call"
+            " torch.distributed.checkpoint.state_dict.get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))"
+            " and save what it returns on rank 0."
+        )
+    return reduced(tensor)
+
+
+def reduced(tensor: DTensor) -> Any:
+    """Returns how torch pickles a DTensor."""
+    return tensor.__reduce_ex__(2)
 
 
 def take_state(module: nn.Module, homes: Mapping[str, Layout], mesh: Mesh, where: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of
 from sbpc.errors import PlanError
+from sbpc.runtime.start.lost_ranks import watched
 
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, a 0-dim tensor.
 
@@ -28,7 +29,8 @@ def clip(
     norms = [norm(local_of(g), norm_type) for name, g in gradients.items() if name not in elsewhere and counts(g)]
     mine = norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64, device=first.device)
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, mine)
+    with watched("clip_grad_norm_"):
+        dist.all_gather(of_ranks, mine)
     total = norm(torch.stack(of_ranks), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise PlanError(f"the norm of the gradients is {total.item()}\n  Lower the learning rate, or find the op: executor='nans'.")

@@ -1,0 +1,149 @@
+"""Say which ranks do not answer when a collective fails: every rank shows in the store that it lives, and what it is doing."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from sbpc._compat import default_store
+from sbpc.errors import LostRankError
+
+BEAT, LOOK, LIMIT = 0.5, 2.5, 8.0  # seconds between two signs of life, to look for those of others, and for the store to answer
+SHOWN = 8  # ranks at most that a message names
+WAITED = "waited for another rank as long as --timeout, or sbpc.start(timeout=), allows"
+AGAIN = "  See what it says, and start all ranks again from the last checkpoint: the others cannot go on alone."
+TOGETHER = "  Have every rank make the same calls of the same modules, or allow more seconds."
+LOST = "sbpc/lost"  # the key under which a rank writes those that it has found to be lost
+
+
+class Life:
+    """The signs of life of all ranks, and this rank's.
+
+    doing: what this rank does, as others will read it. lost: what the ranks did that do not answer any more, once one has found out.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.ranks, self.doing = dist.get_rank(), dist.get_world_size(), "its start"
+        self.lost: dict[int, str] = {}
+        self.kept_by_rank = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # the store, by rank 0
+        self.store = default_store().clone()  # a connection of its own: a wait on the other one would hold up the signs
+        self.keys = [f"sbpc/alive/{rank}" for rank in range(self.ranks)]
+        self.numbers, self.over = itertools.count(), threading.Event()
+        self.sign()
+        self.thread = threading.Thread(target=self.live, daemon=True, name="sbpc-alive")
+        self.thread.start()
+
+    def sign(self) -> None:
+        """Writes one sign of life, and takes in what others have found out."""
+        self.store.set(self.keys[self.rank], f"{next(self.numbers)} {self.doing}")
+        if not self.lost and self.store.check([LOST]):
+            self.lost = read(self.store.get(LOST))
+
+    def live(self) -> None:
+        """Writes signs of life until the end, or until the store is gone with the rank that kept it."""
+        with contextlib.suppress(RuntimeError):
+            while not self.over.wait(BEAT):
+                self.sign()
+
+    def end(self) -> None:
+        """Ends the signs of life."""
+        self.over.set()
+        self.thread.join(2 * BEAT)
+
+    def seen(self) -> list[str]:
+        """Returns the last sign of every rank, empty of one that has not given any."""
+        there = [key for key in self.keys if self.store.check([key])] if self.ranks <= SHOWN else self.keys
+        values = self.store.multi_get(there) if self.store.has_extended_api() else [self.store.get(key) for key in there]
+        found = dict(zip(there, values))
+        return [found.get(key, b"").decode() for key in self.keys]
+
+    def look(self) -> dict[int, str]:
+        """Returns what every rank does, and fills `lost` with those that give no sign any more.
+
+        The first rank that finds some writes them down for the others: when they look, it may have ended, too.
+        """
+        first, limit = self.seen(), time.monotonic() + LOOK
+        now, silent = first, {*range(self.ranks)} - {self.rank}
+        while silent and not self.lost and time.monotonic() < limit:
+            time.sleep(BEAT / 4)
+            now = self.seen()
+            silent = {rank for rank in silent if now[rank] == first[rank]}
+        doing = {rank: text.partition(" ")[2] or "its start" for rank, text in enumerate(now)}
+        if silent and not self.lost:
+            self.lost = read(self.store.compare_set(LOST, "", json.dumps({rank: doing[rank] for rank in sorted(silent)})))
+            if self.rank == 0 and self.kept_by_rank:
+                time.sleep(2 * BEAT)  # until the others have read it: they could not, were this rank to end now
+        return doing | {self.rank: self.doing}
+
+
+def read(written: bytes) -> dict[int, str]:
+    """Returns by rank what the lost ones did."""
+    return {int(rank): text for rank, text in json.loads(written).items()}
+
+
+lives: list[Life] = []  # of this process: one while it has process groups
+
+
+def begin() -> None:
+    """Begins to give signs of life, if that has not begun. A store of the user's own may take none: then errors stay torch's."""
+    if not lives:
+        with contextlib.suppress(RuntimeError):
+            lives.append(Life())
+
+
+@atexit.register
+def end() -> None:
+    """Ends the signs of life, before what they need."""
+    while lives:
+        lives.pop().end()
+
+
+@contextlib.contextmanager
+def watched(doing: str | None = None) -> Iterator[None]:
+    """Raises LostRankError in the place of an error of a collective. doing: what this rank does meanwhile, if it is to be told."""
+    life = lives[0] if lives else None
+    if life is not None and doing is not None:
+        life.doing = doing
+    try:
+        yield
+    except RuntimeError as error:
+        if life is None or not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        raise explained(life, error) from error
+    finally:
+        if life is not None and doing is not None:
+            life.doing = f"what comes after {doing}"
+
+
+def explained(life: Life, error: RuntimeError) -> LostRankError:
+    """Returns the error that says which ranks do not answer, in a few seconds even if the store does not answer either."""
+    found: list[dict[int, str]] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(life.look())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    cause = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0].partition(". ")[0])
+    here = f"  rank {life.rank} was in {life.doing}: {cause}"
+    if life.lost:
+        last = [f"rank {rank} does not answer any more; its last sign of life came from {text}" for rank, text in life.lost.items()]
+        return LostRankError("\n".join([*last[:SHOWN], here, AGAIN]), list(life.lost))
+    if not found:
+        keeper = [0] if life.kept_by_rank and life.rank else []
+        who = "rank 0, which keeps the store of the job, does" if keeper else "the store of the job and other ranks do"
+        return LostRankError(f"{who} not answer\n{here}\n{AGAIN}", keeper)
+    others = [f"  rank {rank} is in {text}" for rank, text in found[0].items() if text != life.doing] or ["  the others are in the same"]
+    what = WAITED if "Timed out waiting" in str(error) else "another rank has broken off a collective"
+    return LostRankError("\n".join([f"{what}; all ranks are alive", here, *others[:SHOWN], TOGETHER]), [])
