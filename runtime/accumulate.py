@@ -153,6 +153,11 @@ class Collector:
             self.collects = before
 
 
+def within(sums: Collector | None) -> str:
+    """Returns what tells a step within `no_sync` from others."""
+    return " within no_sync" if sums is not None and sums.collects else ""
+
+
 class Sums(Collector):
     """What backwards within `no_sync` have computed of gradients, in the order of the sources of `apart`.
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc.errors import PlanError, shown
+from sbpc.errors import PlanError, check_kinds, shown
+from sbpc.graph.guards import GUARDS, Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
@@ -28,8 +29,7 @@ def check_plan(plan: Any) -> None:
 
 def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     """Returns the parameters and buffers of `model` by port. Raises PlanError if they are not those of the plan."""
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
+    check_module(model)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     planned = {port.name: (port, value) for port, value in plan.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     known = {*planned, *plan.ports.tied, *plan.ports.unused}
@@ -48,8 +48,25 @@ def stored(plan: AnyPlan, model: nn.Module) -> dict[Port, Tensor]:
     return {port: tensors[name] for name, (port, _) in planned.items()}
 
 
+def check_module(model: Any) -> None:
+    """Raises PlanError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
+
+
+def check_guards(model: nn.Module, *plans: AnyPlan) -> None:
+    """Raises PlanError if a model's attributes are not as they were for any of some plans. A bare tree of weights has none."""
+    check_module(model)
+    if type(model) is nn.Module:
+        return
+    errors = [Guards(model, plan.options.get(GUARDS, {})).broken() for plan in plans]
+    if errors[0] is not None and None not in errors:
+        raise errors[0]
+
+
 def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
     """Returns the tensor leaves of the arguments. Raises PlanError if their structure is not the planned one."""
+    check_kinds(PlanError, kwargs=(kwargs, "a mapping whose keys are texts", "None"))
     args = args if isinstance(args, (tuple, list)) else (args,)
     leaves, structure = flatten((tuple(args), dict(kwargs or {})), "the arguments")
     if structure != plan.ports.arguments:

@@ -17,7 +17,6 @@ from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER
 from sbpc.graph.pytree import unflatten
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.plan import Plan
-from sbpc.plans.program_check import verify_local
 from sbpc.plans.rank_programs import Programs
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.module import parallelize
@@ -42,8 +41,6 @@ def load_programs(path: str | Path, step: str | None = None) -> Programs:
             raise PlanError(f"{path} holds no step {step!r}\n  It holds {', '.join(bodies) or alone}.")
         decoder.body = bodies[step]
         programs = rank_programs.decode(decoder)
-        for program in programs.kinds:
-            verify_local(program)
         check_structures(programs)
     return programs
 

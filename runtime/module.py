@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
-from sbpc.errors import PlanError, shown
+from sbpc.errors import PlanError
+from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import PARAMETER, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
@@ -29,7 +30,7 @@ from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
-from sbpc.runtime.state.dtensors import of_rank_zero, sharded, take_state
+from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
 from sbpc.runtime.state.members import RANDOM, STAGED, WEIGHTS, members_of
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import StepFunction
@@ -53,13 +54,16 @@ def parallelize(
     It has the same names and the same forward, and its class is a subclass of the model's. The model is left as it was: make
     the optimizer after this call, of the new module's parameters. They hold this rank's shards, of rank 0's values, in their
     homes; one that no output depends on stays whole. State dicts come as DTensors, and `load_state_dict` takes them whole or
-    as DTensors of any layout.
+    as DTensors of any layout. `torch.save` refuses parts: all ranks get whole tensors from `get_model_state_dict(module, options=
+    StateDictOptions(full_state_dict=True))` of torch.distributed.checkpoint.state_dict, which rank 0 may save.
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
-    likewise. `loss = module.step(*args)` runs forward and backward as one program and leaves the gradients in `.grad`: it takes
-    the seconds that the plan predicts. Backwards within `with module.no_sync():` send no gradients; the next one outside sends
-    their sum. A DTensor argument is brought to the planned layout. Where the plan has a `loss`, give `(*args, *targets)`.
-    `module.clip_grad_norm_(max_norm)` clips the gradients by their norm over all ranks.
+    likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to be the same, and all
+    raise PlanError if it is not: as with a DistributedSampler. `loss = module.step(*args)` runs forward and backward as one
+    program and leaves the gradients in `.grad`: it takes the seconds that the plan predicts. Backwards within `with
+    module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the planned
+    layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their
+    norm over all ranks.
 
     With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
     of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
@@ -69,7 +73,8 @@ def parallelize(
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
                arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`. A call runs the plan
                that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
-               plans, the one with a backward if gradients are on. There is one state, whichever plan runs:
+               plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say, the one made
+               with that which `module.beta` has. There is one state, whichever plan runs:
 
                    small = sbpc.plan(model, last_batch, mesh, pin=plan.parameters)
                    test = sbpc.plan(model.eval(), test_batch, mesh, train=False, pin=plan.parameters)
@@ -93,7 +98,8 @@ def parallelize(
 
     Ranks with different models, plans or versions of torch say so here. Raises MeshError if there are not as many processes as
     ranks, PlanError if model and plan do not belong together. The module raises PlanError for arguments of other shapes, under
-    another autocast than was planned, in a mode that was not planned, for gradients of gradients, and when it is pickled.
+    another autocast than was planned, in a mode that was not planned, with other numbers in attributes that the forward reads than
+    were planned, for gradients of gradients, and when it is pickled; LostRankError, which names them, when ranks no longer answer.
     """
     run = executor_of(executor)
     others = [*several(also), *([] if evaluate is None else [evaluate])]
@@ -110,8 +116,12 @@ def parallelize(
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
         )
+    bind.check_guards(model, plan, *others)
+    if type(model) is nn.Module:  # a bare tree of weights, such as `load_module` makes
+        plan, *others = map(unguarded, (plan, *others))
     value = source_of_weights(model, plan, init, weights, where)
     dtensor_optimizers.install()
+    refuse_pickles()
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
     if isinstance(plan, StagedPlan):
@@ -149,6 +159,13 @@ def source_of_weights(
     return lambda name: of_rank_zero(tensors[name], where)
 
 
+def unguarded(plan: Any) -> Any:
+    """Returns a plan without guards."""
+    twin = copy.copy(plan)
+    vars(twin)["options"] = plan.options | {GUARDS: {}}
+    return twin
+
+
 def several(also: Any) -> Sequence[Any]:
     """Returns the argument `also`. Raises PlanError for what is no list."""
     if not isinstance(also, (list, tuple)):
@@ -158,8 +175,7 @@ def several(also: Any) -> Sequence[Any]:
 
 def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
     """Raises PlanError for what is no module, for what is no plan, and for plans that store the parameters differently."""
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"the model is {shown(model)}\n  Give the nn.Module that was planned.")
+    bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
     cut = isinstance(plan, StagedPlan) and plan.axis is not None
@@ -185,7 +201,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
     def weights_of(self: nn.Module) -> ModuleWeights:
         weights: ModuleWeights | None = self.__dict__.get(WEIGHTS)
         if weights is None:
-            weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners[0].plan)
+            weights = self.__dict__[WEIGHTS] = ModuleWeights.of(self, runners)
         return weights
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -219,12 +235,21 @@ def training_runner(module: nn.Module) -> Runner:
 
 def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
-    kept: list[ModuleWeights | StagedWeights] = [vars(module)[key] for key in (WEIGHTS, STAGED) if key in vars(module)]
-    if any(weights.sums.held for weights in kept):
+    if any(weights.sums.held for weights in kept_by(module)):
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"
             "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
         )
+
+
+def steps_run(module: nn.Module) -> int | None:
+    """Returns how many training steps a module has run in this process, None if it is not parallel."""
+    return sum(weights.steps for weights in kept_by(module)) if RANDOM in vars(module) else None
+
+
+def kept_by(module: nn.Module) -> list[ModuleWeights | StagedWeights]:
+    """Returns what a parallel module keeps between steps besides its weights."""
+    return [vars(module)[key] for key in (WEIGHTS, STAGED) if key in vars(module)]
 
 
 def agreed_seed(where: torch.device) -> int:

@@ -14,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, local_of, slots
 from sbpc.errors import PlanError
+from sbpc.graph.guards import GUARDS, Guards
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
-from sbpc.plans.plan import Plan
-from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.step import Runner
@@ -27,21 +26,25 @@ from sbpc.runtime.step import Runner
 class ModuleWeights:
     """The places of a parallel module's weights, looked up once: by port, a table of a submodule and the key in it.
 
-    accepted: what `by_port` last found as planned, by runner and whether it trains. modes, in_mode: the last modes of the
-    submodules, and the runners of plans made in them. sums: the gradients that `no_sync` keeps.
+    guards: of the plans, by runner. accepted: what `by_port` last found as planned, by runner and whether it trains. modes, in_mode:
+    the last modes of the submodules, and the runners of plans made in them. sums: the gradients that `no_sync` keeps.
+    steps: how many training steps have run.
     """
 
     places: dict[Port, tuple[dict[str, Any], str]]
     tied: list[tuple[str, tuple[dict[str, Any], str], Port]]
     submodules: dict[str, nn.Module]
+    guards: dict[Runner, Guards]
     accepted: dict[tuple[Runner, bool], Sequence[Any]] = field(default_factory=dict)
     modes: Sequence[bool] = ()
     in_mode: Sequence[Runner] = ()
     sums: Sums = field(default_factory=Sums)
+    steps: int = 0
 
     @classmethod
-    def of(cls, module: nn.Module, plan: Plan | Programs) -> ModuleWeights:
+    def of(cls, module: nn.Module, runners: Sequence[Runner]) -> ModuleWeights:
         """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan."""
+        plan = runners[0].plan
         named = {name: (table, key) for name, table, key in slots(module)}
         ports = {port.name: port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)}
         lost = [name for name in ports if name not in named]
@@ -49,24 +52,31 @@ class ModuleWeights:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
         places = {port: named[name] for name, port in ports.items()}
         tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
-        return cls(places, tied, dict(module.named_modules()))
+        guards = {runner: Guards(module, runner.plan.options.get(GUARDS, {})) for runner in runners}
+        return cls(places, tied, dict(module.named_modules()), guards)
 
     def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         """Returns the runner of the plan for this call. Raises PlanError if there is none.
 
-        It was made in the modes in which the submodules are now, and for arguments of these shapes. Among several, it is one
-        that trains if gradients are on.
+        It was made in the modes and with the numbers that the submodules have now, and for arguments of these shapes. Among several,
+        it is one that trains if gradients are on.
         """
         modes = [module.training for module in self.submodules.values()]
         if not self.in_mode or modes != self.modes:
             self.in_mode, self.modes = self.of_modes(runners), modes
-        if len(self.in_mode) == 1:  # which says itself what does not fit
-            return self.in_mode[0]
-        leaves, structure = flatten((tuple(args), kwargs), "the arguments")
-        found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
-        if not found:
-            raise other_shapes(self.in_mode, leaves, structure)
-        return next((runner for runner in found if runner.trains == torch.is_grad_enabled()), found[0])
+        found = self.in_mode
+        if len(found) > 1:  # one alone says itself what does not fit
+            leaves, structure = flatten((tuple(args), kwargs), "the arguments")
+            found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
+            if not found:
+                raise other_shapes(self.in_mode, leaves, structure)
+            found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
+        errors = []
+        for runner in found:
+            if (error := self.guards[runner].broken()) is None:
+                return runner
+            errors.append(error)
+        raise errors[0]
 
     def of_modes(self, runners: list[Runner]) -> list[Runner]:
         """Returns the runners of plans made in the modes in which the submodules are now."""
@@ -84,6 +94,7 @@ class ModuleWeights:
         given = self.by_port(runner, train)
         for port, leaf in zip(runner.inputs, bind.arguments(runner.plan, args, kwargs)):
             given[port] = runner.shard_of(port, leaf, train)
+        self.steps += train
         return runner.run(given, random, train, function, self.sums)
 
     def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:

@@ -33,12 +33,15 @@ from sbpc.graph.random_bits import seed_of_step
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
-from sbpc.runtime.accumulate import Apart, Sums, apart
+from sbpc.runtime.accumulate import Apart, Sums, apart, within
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.partition import Partition, joint, partition
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.state.dtensors import placements
+
+HOW = {"StepFunction": "forward", "JointFunction": "forward and backward"}  # what runs programs -> what it does
 
 
 class Runner:
@@ -64,6 +67,7 @@ class Runner:
         self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.read_again: list[int] | None = None
+        self.same = SameCalls(plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
 
     @functools.cached_property
     def halves(self) -> Partition:
@@ -116,6 +120,11 @@ class Runner:
         return self.executor(self.apart.ending)
 
     @functools.cached_property
+    def exchanges(self) -> bool:
+        """Returns whether ranks send each other anything in the forward alone."""
+        return any("c10d" in str(node.target) for node in self.halves.inference.graph.nodes)
+
+    @functools.cached_property
     def modes(self) -> frozenset[str]:
         """Returns the submodules that were in eval mode when the model was planned."""
         return frozenset(self.plan.options.get("eval", ()))
@@ -134,30 +143,34 @@ class Runner:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
 
         random: counts the steps that draw. function: what runs the programs: `StepFunction`, or `JointFunction` for forward and
-        backward at once.
+        backward at once. Raises PlanError if the ranks do not make the same call, see `SameCalls`.
         """
-        if SEED_PORT in self.shapes:
-            given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
-            random["step"] += 1
-        values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
-        values += self.positions
-        check_autocast(self.plan.options.get("dtype"), self.where)
-        with no_autocast(self.where):
-            if train:
-                others: list[Tensor] = []
-                parameters = [given[port] for port in self.parameters]
-                leaves = (given[port] for port in self.gradients)
-                differentiable = function.apply(self, sums or Sums(), values, others, parameters, *leaves)
-                results = merge(differentiable, others, self.differentiable)
-            else:
-                with torch.no_grad():
-                    results = list(self.inference(values))
-        named = dict(zip(self.results, results))
-        with torch.no_grad():
-            for port, value in named.items():
-                if port.kind == MUTATION:
-                    given[Port(BUFFER, port.name)].copy_(value)
-        return bind.outputs(self.plan, named)
+        how = HOW[function.__name__] + within(sums) if train else "without gradients"
+        arguments = [given[port] for port in self.inputs]
+        with self.same.call(how, random, arguments, self.where, train or self.exchanges):
+            del arguments
+            if SEED_PORT in self.shapes:
+                given[SEED_PORT] = torch.tensor(seed_of_step(**random), device=self.where)
+                random["step"] += 1
+            values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
+            values += self.positions
+            check_autocast(self.plan.options.get("dtype"), self.where)
+            with no_autocast(self.where):
+                if train:
+                    others: list[Tensor] = []
+                    parameters = [given[port] for port in self.parameters]
+                    leaves = (given[port] for port in self.gradients)
+                    differentiable = function.apply(self, sums or Sums(), values, others, parameters, *leaves)
+                    results = merge(differentiable, others, self.differentiable)
+                else:
+                    with torch.no_grad():
+                        results = list(self.inference(values))
+            named = dict(zip(self.results, results))
+            with torch.no_grad():
+                for port, value in named.items():
+                    if port.kind == MUTATION:
+                        given[Port(BUFFER, port.name)].copy_(value)
+            return bind.outputs(self.plan, named)
 
     def kept_apart(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the gradients by port of what `backward_apart` or the end of `joint_apart` gives, None for those that `sums` keeps."""
@@ -183,6 +196,11 @@ class Runner:
     def inputs(self) -> list[Port]:
         """Returns the ports of the arguments, in the order of their leaves."""
         return [Port(INPUT, str(at)) for at in range(sum(port.kind == INPUT for port in self.takes))]
+
+    def names(self) -> list[str]:
+        """Returns the names of the arguments, in the order of their leaves."""
+        named = dict(zip(self.plan.ports.inputs, self.program.graph.find_nodes(op="placeholder")))
+        return [named[port].name for port in self.inputs]
 
     @functools.cached_property
     def local_shapes(self) -> dict[Port, tuple[int, ...]]:

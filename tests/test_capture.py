@@ -306,7 +306,9 @@ def test_the_module_is_left_unchanged():
     def forward(m, x):
         m.cache, m.calls = m.linear(x), m.calls + 1
         m.linear.extra = x
-        return m.cache
+        found = m.cache + m.calls
+        m.cache, m.calls, m.linear.extra = None, 0, None
+        return found
 
     module = Model(forward, calls=0)
     attributes, linear = dict(vars(module)), dict(vars(module.linear))

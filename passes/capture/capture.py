@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -17,8 +19,10 @@ from torch.fx import GraphModule
 from sbpc._compat import enable_python_dispatcher
 from sbpc.errors import CaptureError, SbpcError
 from sbpc.graph import ports
+from sbpc.graph.guards import COMPUTED, GUARDS, text_of
 from sbpc.graph.ports import Port
 from sbpc.passes.capture.aot_tracer import joint
+from sbpc.passes.capture.attributes import First, settled
 from sbpc.passes.capture.fake_model import FakeModel, environment, fake_model, finish
 from sbpc.passes.capture.light_tracer import Light, NeedsAot
 from sbpc.passes.capture.random_ops import streams
@@ -48,15 +52,57 @@ def capture(
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
     request = module, args, kwargs or {}, loss, targets, dtype
-    with environment(train):  # fresh fakes for each method: the first may have written into its own
-        if method == "light":
-            try:
-                with streams():
-                    return _light(fake_model(*request), train)
-            except NeedsAot as reason:
-                log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
-        with streams(), _blame("step"):
-            return joint(fake_model(*request), train)
+    with environment(train), _nothing_drawn():
+        gm, first = _traced(request, train, method)
+        if first:  # the second call must compute the same
+            with settled(first):
+                again, more = _traced(request, train, method)
+            _settle(gm, again, first, more)
+    return gm
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Raises CaptureError if the model draws random numbers of Python or numpy: its program would compute with the same ones for ever."""
+
+    def state() -> tuple[Any, ...]:
+        kind, numbers, *rest = np.random.get_state()
+        return random.getstate(), kind, bytes(numbers), rest  # type: ignore[arg-type]
+
+    before = state()
+    yield
+    if state() != before:
+        what = "the forward draws random numbers by Python's random or numpy.random, and its program would have the same ones in every step"
+        raise CaptureError(f"{what}\n  Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments.")
+
+
+def _traced(request: tuple[Any, ...], train: bool, method: str) -> tuple[GraphModule, list[First]]:
+    """Returns the graph, and what the forward has set that was not there. Fresh fakes for each method: the first may write into its own."""
+    if method == "light":
+        try:
+            source = fake_model(*request)
+            with streams():
+                return _light(source, train), source.first
+        except NeedsAot as reason:
+            log.info("the light tracer gives up, AOTAutograd takes over: %s", reason)
+    source = fake_model(*request)
+    with streams(), _blame("step"):
+        return joint(source, train), source.first
+
+
+def _settle(gm: GraphModule, again: GraphModule, first: Sequence[First], more: Sequence[First]) -> None:
+    """Adds the guards of a second forward, on the attributes that a first has set. Raises CaptureError if it computes something else."""
+
+    def text(each: GraphModule) -> str:
+        return f"{each.graph} {[(name, value.tolist()) for name, value in each.named_buffers()]}"
+
+    if more or text(gm) != text(again):
+        path, _, _, value, lines = [*more, *first][0]
+        what = f"the forward sets {path!r} to {text_of(value)}, and computes something else in the next call"
+        raise user_error(what, lines, "Run the model once before it is planned: the plan is then of the calls after the first.")
+    for path, texts in again.meta[GUARDS].items():
+        known = gm.meta[GUARDS].setdefault(path, [COMPUTED])  # as a cached property, until the first call
+        known += [text for text in texts if text not in known]
 
 
 def _light(source: FakeModel, train: bool) -> GraphModule:
@@ -100,6 +146,7 @@ def _tangents(source: FakeModel, light: Light, outputs: Sequence[Tensor]) -> dic
 CAUSES = {
     ".numpy() is not supported": ("asks for the values of a tensor with .numpy()", "Write it with torch alone."),
     "Mixing fake modes": ("makes copies with copy.deepcopy", "Copy in __init__, or copy a tensor with clone()."),
+    "its data is not allocated yet": ("asks for the values of tensors, as torch.tensor([x, y]) does", "Write torch.stack."),
     "shape_env must not be None": ("makes a nested tensor", "Pad to one length, and mask the padding."),
     "backward through the graph a second time": (
         "finds that the forward has called backward already", "Leave that to the training loop, or use autograd.grad."

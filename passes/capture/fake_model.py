@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, quiet_fakes, slots, storage_of
 from sbpc.errors import CaptureError
 from sbpc.graph import ports
+from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
+from sbpc.passes.capture.attributes import Attributes, First
 
 Named = dict[str, Tensor]
+LOSS = "the loss"  # what stands before the names of its modules
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class FakeModel:
     arguments: the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
     parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names for
     them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the fake
-    that stands for each, or None where its values are constants (a buffer of a loss module).
+    that stands for each, or None where its values are constants (a buffer of a loss module). guards, first: what `Attributes`
+    found in the last forward.
     """
 
     module: nn.Module
@@ -44,6 +48,8 @@ class FakeModel:
     device: torch.device
     dtype: torch.dtype | None
     mode: FakeTensorMode
+    guards: dict[str, str] = field(default_factory=dict)
+    first: list[First] = field(default_factory=list)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Returns the tensor leaves and the structure of the result. Raises CaptureError if it holds no tensor."""
@@ -66,7 +72,7 @@ class FakeModel:
         """
         given = {**parameters, **buffers}
         places = list(slots(self.module))
-        with _unchanged(self.module):
+        with self._watched() as attributes:
             for name, table, key in places:
                 table[key] = given[self.tied.get(name, name)]
 
@@ -79,9 +85,22 @@ class FakeModel:
                     if name not in buffers or not isinstance(value, Tensor):
                         raise CaptureError(f"the forward replaces {name!r}\n  Only buffers may change in a forward.")
                     values[name] = value
+                attributes.check(given.values())
                 return values
 
             yield replaced
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[Attributes]:
+        """Watches the attributes of the module and its loss while this lasts. Afterwards all are as they were."""
+        others = self.loss.named_modules(prefix=LOSS) if isinstance(self.loss, nn.Module) else ()
+        attributes = Attributes((*self.module.named_modules(), *others))
+        try:
+            yield attributes
+        finally:
+            attributes.restore()
+        self.guards.update((path, text) for path, text in attributes.guards.items() if not path.startswith(LOSS))
+        self.first[:] = attributes.first
 
     def seed(self) -> Tensor:
         """Returns a fake for the seed of a step."""
@@ -177,6 +196,7 @@ def finish(
             node.meta["val"] = _snapshot(values[node], source.mode, known)
     gm: GraphModule = LazyGraphModule({n.target: constants[n.target] for n in graph.find_nodes(op="get_attr")}, graph)
     gm.meta["ports"] = _ports(source, inputs, [port for port, _ in outputs], results, train)
+    gm.meta[GUARDS] = {path: [text] for path, text in sorted(source.guards.items())}
     return gm
 
 
@@ -209,22 +229,6 @@ def _snapshot(value: Any, mode: FakeTensorMode, known: dict[Any, Tensor]) -> Any
             known[key] = FakeTensor(mode, meta, value.device)
         return known[key]
     return tuple(_snapshot(item, mode, known) for item in value) if isinstance(value, (tuple, list)) else None
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts the attributes of all submodules back afterwards: a forward may cache fake tensors or count its calls."""
-    tables = ("_parameters", "_buffers", "_modules")
-    before = [(part, dict(vars(part)), [dict(vars(part)[table]) for table in tables]) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes, entries in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-            for table, items in zip(tables, entries):
-                vars(part)[table].clear()
-                vars(part)[table].update(items)
 
 
 def _device(tensors: Iterable[Tensor]) -> torch.device:

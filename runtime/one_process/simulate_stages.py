@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ class PipelineSimulation:
         self.seed = torch.tensor(wrap(seed))
         self.groups = {self.inner.group_name(axes): self.inner.groups(axes) for axes in self.inner.runs()}
         self.joined = Joined(plan.loop)
-        self.sent: list[Counter[str]] = [Counter() for _ in range(plan.stages)]
+        self.sent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.stages)]
         self.peak = 0
         self.crossing: dict[tuple[str, int], list[Tensor]] = {}
         self.runs = [[self.stage_run(at, rank) for rank in range(self.inner.ranks)] for at in range(len(plan.chunks))]
@@ -51,15 +51,12 @@ class PipelineSimulation:
 
     def step(self) -> dict[Port, Any]:
         """Runs the step, and returns its results and gradients, whole."""
-        for part, at in sorted(self.plan.apart):
-            if part == BEFORE:
-                self.run((part,), at, 0)
+        self.once(BEFORE)
         for _, action in in_turn(self.plan.actions, self.plan.needs):
             self.act(action)
+        self.once(AFTER)
         gradients: dict[Port, Tensor] = {}
         for at in range(len(self.runs)):
-            if (AFTER, at) in self.plan.apart:
-                self.run((AFTER,), at, 0)
             for port, shards in self.gradients(at).items():
                 whole = self.plan.chunks[at].plan.given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
                 having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
@@ -67,6 +64,12 @@ class PipelineSimulation:
                 self.send(at, others * max(shard.nbytes for shard in shards))
                 gradients[port] = gradients[port] + whole if port in gradients else whole
         return self.joined.after(self.joined.results(range(len(self.plan.loop.joins)))) | gradients
+
+    def once(self, part: str) -> None:
+        """Runs what chunks do once and with no action."""
+        for each, at in sorted(self.plan.apart):
+            if each == part:
+                self.run((part,), at, 0)
 
     def gradients(self, at: int) -> dict[Port, list[Tensor]]:
         """Returns the shards of a chunk's gradients by rank."""
@@ -100,7 +103,7 @@ class PipelineSimulation:
         done = lockstep(graphs, given, self.groups)
         self.count(at, given, done.peak_memory)
         for name, sent in done.bytes_sent.items():
-            self.sent[self.plan.owners[at]][name.split("::")[-1]] += int(sent)
+            self.sent[self.plan.owners[at]][name.split("::")[-1]] += sent
         results = [run.take(which, batch, out) for run, out in zip(runs, done.outputs)]
         for port, name in self.plan.programs[at].outputs.items():
             if name in results[0]:
@@ -132,7 +135,7 @@ class PipelineSimulation:
             held: dict[int, int] = {}
             for chunk in mine:
                 run = self.runs[chunk][rank]
-                for values in (run.fixed, *run.batches.values(), run.added):
+                for values in (run.fixed, *run.batches.values(), run.added, run.homes):
                     held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
             self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))
 
@@ -144,7 +147,7 @@ def simulate_stages(
     simulation = PipelineSimulation(plan, model, args, kwargs, seed)
     results = simulation.step()
     axes = dict.fromkeys([*plan.mesh.axes, *(axis for sent in simulation.sent for axis in sent)])
-    sent = {axis: float(max(each[axis] for each in simulation.sent)) for axis in axes}
+    sent = {axis: max(each[axis] for each in simulation.sent) for axis in axes}
     return results, sent, simulation.peak
 
 

@@ -16,20 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
+from sbpc.graph.guards import GUARDS, Guards
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
-from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector
+from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector, within
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
 from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, micro_batch
 from sbpc.runtime.staged.step_checks import check_step, check_weights
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.mail import Mail
+from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.state.dtensors import sharded, take_state
 from sbpc.runtime.state.members import RANDOM, STAGED, members_of
 from sbpc.runtime.step import no_autocast
@@ -57,6 +59,15 @@ class StageRunner:
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
         self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
         self.functions: dict[tuple[int, Parts, bool], BoxedFunction] = {}
+        whole = [broadcast(plan.mesh.axes) for port in plan.loop.ports.inputs if port.kind == INPUT]
+        self.same = SameCalls(plan.mesh, whole, self.names, apart=plan.axis is None)
+
+    def names(self) -> list[str]:
+        """Returns the names of the arguments, in the order of their leaves."""
+        loop = self.plan.loop
+        ports = [port for port in loop.ports.inputs if port.kind in (INPUT, BUFFER)]
+        named = dict(zip(ports, loop.before.graph.find_nodes(op="placeholder")))
+        return [named[Port(INPUT, str(at))].name for at in range(len(self.same.layouts))]
 
     def function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
         """Returns the compiled program of some parts of a chunk."""
@@ -80,11 +91,13 @@ class StageSums(Collector):
         self.held = dict[int, Values]()
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagedWeights:
-    """What a module with stages keeps between steps besides its weights."""
+    """What a module with stages keeps between steps besides its weights. steps: how many have run."""
 
+    guards: Guards
     sums: StageSums = field(default_factory=StageSums)
+    steps: int = 0
 
 
 class Step:
@@ -308,33 +321,36 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in bind.arguments(plan, args, kwargs)]
-        check_step(plan, self, leaves, where)
+        check_step(plan, self, kept_by(self).guards, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
         check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place))
-        if SEED_PORT in plan.shapes:
-            random = self.__dict__[RANDOM]
-            values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
-            random["step"] += 1
-        results, gradients = runner.step(values, [leaf.detach() for leaf in leaves], sums_of(self))
-        with torch.no_grad():
-            for port, value in results.items():
-                if port.kind == MUTATION:
-                    tensors[port.name].copy_(value)
-            for name, gradient in gradients.items():
-                parameter = tensors[name]
-                made = with_local(parameter, gradient)
-                parameter.grad = made if parameter.grad is None else parameter.grad + made
+        random = self.__dict__[RANDOM]
+        kept = kept_by(self)
+        with runner.same.call(f"forward and backward{within(kept.sums)}", random, leaves, where):
+            if SEED_PORT in plan.shapes:
+                values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
+                random["step"] += 1
+            kept.steps += 1
+            results, gradients = runner.step(values, [leaf.detach() for leaf in leaves], kept.sums)
+            with torch.no_grad():
+                for port, value in results.items():
+                    if port.kind == MUTATION:
+                        tensors[port.name].copy_(value)
+                for name, gradient in gradients.items():
+                    parameter = tensors[name]
+                    made = with_local(parameter, gradient)
+                    parameter.grad = made if parameter.grad is None else parameter.grad + made
         asked = [(leaves[int(port.name)], value) for port, value in results.items() if port.kind == INPUT_GRADIENT]
         for leaf, value in asked:
             torch.autograd.backward(leaf, value.to(leaf.device))
         return bind.outputs(plan, {port: value for port, value in results.items() if port.kind != GRADIENT})
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
-        return sums_of(self).no_sync()
+        return kept_by(self).sums.no_sync()
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        sums_of(self).held = {}
+        kept_by(self).sums.held = {}
         cls.zero_grad(self, set_to_none)
 
     step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
@@ -351,10 +367,12 @@ def runner_of(module: nn.Module) -> StageRunner:
     return runner
 
 
-def sums_of(module: nn.Module) -> StageSums:
-    """Returns what a module keeps of gradients between steps."""
-    weights: StagedWeights = module.__dict__.setdefault(STAGED, StagedWeights())
-    return weights.sums
+def kept_by(module: nn.Module) -> StagedWeights:
+    """Returns what a module keeps between steps."""
+    if STAGED not in vars(module):
+        module.__dict__[STAGED] = StagedWeights(Guards(module, runner_of(module).plan.options.get(GUARDS, {})))
+    kept: StagedWeights = module.__dict__[STAGED]
+    return kept
 
 
 def bind_stages(plan: StagedPlan, kind: str) -> None:

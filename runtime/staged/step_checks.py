@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of
 from sbpc.errors import PlanError
+from sbpc.graph.guards import Guards
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
@@ -18,8 +19,8 @@ from sbpc.runtime.module_weights import other_mode
 from sbpc.runtime.step import check_autocast
 
 
-def check_step(plan: StagedPlan, module: nn.Module, leaves: Sequence[Tensor], where: torch.device) -> None:
-    """Raises PlanError for arguments of other shapes, another mode or autocast, and where gradients are turned off."""
+def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequence[Tensor], where: torch.device) -> None:
+    """Raises PlanError for arguments of other shapes, another mode, autocast or number, and where gradients are turned off."""
     for port, planned in plan.shapes.items():
         if port.kind == INPUT:
             bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
@@ -31,6 +32,8 @@ def check_step(plan: StagedPlan, module: nn.Module, leaves: Sequence[Tensor], wh
     planned_modes = frozenset(plan.options.get("eval", ())) & submodules.keys()
     if modes != planned_modes:
         raise other_mode(modes, planned_modes)
+    if (error := guards.broken()) is not None:
+        raise error
 
 
 def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...]) -> None:

@@ -1,0 +1,255 @@
+"""Watches the attributes of a model while its forward runs: which it reads, which it changes, and puts all back afterwards.
+
+A program computes with the values that were read, and writes buffers alone: what is read becomes a guard of the plan, and a number
+that the forward changes, or a tensor that it keeps, is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from sbpc._compat import CHILDREN, TENSORS
+from sbpc.errors import CaptureError
+from sbpc.graph.guards import (
+    ABSENT,
+    CONTAINERS,
+    DEEPEST,
+    RECORDS,
+    containers_in,
+    guard_text,
+    is_plain,
+    is_small,
+    items_of,
+    text_of,
+)
+from sbpc.passes.capture.source_lines import SBPC, TORCH, user_error, user_stack
+
+INTERNAL = frozenset(vars(nn.Module()))  # what torch keeps on every module; modes are checked apart
+MUTABLE = 0b10  # of the two flags of a class: made by a class statement, and not immutable
+TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in these files are not the model's
+KEPT = "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer."
+First = tuple[str, dict[str, Any], str, Any, str]
+CHANGING = (list, dict, set, *RECORDS)
+
+
+class Attributes:
+    """The attributes of some modules, and of the plain objects and containers in them, while a forward runs.
+
+    guards: by path, the text of every value that was read before it was written. before: by id of an owner, its attributes.
+    contents: by id of a container, its path, itself, what it held, and the id of the attribute's value in which it is. first: what the
+    forward has set that was None or not there: path, table of attributes, name, value and lines. lines: of the last write, by id of the
+    owner and name, and of the last read before it changed, by id of the container; None for code of torch.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self.guards: dict[str, str] = {}
+        self.seen: set[tuple[int, str]] = set()
+        self.owners: dict[int, tuple[str, Any]] = {}  # with what stands before the names of its attributes in a path
+        self.before: dict[int, dict[str, Any]] = {}
+        self.tables: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = []
+        self.contents: dict[int, tuple[str, Any, Any, int]] = {}
+        self.first: list[First] = []
+        self.lines: dict[Any, str | None] = {}
+        self.classes = ExitStack()
+        self.watched: set[type] = set()
+        for path, part in modules:
+            if id(part) not in self.owners:
+                self.adopt_owner(path, part)
+
+    def adopt_owner(self, path: str, owner: Any) -> None:
+        """Watches the attributes of a module or of an object at a path."""
+        prefix, attributes = path and f"{path}.", dict(getattr(owner, "__dict__", {}))
+        self.owners[id(owner)], self.before[id(owner)] = (prefix, owner), attributes
+        if isinstance(owner, nn.Module):
+            self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
+        kind = nn.Module if isinstance(owner, nn.Module) else type(owner)
+        if kind not in self.watched:
+            self.watched.add(kind)
+            self.classes.enter_context(watched(kind, self))
+        for name, value in attributes.items():
+            if name not in INTERNAL:
+                self.keep(prefix + name, value)
+
+    def keep(self, path: str, value: Any) -> None:
+        """Remembers what is in the containers in a value."""
+        for each in (value, *containers_in(value)):
+            if isinstance(each, CHANGING):
+                self.contents.setdefault(id(each), (path, each, copied(each), id(value)))
+
+    def adopt(self, path: str, value: Any) -> None:
+        """Watches the objects in a value that has been read."""
+        self.keep(path, value)
+        if isinstance(value, CONTAINERS) and is_small(value):
+            for key, item in parts_of(value):
+                self.adopt(f"{path}.{key}", item)
+        elif id(value) not in self.owners and (isinstance(value, nn.Module) or is_object(value)):
+            self.adopt_owner(path, value)
+
+    def read(self, owner: Any, name: str) -> None:
+        """Notes that the model reads an attribute."""
+        value, key = getattr(owner, "__dict__", {}).get(name), (id(owner), name)
+        if id(value) in self.contents and same(self.contents[id(value)][2], value):
+            self.lines[id(value)] = user_stack()
+        if key in self.seen or key in self.lines:
+            return
+        self.seen.add(key)
+        text, path = guard_text(owner, name), self.owners[id(owner)][0] + name
+        if text is not None and "." not in name:
+            self.guards[path] = text
+            self.adopt(path, value)
+
+    def check(self, own: Iterable[Tensor]) -> None:
+        """Raises CaptureError if a number is other than it was, or if there is a tensor that was not. own: parameters and buffers."""
+        fine = set(map(id, own))
+        for key, (prefix, owner) in self.owners.items():
+            before, now = self.before[key], getattr(owner, "__dict__", {})
+            for name in [name for name in {**before, **now} if name not in INTERNAL or name == "training"]:
+                old, new, lines = before.get(name, ABSENT), now.get(name, ABSENT), self.lines.get((key, name), "")
+                if old is new:
+                    continue
+                # A number that was not read before it was written made no difference.
+                read = name == "training" or new is ABSENT or (key, name) in self.seen
+                if lines is not None and compare(prefix + name, old, new, lines, fine, read):
+                    self.first.append((prefix + name, now, name, new, lines))
+        for path, value, old, read in self.contents.values():
+            if not same(old, value):
+                compare(path, old, value, self.lines.get(read) or "", fine)
+        for path, table, now, before in self.tables:
+            for name in {**before, **now}:
+                old, new = before.get(name), now.get(name)
+                if (old is None) != (new is None) or (table == CHILDREN and old is not new):
+                    what = f"the forward makes, replaces or deletes {f'{path}.{name}'.lstrip('.')!r}"
+                    raise CaptureError(f"{what}\n  Make it in __init__: a program has the modules, parameters and buffers that there are.")
+
+    def restore(self) -> None:
+        """Puts all back as it was: a forward may keep fake tensors or count its calls."""
+        self.classes.close()
+        for key, (_, owner) in self.owners.items():
+            if hasattr(owner, "__dict__") and not same(self.before[key], vars(owner)):
+                refill(vars(owner), self.before[key])
+        for *_, now, before in self.tables:
+            refill(now, before)
+        for _, value, old, _ in self.contents.values():
+            if not same(old, value):
+                refill(value, old)
+
+
+def compare(path: str, old: Any, new: Any, lines: str, own: Container[int], read: bool = True) -> bool:
+    """Raises CaptureError if a value at a path holds tensors that it did not hold, or is another number. own: ids of weights.
+
+    read: whether the forward has read it as it was. Returns whether it is a number where none was, that has been read.
+    """
+    had = {id(tensor) for tensor in tensors_in(old)}
+    kept = [tensor for tensor in tensors_in(new) if id(tensor) not in had and id(tensor) not in own]
+    if kept:
+        what = f"the forward keeps a tensor {list(kept[0].shape)} as {path!r}, where no program puts one"
+        raise user_error(what, lines, KEPT)
+    before, now = (ABSENT if value is ABSENT else text_of(value) for value in (old, new))
+    if before == now or not read:
+        return False
+    number = is_plain(new) or (is_plain(old) and not isinstance(old, CONTAINERS))
+    if number and old is not ABSENT and old is not None:
+        what = f"the forward changes {path!r} from {before} to {now}, and a program always computes as if it were {before}"
+        todo = "Keep it in a buffer, pass it as an argument, or change it outside of the forward."
+        raise user_error(what, lines, f"{todo} If it stays as the first call leaves it, run the model once before.")
+    return is_plain(new) and new is not None and new is not ABSENT
+
+
+@contextmanager
+def settled(first: Iterable[First]) -> Iterator[None]:
+    """Sets what a first forward has set while this lasts."""
+    before = [(table, name, table.get(name, ABSENT)) for _, table, name, *_ in first]
+    for _, table, name, value, _ in first:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for table, name, value in before:
+            if value is ABSENT:
+                table.pop(name, None)
+            else:
+                table[name] = value
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value, in containers and in the attributes of an object."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < DEEPEST and (isinstance(value, CONTAINERS) or is_object(value)):
+        for item in items_of(value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", {})):
+            yield from tensors_in(item, depth + 1)
+
+
+def parts_of(container: Any) -> Iterator[tuple[Any, Any]]:
+    """The items of a container that a path can name, with what names them."""
+    pairs = enumerate(container) if isinstance(container, (list, tuple)) else ()
+    if isinstance(container, (dict, *RECORDS)):
+        pairs = copied(container).items()
+    return ((key, item) for key, item in pairs if isinstance(key, int) or (isinstance(key, str) and "." not in key))
+
+
+def copied(container: Any) -> Any:
+    """What a container holds, to be put back by `refill`."""
+    container = vars(container) if isinstance(container, RECORDS) else container
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def refill(container: Any, items: Any) -> None:
+    """Puts back what `copied` gave."""
+    container = vars(container) if isinstance(container, RECORDS) else container
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
+
+
+def same(copy: Any, container: Any) -> bool:
+    """Whether a container still holds the same objects as its copy."""
+    one, other = items_of(copy, keys=True), items_of(container, keys=True)
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+@contextmanager
+def watched(kind: type, attributes: Attributes) -> Iterator[None]:
+    """Has the instances of a class that `attributes` knows tell of reads and writes, while this lasts."""
+    get: Any = kind.__getattribute__
+    put: Any = kind.__setattr__
+    own = {name: vars(kind).get(name) for name in ("__getattribute__", "__setattr__")}
+    known = attributes.owners
+
+    def read(self: Any, name: str) -> Any:
+        ours = id(self) in known and name not in INTERNAL and not name.startswith("__")
+        if ours and not sys._getframe(1).f_code.co_filename.startswith(TORCH_OWN):
+            attributes.read(self, name)
+        return get(self, name)
+
+    def write(self: Any, name: str, value: Any) -> None:
+        if id(self) in known and (name not in INTERNAL or name == "training"):
+            by_torch = name != "training" and sys._getframe(1).f_code.co_filename.startswith(TORCH)
+            attributes.lines[id(self), name] = None if by_torch else user_stack()
+        put(self, name, value)
+
+    type.__setattr__(kind, "__getattribute__", read)  # whatever its metaclass does
+    type.__setattr__(kind, "__setattr__", write)
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                type.__delattr__(kind, name)
+            else:
+                type.__setattr__(kind, name, method)
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of somebody's own, such as a configuration: not of Python's, of torch's or of sbpc's."""
+    kind = type(value)
+    if isinstance(value, (Tensor, type, FunctionType, ModuleType)) or is_plain(value) or kind.__flags__ >> 8 & 3 != MUTABLE:
+        return False
+    package = kind.__module__.partition(".")[0]
+    return package not in sys.stdlib_module_names | {"torch", "sbpc", "numpy"}

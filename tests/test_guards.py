@@ -1,0 +1,649 @@
+"""Numbers in attributes are constants of a plan: one that changes afterwards is refused, as is what a forward changes or keeps itself."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+import re
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import sbpc
+from sbpc import Mesh
+from sbpc.errors import CaptureError, PlanError
+from sbpc.graph.guards import Guards, text_of
+from sbpc.plans import plan_file
+from sbpc.runtime.module import unguarded
+from tests.forging import sealed
+from tests.processes import run_ranks
+
+METHODS = ("light", "aot")
+
+
+class Kind(Enum):
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass
+class Rope:
+    factor: float = 2.0
+
+
+@dataclass
+class Config:
+    """Somebody's configuration, with one inside, and a number that the forward does not read."""
+
+    width: int = 4
+    rope: Rope = field(default_factory=Rope)
+    idle: int = 1
+
+
+@dataclass(slots=True)
+class Slots:
+    width: int = 4
+
+
+class Alias:
+    """As configurations of transformers: an attribute under another name."""
+
+    def __init__(self) -> None:
+        self.n_embd = 4
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("n_embd" if name == "width" else name)
+
+
+class Net(nn.Module):
+    """A forward that reads numbers of all kinds from everywhere, and `idle`, which it does not read."""
+
+    scale = 2.0  # of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.act = nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU()
+        self.tail = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1))
+        self.beta, self.whole, self.kind, self.dtype, self.extra = 0.0, True, Kind.MEAN, torch.float32, None
+        self.sizes, self.weights, self.table = (2, 4), [1.0, 2.0], {"a": 1.0, "b": [3.0]}
+        self.config, self.slots, self.alias, self.record, self.arguments = Config(), Slots(), Alias(), SimpleNamespace(n=1), Namespace(n=1)
+        self.share, self.limit, self.idle = np.float32(0.5), math.nan, 1
+        self.drops, self.ropes = [nn.Dropout(0.5)], {"a": Rope(), 1: (Rope(),)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tail(self.act(self.layer(self.drops[0](self.drop(x))))).to(self.dtype)
+        numbers = [self.beta, self.sizes[0], sum(self.weights), self.table["a"], self.config.width, self.config.rope.factor]
+        numbers += [self.slots.width, self.alias.width, self.record.n, self.arguments.n, float(self.share), self.scale]
+        numbers += [self.ropes["a"].factor, self.ropes[1][0].factor]  # type: ignore[index, attr-defined]
+        numbers += [1.0 if self.whole else 0.0, 0.0 if self.extra is None else 1.0, getattr(self, "late", 0.0)]
+        if math.isnan(self.limit) and self.kind is Kind.MEAN:
+            h = h * 2
+        return h.square().mean() * sum(numbers)
+
+
+def change(path: str, value: Any) -> Callable[[Any], None]:
+    """What sets an attribute at a path."""
+    *owners, name = path.split(".")
+
+    def run(model: Any) -> None:
+        for owner in owners:
+            model = getattr(model, owner)
+        setattr(model, name, value)
+
+    return run
+
+
+CHANGES = {
+    "beta": change("beta", 1.0),
+    "beta, an int for a float": change("beta", 0),
+    "whole": change("whole", 1),
+    "kind": change("kind", Kind.SUM),
+    "dtype": change("dtype", torch.float64),
+    "extra": change("extra", 2.0),
+    "sizes": change("sizes", (3, 4)),
+    "weights": lambda m: m.weights.append(3.0),
+    "table": lambda m: m.table.update(a=2.0),
+    "table, inside": lambda m: m.table["b"].append(1.0),
+    "config.width": change("config.width", 5),
+    "config.rope.factor": change("config.rope.factor", 5.0),
+    "config": lambda m: setattr(m, "config", Config(width=6)),
+    "slots.width": change("slots.width", 5),
+    "alias.width": change("alias.n_embd", 5),
+    "record": change("record.n", 2),
+    "arguments": change("arguments.n", 2),
+    "share": change("share", np.float64(0.5)),
+    "limit": change("limit", 0.0),
+    "scale": change("scale", 3.0),
+    "late": change("late", 1.0),
+    "drop.p": change("drop.p", 0.0),
+    "act": change("act", nn.GELU()),
+    "tail.1.negative_slope": lambda m: setattr(m.tail[1], "negative_slope", 0.2),
+    "drops.0.p": lambda m: setattr(m.drops[0], "p", 0.0),
+    "ropes.a.factor": lambda m: setattr(m.ropes["a"], "factor", 3.0),
+    "ropes.1.0.factor": lambda m: setattr(m.ropes[1][0], "factor", 3.0),
+    "tail.1": lambda m: m.tail.__setitem__(1, nn.LeakyReLU(0.1)),
+}
+FINE: dict[str, Callable[[Any], None]] = {  # an equal value, and what the forward does not read
+    "beta": change("beta", -0.0 + 0.0),
+    "limit": change("limit", float("nan")),
+    "weights": change("weights", [1.0, 2.0]),
+    "config": lambda m: setattr(m, "config", Config()),
+    "idle": change("idle", 7),
+    "config.idle": change("config.idle", 7),
+    "new": change("new", 7),
+}
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def test_every_kind_of_number_that_a_forward_reads_is_guarded() -> None:
+    for method in METHODS:
+        guards = sbpc.plan(Net(), (X,), Mesh(p=2), capture=method).options["guards"]
+        for name, run in CHANGES.items():
+            model = Net()
+            kept = Guards(model, guards)
+            assert kept.broken() is None and kept.broken() is None
+            run(model)
+            error = kept.broken()
+            assert error is not None and str(error).startswith(name.partition(",")[0]), (method, name, error)
+            assert kept.broken() is not None
+        for name, run in FINE.items():
+            model = Net()
+            kept = Guards(model, guards)
+            assert kept.broken() is None
+            run(model)
+            assert kept.broken() is None, (method, name)
+            change("beta", 1.0)(model)
+            assert kept.broken() is not None
+
+
+def test_a_number_that_is_set_back_is_fine_again() -> None:
+    model = Net()
+    kept = Guards(model, sbpc.plan(model, (X,), Mesh(p=2)).options["guards"])
+    for beta, fine in ((0.0, True), (1.0, False), (1.0, False), (0.0, True)):
+        model.beta = beta
+        assert (kept.broken() is None) == fine
+    model.config.width, model.config.rope = 5, Rope()
+    assert kept.broken() is not None
+    model.config.width = 4
+    assert kept.broken() is None
+    model.config.rope.factor = 5.0  # of the one that came later
+    assert kept.broken() is not None
+
+
+def test_texts_tell_values_apart_that_compare_equal_and_not_those_that_are_one() -> None:
+    different = [1, 1.0, True, "1", np.float64(1), np.int64(1), (1,), [1], {1}, {1: 1}, None, "None", -0.0, 0.0, 2**5000, 2**5000 + 1]
+    different += [list(range(500)), [*range(499), 7], Kind.MEAN, "mean", torch.float32, torch.relu, torch.sigmoid, nn.ReLU(), nn.GELU()]
+    assert len(set(map(text_of, different))) == len(different)
+    for one in (*different, math.nan, {"a", "b", "c"}, SimpleNamespace(a=1)):
+        assert text_of(copy.deepcopy(one)) == text_of(one) and len(text_of(one)) < 200
+
+
+class Counts(nn.Module):
+    """What is asked for by name happens in the forward."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.does, self.config = nn.Linear(8, 8), does, Config()
+        self.calls, self.aux, self.cache, self.seen, self.first = 0, None, {}, [], None
+        self.nested: dict[str, list[Any]] = {"features": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        found = self.does(self, h)
+        return (h * found if isinstance(found, Tensor) else h).square().mean()
+
+
+def counts(m: Any, h: Tensor) -> None:
+    m.calls += 1
+
+
+def counts_below(m: Any, h: Tensor) -> None:
+    m.config.rope.factor += 1
+
+
+def counts_in_a_dict(m: Any, h: Tensor) -> None:
+    cache = m.cache
+    cache["calls"] = cache.get("calls", 0) + 1
+
+
+def anneals(m: Any, h: Tensor) -> Tensor:
+    m.first = 1.0 if m.first is None else m.first / 2
+    return h * m.first
+
+
+def behaves_otherwise_at_first(m: Any, h: Tensor) -> Tensor:
+    if m.first is None:
+        m.first = True
+        return h * 2
+    return h
+
+
+def forgets(m: Any, h: Tensor) -> None:
+    del m.calls
+
+
+def turns_to_eval(m: Any, h: Tensor) -> None:
+    m.layer.eval()
+
+
+def keeps(m: Any, h: Tensor) -> None:
+    m.layer.aux = h.square().mean()
+
+
+def keeps_in_a_list(m: Any, h: Tensor) -> None:
+    m.seen.append({"features": (h, h)})
+
+
+def keeps_below_a_dict(m: Any, h: Tensor) -> None:
+    m.cache.setdefault("features", []).append(h)
+    m.cache.clear()
+    m.nested["features"].append(h)
+
+
+def keeps_in_a_dict(m: Any, h: Tensor) -> None:
+    m.cache[h.shape] = h.detach()
+
+
+def keeps_in_an_object(m: Any, h: Tensor) -> None:
+    m.config.rope.features = h
+
+
+def keeps_in_a_new_object(m: Any, h: Tensor) -> None:
+    m.aux = Rope(h)
+
+
+def keeps_an_argument(m: Any, h: Tensor) -> None:
+    m.aux = [m.layer.weight, h]
+
+
+def registers(m: Any, h: Tensor) -> None:
+    m.register_buffer("mask", torch.ones(8))
+
+
+def replaces(m: Any, h: Tensor) -> None:
+    m.layer = nn.Identity()
+
+
+LOST = (
+    counts, counts_below, counts_in_a_dict, anneals, behaves_otherwise_at_first, forgets, turns_to_eval, keeps, keeps_in_a_list,
+    keeps_below_a_dict, keeps_in_a_dict, keeps_in_an_object, keeps_in_a_new_object, keeps_an_argument, registers, replaces,
+)  # fmt: skip
+
+
+def refusal(does: Callable[[Any, Tensor], Any], method: str = "light") -> str:
+    """The error of planning, without numbers of lines and the frame that all have. The model stays as it was."""
+    model = Counts(does)
+    before, parts = copy.deepcopy(vars(model)), dict(vars(model.layer))
+    with pytest.raises(CaptureError) as caught:
+        sbpc.plan(model, (X,), Mesh(p=2), capture=method)
+    now = vars(model)
+    assert all(now[name] == before[name] for name in ("calls", "aux", "cache", "seen", "first", "config", "nested"))
+    assert now.keys() == before.keys() and vars(model.layer) == parts and not hasattr(model.config.rope, "features")
+    assert "__getattribute__" not in vars(nn.Module) and nn.Module.__setattr__.__module__.startswith("torch")
+    text = re.sub(r"line \d+", "line N", str(caught.value))
+    return text.replace('  File "tests/test_guards.py", line N, in forward\n    found = self.does(self, h)\n', "")
+
+
+def test_what_a_forward_changes_or_keeps_is_refused_with_its_line_and_what_to_do() -> None:
+    assert_expected_inline("\n\n".join(map(refusal, LOST)), """\
+the forward changes 'calls' from 0 to 1, and a program always computes as if it were 0
+  File "tests/test_guards.py", line N, in counts
+    m.calls += 1
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward changes 'config.rope.factor' from 2.0 to 3.0, and a program always computes as if it were 2.0
+  File "tests/test_guards.py", line N, in counts_below
+    m.config.rope.factor += 1
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward changes 'cache' from {} to {'calls': 1}, and a program always computes as if it were {}
+  File "tests/test_guards.py", line N, in counts_in_a_dict
+    cache = m.cache
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward changes 'first' from 1.0 to 0.5, and a program always computes as if it were 1.0
+  File "tests/test_guards.py", line N, in anneals
+    m.first = 1.0 if m.first is None else m.first / 2
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward sets 'first' to True, and computes something else in the next call
+  File "tests/test_guards.py", line N, in behaves_otherwise_at_first
+    m.first = True
+  Run the model once before it is planned: the plan is then of the calls after the first.
+
+the forward changes 'calls' from 0 to not there, and a program always computes as if it were 0
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward changes 'layer.training' from True to False, and a program always computes as if it were True
+  File "tests/test_guards.py", line N, in turns_to_eval
+    m.layer.eval()
+  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
+
+the forward keeps a tensor [] as 'layer.aux', where no program puts one
+  File "tests/test_guards.py", line N, in keeps
+    m.layer.aux = h.square().mean()
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'seen', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_in_a_list
+    m.seen.append({"features": (h, h)})
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'nested', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_below_a_dict
+    m.nested["features"].append(h)
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'cache', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_in_a_dict
+    m.cache[h.shape] = h.detach()
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'config.rope.features', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_in_an_object
+    m.config.rope.features = h
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'aux', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_in_a_new_object
+    m.aux = Rope(h)
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward keeps a tensor [4, 8] as 'aux', where no program puts one
+  File "tests/test_guards.py", line N, in keeps_an_argument
+    m.aux = [m.layer.weight, h]
+  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
+
+the forward makes, replaces or deletes 'mask'
+  Make it in __init__: a program has the modules, parameters and buffers that there are.
+
+the forward makes, replaces or deletes 'layer'
+  Make it in __init__: a program has the modules, parameters and buffers that there are.""")
+
+
+def test_both_tracers_refuse_alike_what_a_forward_changes_or_keeps() -> None:
+    for does in LOST:
+        assert refusal(does, "aot") == refusal(does)
+
+
+def resets(m: Any, h: Tensor) -> Tensor:
+    m.aux, m.calls = h * 2, m.calls + 1
+    m.seen.append(h)
+    found: Tensor = m.aux + m.calls
+    m.aux, m.calls = None, 0
+    m.seen.pop()
+    return found
+
+
+def sets_once(m: Any, h: Tensor) -> Tensor:
+    if m.first is None:
+        m.first = h.shape[0]
+    m.rows, m.columns = h.shape  # which were not there
+    m.layer.note = "mean"
+    return h.view(m.rows * m.columns).view(m.rows, m.columns) * m.first
+
+
+def sets_what_is_there(m: Any, h: Tensor) -> None:
+    m.calls, m.cache = 0, dict(m.cache)
+
+
+ALLOWED = {"resets": resets, "sets once": sets_once, "sets what is there": sets_what_is_there}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scratch_that_is_reset_and_what_only_the_first_call_sets_are_planned(method: str) -> None:
+    for name, does in ALLOWED.items():
+        model = Counts(does)
+        before = dict(vars(model))
+        plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
+        assert vars(model) == before, name
+        assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X)), name
+        kept = Guards(model, plan.options["guards"])  # on the model as its own call has left it
+        assert kept.broken() is None, name
+        if name == "sets once":
+            model.first = 5
+            assert kept.broken() is not None
+
+
+def test_a_forward_that_has_run_once_may_set_a_memo_again() -> None:
+    def memo(m: Any, h: Tensor) -> None:
+        m.cache.setdefault("rows", h.shape[0])
+
+    model = Counts(memo)
+    with pytest.raises(CaptureError, match="run the model once before"):
+        sbpc.plan(model, (X,), Mesh(p=2))
+    model(X)
+    assert sbpc.plan(model, (X,), Mesh(p=2)).options["guards"]["cache"] == ["{'rows': 4}"]
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        return x.mean()
+
+
+def test_a_loss_that_keeps_a_tensor_is_refused_and_its_numbers_are_no_guards() -> None:
+    with pytest.raises(CaptureError, match=r"as 'the loss.last'"):
+        sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=Keeping())
+    plan = sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=nn.HuberLoss(delta=0.5), targets=(X,))
+    assert plan.options["guards"] == {}
+
+
+def test_layers_of_torch_may_keep_what_they_do() -> None:
+    for layer in (nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))):  # type: ignore[no-untyped-call]
+        plan = sbpc.plan(layer, (X,), Mesh(p=2))
+        assert torch.allclose(sbpc.simulate(plan, layer, (X,)).outputs, layer(X))
+    gru = nn.GRU(8, 8)
+    assert "hidden_size" in sbpc.plan(gru, (X,), Mesh(p=2), capture="aot").options["guards"]
+
+
+class OneHot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return (self.layer(x) * F.one_hot(labels, 8)).sum()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_hot_vectors_are_captured(method: str) -> None:
+    model, args = OneHot(), (X, torch.tensor([0, 3, 7, 3]))
+    plan = sbpc.plan(model, args, Mesh(p=2), capture=method)
+    assert torch.allclose(sbpc.simulate(plan, model, args).outputs, model(*args))
+
+
+def test_a_model_with_other_numbers_than_planned_is_refused_by_simulate() -> None:
+    model = Net()
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    model.drop.p = 0.0
+    with pytest.raises(PlanError) as caught:
+        sbpc.simulate(plan, model, (X,))
+    assert_expected_inline(str(caught.value), """\
+drop.p is 0.0, and was 0.5 when the model was planned: what a forward reads from attributes is constant in its plan
+  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).
+  What changes from step to step is a buffer or an argument.""")
+
+
+def texts(*calls: Callable[[], Any]) -> list[str]:
+    """What each call raises, by its first line."""
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("")
+        except PlanError as error:
+            found.append(str(error).splitlines()[0].partition(":")[0])
+    return found
+
+
+class Small(nn.Module):
+    def __init__(self, beta: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.act, self.beta = nn.Linear(8, 8), nn.LeakyReLU(0.1), beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x)).square().mean() + self.beta
+
+
+def every_way(plan: Any, other: Any, test: Any, loop: Any) -> dict[str, list[str]]:
+    """What a changed number gives, by the way in which a module is run. other: a plan with another beta. test: for eval mode."""
+    module: Any = sbpc.parallelize(Small(), plan, evaluate=test)
+    module(X)
+    module.step(X)
+    found: dict[str, list[str]] = {}
+    module.beta = 1.0
+    found["call, step"] = texts(lambda: module(X), lambda: module.step(X))
+    found["a copy"] = texts(lambda: copy.deepcopy(module)(X))
+    module.eval()
+    found["evaluate"] = texts(lambda: module(X))
+    module.beta = 0.0
+    found["set back"] = texts(lambda: module(X), lambda: module.train()(X), lambda: module.step(X), lambda: copy.deepcopy(module)(X))
+    module.act.eval()
+    found["a layer in eval mode"] = texts(lambda: module(X), lambda: module.step(X))
+    module.act.train()
+    module.act = nn.LeakyReLU(0.1)
+    found["another module"] = texts(lambda: module(X))
+    both: Any = sbpc.parallelize(Small(), plan, also=[other])
+    values = []
+    for both.beta in (0.0, 1.0, 0.0):
+        values += [both(X).item() - plain(both)(X).item(), both.step(X).item() - plain(both)(X).item()]
+    both.beta = 2.0
+    found["two plans"] = [f"{max(map(abs, values)):.4f}", *texts(lambda: both(X))]
+    looped: Any = sbpc.parallelize(Small(), loop)
+    looped.step(X)
+    looped.act.negative_slope = 0.2
+    found["a loop"] = texts(lambda: looped.step(X))
+    changed = Small(1.0)
+    found["another model"] = texts(lambda: sbpc.parallelize(changed, plan), lambda: sbpc.parallelize(changed, loop))
+    found["another model, planned too"] = texts(lambda: sbpc.parallelize(changed, plan, also=[other]))
+    return found
+
+
+def plain(module: Any) -> Small:
+    """The model with the weights and the number of a parallel module."""
+    model = Small(module.beta)
+    model.load_state_dict({name: value.full_tensor() for name, value in module.state_dict().items()})
+    return model
+
+
+def test_a_number_that_changes_is_refused_however_the_module_is_run() -> None:
+    model, mesh = Small(), Mesh(p=1)
+    plan = sbpc.plan(model, (X,), mesh)
+    other = sbpc.plan(Small(1.0), (X,), mesh, pin=plan.parameters)
+    test = sbpc.plan(model.eval(), (X,), mesh, train=False, pin=plan.parameters)
+    loop = sbpc.plan(model.train(), (X,), mesh, microbatches=2)
+    (found,) = run_ranks(every_way, 1, plan, other, test, loop)
+    assert_expected_inline("\n".join(f"{name}: {text}" for name, text in found.items()), """\
+call, step: ['beta is 1.0, and was 0.0 when the model was planned', 'beta is 1.0, and was 0.0 when the model was planned']
+a copy: ['beta is 1.0, and was 0.0 when the model was planned']
+evaluate: ['beta is 1.0, and was 0.0 when the model was planned']
+set back: ['', '', '', '']
+a layer in eval mode: ['the module is in another mode (train or eval) than when it was planned', 'the module is in another mode (train or eval) than when it was planned']
+another module: ['act is another module than before']
+two plans: ['0.0000', 'beta is 2.0, and was 0.0 when the model was planned']
+a loop: ['act.negative_slope is 0.2, and was 0.1 when the model was planned']
+another model: ['beta is 1.0, and was 0.0 when the model was planned', 'beta is 1.0, and was 0.0 when the model was planned']
+another model, planned too: ['']""")
+
+
+def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
+    plan = sbpc.plan(Small(), (X,), Mesh(p=2))
+    plan.save(tmp_path / "plan")
+    assert sbpc.load(tmp_path / "plan").options["guards"] == plan.options["guards"] == {"act": ["a LeakyReLU"]} | {
+        "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
+    }  # fmt: skip
+    body = plan_file.read(tmp_path / "plan")
+    for wrong in (None, ["beta"], {"beta": "0.0"}, {"beta": [0.0]}, {"beta": ["a\nb"]}, {"be\nta": ["0.0"]}):
+        (tmp_path / "plan").write_bytes(sealed(body | {"options": body["options"] | {"guards": wrong}}))
+        with pytest.raises(PlanError, match="Plan anew"):
+            sbpc.load(tmp_path / "plan")
+
+
+class Shaped(nn.Module):
+    """Keeps the sizes of its argument, and a moment, and reads them after that alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.b, self.n, self.began = nn.Linear(8, 8), 0, 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.b, self.n = x.shape
+        self.began = time.time()
+        return self.layer(x).reshape(self.b * self.n).square().mean() + 0 * self.began
+
+
+@pytest.mark.parametrize("method", ["light", "aot"])
+def test_a_number_that_is_written_before_it_is_read_belongs_to_no_plan(method: str) -> None:
+    model = Shaped()
+    model(X[:2])
+    plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
+    assert not {"b", "n", "began"} & plan.options["guards"].keys()
+    assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X))
+
+
+def test_a_bare_tree_of_weights_leaves_the_guards_of_a_plan() -> None:
+    plan = sbpc.plan(Small(), (X,), Mesh(p=2))
+    guards = dict(plan.options["guards"])
+    assert unguarded(plan).options["guards"] == {} and plan.options["guards"] == guards != {}
+
+
+class Drawn(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * (2.0 if self.draw() < 0.5 else 1.0)
+
+
+@pytest.mark.parametrize("method", ["light", "aot"])
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_that_are_not_torchs_are_refused(draw: Callable[[], float], method: str) -> None:
+    with pytest.raises(CaptureError, match=r"draws random numbers by Python's random or numpy\.random"):
+        sbpc.plan(Drawn(draw), (X,), Mesh(p=2), capture=method)
+
+
+class OfClass(nn.Module):
+    beta = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act, self.heads = nn.Linear(8, 8), functools.partial(F.leaky_relu, negative_slope=0.1), 4
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return self.heads**-0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.layer(x) * self.scale).square().mean() * self.beta
+
+
+def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options["guards"]
+    model = OfClass()
+    guards = Guards(model, planned)
+    assert guards.broken() is None and model.scale == 0.5 and guards.broken() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(OfClass, "beta", 5.0)
+        assert "beta is 5.0, and was 2.0" in str(guards.broken())
+    assert guards.broken() is None
+    model.act = functools.partial(F.leaky_relu, negative_slope=0.3)
+    assert "'negative_slope': 0.3" in str(guards.broken())
