@@ -21,7 +21,7 @@ from sbpc.errors import CheckpointError
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
-from sbpc.runtime.state import checkpoint
+from sbpc.runtime.state import block_files
 from sbpc.runtime.state.blocks import block_of
 from sbpc.runtime.state.checkpoint import Checkpoints, weights_in, whole_steps
 from sbpc.runtime.state.dtensors import sharded
@@ -152,7 +152,7 @@ def killed_while_saving(folder: str) -> str:
     checkpoints.wait()
     if dist.get_rank() == 1:
         kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        checkpoint.Saver.resolve_data = kill  # type: ignore[assignment]
+        block_files.bytes_of = kill  # type: ignore[assignment]
     checkpoints.save(2, Stored(mesh, 0, 2.0))
     try:
         checkpoints.wait()
@@ -164,11 +164,14 @@ def killed_while_saving(folder: str) -> str:
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     found = run_ranks(killed_while_saving, 2, str(tmp_path))
     assert found[1] is None and "was not written" in found[0], found
-    assert whole_steps(tmp_path) == [1] and list(tmp_path.glob("*.part"))
+    assert whole_steps(tmp_path) == [1] and (tmp_path / "step-000000002").is_dir()
     assert torch.equal(weights_in(tmp_path).state_dict()["p2_0"], torch.arange(64.0).reshape(8, 8) + 200)
     model = nn.ParameterDict(weights_in(tmp_path).state_dict())
-    assert Checkpoints(tmp_path).load(model) == 1
-    assert not list(tmp_path.glob("*.part"))
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.load(model) == 1
+    checkpoints.save(3, model)
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step-000000001", "step-000000003"]
 
 
 def test_the_last_checkpoints_are_kept_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -373,22 +376,49 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("state.json", lambda data: data.replace(b"float32", b"float64"), "state.json is damaged"),
     ("state.json", lambda data: data.replace(b"tensors", b"tensor_"), "state.json is damaged"),
     ("state.json", lambda data: data[:50], "is no checkpoint: "),
-    ("__0_0.distcp", lambda data: data[: len(data) // 2], "cannot be read: rank 0: "),
-    ("__0_0.distcp", lambda data: b"", "cannot be read: rank 0: EOFError"),
-    (".metadata", lambda data: b"nothing", "cannot be read: rank 0: AssertionError: "),
+    ("*.blocks", lambda data: data[: len(data) // 2], "bytes, not "),
+    ("*.blocks", lambda data: b"", "it has 0 bytes, not "),
+    ("*.blocks", lambda data: b"x" + data[1:], "it does not begin as this save does"),
+    ("*.blocks", lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], "the block at byte 47 is not what was written"),
 ]
 
 
-def test_damaged_checkpoint_is_refused_in_two_lines(tmp_path: Path) -> None:
-    for at, (name, change, said) in enumerate(DAMAGES):
-        model, folder = nn.Linear(3, 2), tmp_path / str(at)
-        checkpoints = Checkpoints(folder)
-        checkpoints.save(1, model, torch.optim.AdamW(model.parameters()), extra={2: 1.5, 10: None})
-        checkpoints.wait()
-        spoilt(folder / "step-000000001" / name, change)
-        for read in (lambda folder=folder: weights_in(folder).state_dict(), lambda saved=checkpoints: saved.load(nn.Linear(3, 2))):
-            message = refused(CheckpointError, read)
-            assert said in message and message.count("\n") == 1, message
+def saved_step(folder: Path, step: int, fill: float, keep: int = 2) -> Path:
+    """Save a layer full of one number with its optimizer, by a job of its own; the folder of the checkpoint."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, fill)
+    optimizer = torch.optim.AdamW([model.bias, model.weight])
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    nn.init.constant_(model.weight, fill)
+    checkpoints = Checkpoints(folder, keep=keep)
+    checkpoints.save(step, model, optimizer, extra={2: 1.5, 10: None})
+    checkpoints.wait()
+    return folder / f"step-{step:09d}"
+
+
+@pytest.mark.parametrize(("name", "change", "said"), DAMAGES)
+def test_damaged_checkpoint_is_refused_in_two_lines_and_the_one_before_is_loaded(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes], said: str
+) -> None:
+    (path,) = saved_step(tmp_path, 1, 1.0).glob(name)
+    spoilt(path, change)
+    model, checkpoints = nn.Linear(3, 2), Checkpoints(tmp_path)
+    before = model.weight.clone()
+    optimizer = torch.optim.AdamW([model.bias, model.weight])
+    reads = [lambda: weights_in(tmp_path), lambda: checkpoints.load(model, optimizer, step=1)]
+    for read in reads:
+        message = refused(CheckpointError, read)
+        assert said in message and message.count("\n") == 1, message
+    with pytest.warns(UserWarning, match="It is left out"):
+        message = refused(CheckpointError, lambda: checkpoints.load(model, optimizer))
+    assert said in message and torch.equal(model.weight, before) and not optimizer.state
+    (path,) = saved_step(tmp_path, 3, 3.0).glob(name)
+    saved_step(tmp_path, 2, 2.0, keep=3)
+    spoilt(path, change)
+    with pytest.warns(UserWarning, match="step-000000003"):
+        assert checkpoints.load(model, optimizer) == 2
+    assert model.weight.eq(2.0).all()
 
 
 def test_weights_alone_are_no_checkpoint_of_an_optimizer(tmp_path: Path) -> None:
@@ -397,3 +427,14 @@ def test_weights_alone_are_no_checkpoint_of_an_optimizer(tmp_path: Path) -> None
     message = refused(CheckpointError, lambda: checkpoints.load(model, torch.optim.AdamW(model.parameters())))
     assert "holds weights alone, nothing of an optimizer" in message
     assert checkpoints.load(model) == 0
+
+
+def test_an_optimizer_keeps_what_it_knows_of_a_parameter_besides_tensors(tmp_path: Path) -> None:
+    model, checkpoints = nn.Linear(3, 2), Checkpoints(tmp_path)
+    first, second = (torch.optim.SGD(model.parameters(), lr=float("inf")) for _ in range(2))
+    known = {"step": 3, "table": {10: (1, None), 9: [2.5]}, "best": float("-inf")}
+    first.state[model.weight] = dict(known)
+    checkpoints.save(1, model, first)
+    assert checkpoints.load(model, second) == 1 and second.state[model.weight] == known
+    first.state[model.weight] = {"history": [torch.ones(2)]}
+    assert "history of weight holds tensors" in refused(CheckpointError, lambda: checkpoints.save(2, model, first))

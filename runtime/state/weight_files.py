@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sbpc._compat import left_out_of
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, is_name, read_json
 
 RECORD, SEAL = "sbpc", "sbpc.sha256"
 """Keys of the metadata: the record of the tensors as JSON, and the digest of that text."""
@@ -126,7 +126,9 @@ def opened(path: str | Path) -> TensorFile:
         file: Any = safe_open(path, framework="pt")
         names, about = tuple(file.keys()), file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from error
+        raise PlanError(f"{path} holds no tensors: {error}\n  Name a safetensors file.") from None  # whose text quotes the file
+    if not all(map(is_name, names)):
+        raise damaged(path, "a tensor has a name that cannot be printed, or is very long")
     if RECORD not in about and SEAL not in about:
         tied = {name: first for name, first in about.items() if first in names and name not in names}  # by save_model
         return TensorFile(Path(path), file, names, {}, tied, ())
@@ -140,7 +142,7 @@ def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]
     if sealed(text) != about.get(SEAL):
         raise damaged(path, "its metadata is not what sbpc wrote")
     try:
-        record = json.loads(text)
+        record = read_json(text)
         digests, tied, left_out = dict(record["sha256"]), dict(record["tied"]), tuple(record["left_out"])
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"its metadata cannot be read: {error}") from error

@@ -1,0 +1,89 @@
+"""Make a module and its optimizer ready for what a checkpoint holds, and refuse what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sbpc.errors import CheckpointError
+from sbpc.graph.pytree import unflatten
+from sbpc.runtime.state.blocks import TensorBlock, names_of
+from sbpc.runtime.state.checkpoint_record import dtype_and_shape, tensors_of_state
+from sbpc.runtime.state.weight_files import weights_of
+
+
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[str | None]], record: dict[str, Any], folder: Path
+) -> None:
+    """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled.
+
+    groups: by group of the optimizer the names of its parameters on all ranks. Raises CheckpointError if they are not those saved.
+    """
+    saved, names = record["optimizer"], names_of(model)
+    if not saved["groups"]:
+        raise CheckpointError(
+            f"{folder} holds weights alone, nothing of an optimizer\n"
+            "  Load the model alone, before its optimizer is made; sbpc run takes weights by --weights FILE.safetensors."
+        )
+    same = [set(group["names"]) for group in saved["groups"]] == [set(group) for group in groups]  # stages have them in another order
+    if saved["class"] != type(optimizer).__name__ or not same:
+        raise CheckpointError(
+            f"{folder} was saved with {saved['class']} over {[len(g['names']) for g in saved['groups']]} parameters, "
+            f"this is {type(optimizer).__name__} over {[len(group) for group in groups]}\n"
+            "  Make the optimizer that was saved, or load the model alone."
+        )
+    tensors = tensors_of_state(record)
+    for group, old in zip(optimizer.param_groups, saved["groups"]):
+        group.update(unflatten(old["settings"], [torch.tensor(value) for value in old["values"]]))
+        on_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
+        for parameter in group["params"]:
+            name = names[parameter]
+            plain = {key: unflatten(structure, ()) for key, structure in saved["plain"].get(name, {}).items()}
+            state = plain | zeros(parameter, tensors.get(name, {}), parameter.device if on_device else None)
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+
+
+def zeros(parameter: nn.Parameter, tensors: Mapping[str, tuple[str, Any]], device: torch.device | None) -> dict[str, Tensor]:
+    """Returns the tensors of a parameter's state, to be filled. tensors: by key, dtype and shape. device: of those of other shapes."""
+    state = {}
+    for key, (dtype, shape) in tensors.items():
+        kind = getattr(torch, dtype)
+        like = tuple(shape) == tuple(parameter.shape) and key != "step"
+        state[key] = torch.zeros_like(parameter, dtype=kind) if like else torch.zeros(shape, dtype=kind, device=device)
+    return state
+
+
+def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:
+    """Returns blocks by the names that a checkpoint has for them.
+
+    A checkpoint may have a tied tensor under another of its names. It may lack buffers that state_dict leaves out, as
+    weights from elsewhere do: the model's constructor has made them, and they stay as they are.
+    """
+    weights, saved, tied = weights_of(model), record["tensors"], record["tied"]
+    renamed: dict[str, TensorBlock] = {}
+    for full, block in blocks.items():
+        name = full.removeprefix("model/")
+        if full not in saved and name in weights.tensors:
+            names = [name, *(other for other, first in weights.tied.items() if first == name)]
+            others = [f"model/{tied.get(other, other)}" for other in names]
+            if not any(other in saved for other in others) and name in weights.left_out:
+                continue
+            full = next((other for other in others if other in saved and other not in blocks), full)
+        renamed[full] = block
+    return renamed
+
+
+def mistake_in(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder: Path) -> str | None:
+    """Returns what is wrong if a checkpoint does not hold what is asked for."""
+    for name, block in blocks.items():
+        saved, here = tensors.get(name), dtype_and_shape(block)
+        if saved != here:
+            what = "lacks it" if saved is None else f"has {saved[0]} {saved[1]}"
+            return f"{name.partition('/')[2]} is {here[0]} {here[1]}, {folder} {what}\n  Load what was saved from this model."
+    return None
