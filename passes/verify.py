@@ -105,8 +105,11 @@ def verify_assigned(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None
         require(candidates.legal(choice, mesh.sizes), f"{choice} cuts a factor that may not be cut so", node)
         seen.add((id(choice), id(candidates)))
     homes = {port.name: assignment.choices[node.name].output(0, mesh.axes) for port, node in placeholders(gm).items()}
-    for port, node, layout in zip(gm.meta["ports"].outputs, results(gm), assignment.outputs):
+    ends, outputs = gm.graph.output_node(), gm.meta["ports"].outputs
+    require(len(assignment.outputs) == len(outputs), f"{len(outputs)} outputs in {len(assignment.outputs)} layouts", ends)
+    for port, node, layout in zip(outputs, results(gm), assignment.outputs):
         if node is None:
+            require(layout is None, f"there is no {port.kind} {port.name}, and it is left in {layout}", ends)
             continue
         require(layout is not None and not layout.partial, f"an output is left in {layout}", node)
         if port.kind == GRADIENT:

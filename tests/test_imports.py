@@ -154,7 +154,7 @@ def test_private_names_of_torch_are_imported_in_one_file() -> None:
 
 # Of an op: its schema, as torch documents operators by it; the others have no public counterpart.
 KNOWN = {"_schema", "_overloadname", "_cdata", "_sequence_nr"}
-PYTHONS = {"_exit", "_fields", "_getframe"}  # of os, of named tuples, of sys
+PYTHONS = {"_exit", "_fields", "_getframe", "_make"}  # of os, of named tuples, of sys
 OPS = ("aten._", "torch.ops.")  # names of ops, which are public
 
 

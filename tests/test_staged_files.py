@@ -15,9 +15,10 @@ from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.cli.target import load_target
 from sbpc.errors import PlanError
-from sbpc.plans.plan_file import read, write
+from sbpc.plans.plan_file import read
 from tests import models
 from tests.compare import compare, eager
+from tests.forging import sealed
 from tests.test_plan import refused
 
 STAGED: dict[str, Any] = {"stages": "pipe", "microbatches": 4}
@@ -101,7 +102,7 @@ def test_file_of_stages_with_bad_content_is_refused(written: tuple[Any, Path], t
     for what, change in HOSTILE:
         content = copy.deepcopy(whole)
         change(content)
-        write(content, tmp_path / "bad")
+        (tmp_path / "bad").write_bytes(sealed(content))
         message = refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
         assert "bad: " in message and message.count("\n") == 1, (what, message)
 

@@ -11,11 +11,12 @@ from torch import nn
 from sbpc.api.checks import check_options
 from sbpc.api.planning import Task
 from sbpc.errors import PlanError
+from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.passes.annotate import annotate, duplicate
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
+from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.plan_file import Decoder, decode
 from sbpc.plans.rank_programs import Programs
@@ -25,11 +26,14 @@ from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 
 TRAIN = "train"  # the step that a file of stages holds
-ABOUT = ("train", "model", "dtype", "eval", "left_out")  # what the options of a plan say of its step
+ABOUT = ("train", "model", "dtype", "eval", "left_out", GUARDS)  # what the options of a plan say of its step
 
 
 def load(path: str | Path) -> Any:
-    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked.
+    """Returns the plan that `Plan.save` wrote. Reading it runs no code of the file's, and what it holds is checked: it may be a stranger's.
+
+    Its graph calls only ops that have a rule, and a few others that check their operands (`sbpc.plans.file_graph`). If it has ops of
+    your own, register them and their rules first.
 
     It can be printed, verified, simulated and given to `sbpc.parallelize`; `certify` and `check_bound` need a plan that was made
     here. A plan with stages comes back as one. Raises PlanError if the file is no plan, is damaged, or does not fit this version of
@@ -111,6 +115,7 @@ def check_loaded(plan: Plan) -> None:
     verify_annotated(plan.graph)
     if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
         raise PlanError("the modules in eval mode have no names\n  Plan anew.")
+    verify_assigned(plan.graph, plan.assignment, plan.mesh)
     names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
     if names != [str(number) for number in range(len(names))]:
         raise PlanError(f"inputs named {names}\n  Plan anew.")

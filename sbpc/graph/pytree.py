@@ -56,7 +56,8 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
             return MAPPINGS[kind]((unflatten(key, ()), unflatten(item, leaves)) for key, item in pairs)
         case ["named tuple" | "return type" as kind, str(name), list(items)]:
             values = [unflatten(item, leaves) for item in items]
-            return _class(kind, name)(*(values if kind == "named tuple" else [values]))
+            made = _class(kind, name)
+            return made._make(values) if kind == "named tuple" else made(values)
         case ["dataclass", str(name), list(pairs)]:
             return _class("dataclass", name)(**{key: unflatten(item, leaves) for key, item in pairs})
         case ["slice", [start, stop, step]]:
@@ -68,6 +69,23 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
         case ["device", str(name)]:
             return torch.device(name)
     raise PlanError(f"a structure holds {structure!r:.100}\n  It is not one that sbpc wrote: plan the model again.")
+
+
+def harmless(structure: Any) -> None:
+    """Refuses a stranger's structure with a class that would run code of its own when it is made, by PlanError.
+
+    Those of dicts may, as the outputs of `transformers` do.
+    """
+    match structure:
+        case ["dataclass", str(name), _]:
+            found = _class("dataclass", name)
+            about = vars(found).get("__dataclass_params__")  # not that of a class from which it inherits
+            bare = type(found) is type and about is not None and about.init
+            if not issubclass(found, dict) and (not bare or hasattr(found, "__post_init__") or found.__new__ is not object.__new__):
+                todo = "Return a dataclass without __post_init__, or a dict."
+                raise PlanError(f"the dataclass {name} does more than to hold its fields, which a file may not ask for\n  {todo}")
+    for item in structure if isinstance(structure, list) else ():
+        harmless(item)
 
 
 def plain(structure: Any) -> Any:

@@ -36,7 +36,7 @@ def python_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
     lines += ["", ""] if constants else []
     lines += ["def forward("]
     for node in gm.graph.find_nodes(op="placeholder"):
-        lines.append(f"    {node.name},  # {described(node)}" + (f"  {names[node]}" if node in names else ""))
+        lines.append(f"    {node.name},  # {one_line(described(node) + (f'  {names[node]}' if node in names else ''))}")
     lines.append("):")
     place = ""
     for node, (origin, _) in zip(gm.graph.nodes, origins(gm)):
@@ -46,13 +46,14 @@ def python_text(gm: GraphModule, mesh: Mesh, title: str) -> str:
             module = str(value_of(node)[0].meta.get("module", ""))
             heading = "  ".join(part for part in (node.meta.get("phase", ""), module, origin) if part)
             if heading and heading != place:
-                lines.append(f"    # {printable(heading)}")
+                lines.append(f"    # {one_line(heading)}")
             place = heading or place
-            lines.append(f"    {node.name} = {call(node)}  # {described(node)}" + (f"  {note(node, mesh)}" if "step" in node.meta else ""))
+            about = described(node) + (f"  {note(node, mesh)}" if "step" in node.meta else "")
+            lines.append(f"    {node.name} = {call(node)}  # {one_line(about)}")
     targets = [node.target for node in gm.graph.nodes if node.op == "call_function" and value_of(node)[0] is node]
     own = dict.fromkeys((f.__module__, f.__name__) for f in targets if callable(f) and not isinstance(f, OpOverload))
     imports = "".join(f"from {module} import {name}\n" for module, name in own)
-    return HEADER.format(title=printable(title)) + imports + "\n".join(lines) + "\n"
+    return HEADER.format(title=one_line(title)) + imports + "\n".join(lines) + "\n"
 
 
 def described(node: Node) -> str:
@@ -92,6 +93,6 @@ def constant_text(value: torch.Tensor) -> str:
     return f"torch.tensor([{flat}], dtype={value.dtype}).reshape({list(value.shape)})"
 
 
-def printable(text: str) -> str:
+def one_line(text: str) -> str:
     """Returns the text on one line, without what would end a comment or a docstring."""
     return "".join(c if c.isprintable() and c not in '"\\\\' else "'" if c == '"' else "?" for c in text)

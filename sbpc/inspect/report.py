@@ -9,6 +9,7 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from sbpc.boxing.steps import wire
@@ -40,7 +41,7 @@ def recompute_lines(cost: Cost) -> list[str]:
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints the report of a plan on a terminal."""
     cost, mesh = plan.cost, plan.mesh
-    console.print(f"[bold]{plan.options.get('model', 'model')}[/] on {mesh}: {mesh.ranks} ranks", highlight=False)
+    console.print(f"[bold]{escape(plan.options.get('model', 'model'))}[/] on {escape(str(mesh))}: {mesh.ranks} ranks", highlight=False)
     console.print(parameter_table(plan))
     console.print(collective_table(plan))
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
@@ -61,7 +62,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if mesh.cluster.name == "ideal":
         lines.append(IDEAL)
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     for note in plan.notes:
         console.print(f"[bold red]LOUD[/]      {escape(note)}", highlight=False, soft_wrap=True)
     for remark in plan.remarks:
@@ -138,11 +139,6 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def escape(text: str) -> str:
-    """Returns the text for rich with brackets that it takes as they are."""
-    return text.replace("[", "\\[")
 
 
 def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:

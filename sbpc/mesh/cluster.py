@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from sbpc.errors import MeshError, check_kinds, is_number, shown
+from sbpc.errors import MeshError, check_kinds, is_name, is_number, read_json, shown
 
 LINKS = ("intra", "inter")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -112,8 +112,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise MeshError(f"cluster {self.name!r}: {name} is {getattr(self, name)!r}\n  It is a text.")
+            if not is_name(getattr(self, name)):
+                raise MeshError(f"cluster {shown(self.name)}: {name} is {shown(getattr(self, name))}\n  It is a text of one line.")
         check_count(f"cluster {self.name!r}: ranks_per_node", self.ranks_per_node, 1)
         check_figures(f"cluster {self.name!r}: ", self)
         if not isinstance(self.collectives, tuple) or not all(isinstance(rate, Rate) for rate in self.collectives):
@@ -173,8 +173,8 @@ class Cluster:
         """Returns the cluster in a file that `save` or `sbpc profile` wrote. Raises MeshError for a figure that is missing or bad."""
         check_kinds(MeshError, path=(path, "a path"))
         try:
-            figures = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            figures = read_json(Path(path).read_text())
+        except (OSError, ValueError) as error:
             todo = "Write one with Cluster.save or `sbpc profile`."
             raise MeshError(f"cluster file {path}: {error}\n  {todo}") from error
         return cls.of(figures, f"cluster file {path}")
@@ -269,7 +269,7 @@ def named_cluster(name: str) -> Cluster:
     """The cluster called `name`. Raises MeshError if there is none."""
     if not isinstance(name, str) or name not in CLUSTERS:
         todo = f"Known are {', '.join(CLUSTERS)}; load others with Cluster.load."
-        raise MeshError(f"no cluster is called {name!r}\n  {todo}")
+        raise MeshError(f"no cluster is called {shown(name)}\n  {todo}")
     return CLUSTERS[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import keyword
@@ -16,15 +17,18 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload
-from sbpc.errors import PlanError, SbpcError, check_kinds
+from sbpc.errors import PlanError, SbpcError, check_kinds, printable, read_json, shown
 from sbpc.graph.panels import PANEL_OF
-from sbpc.graph.ports import INPUTS, OUTPUTS, Port, Ports
+from sbpc.graph.ports import Port, Ports
+from sbpc.graph.pytree import harmless
 from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.file_graph import check_graph, may_call
+from sbpc.plans.file_schema import DTYPES, misfit
 from sbpc.rules.choices import Candidates, Choice, signature_text
-from sbpc.rules.registry import TABLE, row
+from sbpc.rules.registry import TABLE
 
 if TYPE_CHECKING:
     from sbpc.plans.plan import Plan
@@ -45,17 +49,40 @@ def save(plan: Plan, path: Path) -> None:
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan."""
+    """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan.
+
+    Raises PlanError for what `read` would refuse, such as a parameter with a line end in its name, or an op that it may not call.
+    """
+    for call in calls_in(content):
+        space, *names = call["target"].split(".")
+        if space in NAMESPACES and not may_call(functools.reduce(getattr, names, getattr(torch.ops, space))):
+            what = f"a file may not call {call['target']}, as %{call['name']} does in {call.get('module') or 'the model'}"
+            raise PlanError(f"{what}\n  Give the op a rule by sbpc.rule, there where the file is read, too.")
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    try:
+        wrong = misfit(read_json(body))
+    except ValueError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise PlanError(f"the plan cannot be written: {wrong.removeprefix('.')}\n  Give what bears this name another one.")
     digest = hashlib.sha256(body.encode()).hexdigest()
-    temporary = path.with_name(path.name + ".part")
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory")
+        temporary = path.with_name(path.name + ".part")
         temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
         temporary.replace(path)
     except OSError as error:
         raise PlanError(f"the plan cannot be written: {error}\n  Name a file in a folder that exists.") from error
+
+
+def calls_in(content: Any) -> Iterator[dict[str, Any]]:
+    """Yields the calls of all graphs in a file's content."""
+    if isinstance(content, dict) and content.get("op") == "call_function":
+        yield content
+    elif isinstance(content, (dict, list)):
+        for item in content.values() if isinstance(content, dict) else content:
+            yield from calls_in(item)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -63,21 +90,24 @@ def read(path: Path) -> dict[str, Any]:
     no_plan, todo = f"{path} is no plan", "\n  Write one with plan.save."
     try:
         first, _, body = path.read_bytes().decode().partition("\n")
-        head = json.loads(first)
-    except (OSError, ValueError, RecursionError) as error:
+        head = read_json(first)
+    except (OSError, ValueError) as error:
         raise PlanError(f"{no_plan}: {error}{todo}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise PlanError(no_plan + todo)
     if head.get("version") != VERSION:
-        raise PlanError(f"{path} has version {head.get('version')}, this sbpc reads {VERSION}\n  Plan anew.")
+        raise PlanError(f"{path} has version {shown(head.get('version'))}, this sbpc reads {VERSION}\n  Plan anew.")
     if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
         raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{no_plan}: {type(error).__name__}{todo}") from error
+        content = read_json(body)
+    except ValueError as error:
+        raise PlanError(f"{no_plan}: {error}{todo}") from error
     if not isinstance(content, dict):
         raise PlanError(no_plan + todo)
+    wrong = misfit(content)
+    if wrong is not None:
+        raise PlanError(f"{path}: {wrong.removeprefix('.')}\n  Plan anew with this version of sbpc and torch.")
     return content
 
 
@@ -130,7 +160,10 @@ def encode_node(node: Node) -> dict[str, Any]:
     }
     if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
         item["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
-    return item | {key: node.meta[key] for key in SAVED_META if key in node.meta}
+    about = {key: node.meta[key] for key in SAVED_META if key in node.meta}
+    if "stack_trace" in about:  # of a source line with tabs, or a path of whatever a file system allows
+        about["stack_trace"] = printable(str(about["stack_trace"] or "").expandtabs())
+    return item | about
 
 
 def encode_value(value: Any) -> Any:
@@ -199,12 +232,18 @@ class Decoder:
         """Returns the graph that `encode_graph` gave, without ports."""
         graph, root = Graph(), torch.nn.Module()
         for name, (dtype, shape, items) in body["constants"].items():
-            data = torch.tensor([self.argument(item, {}) for item in items], dtype=getattr(torch, dtype))
+            data = torch.tensor([self.argument(item, {}) for item in items], dtype=DTYPES[dtype], device="cpu")
             root.register_buffer(name, data.reshape(shape))
         nodes: dict[str, Node] = {}
         for item in body["graph"]:
-            nodes[item["name"]] = self.node(graph, item, nodes, collectives)
-        return GraphModule(root, graph)
+            node = nodes[item["name"]] = self.node(graph, item, nodes, collectives)
+            if node.name != item["name"] and node.op != "output":
+                raise self.fail(f"a node is called {item['name']!r}")  # as Python has it, or another node
+        if [node.op for node in graph.nodes].index("output") != len(nodes) - 1:
+            raise self.fail("a graph that goes on behind its output")
+        gm = GraphModule(root, graph)
+        check_graph(gm, collectives)
+        return gm
 
     def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:
         """Adds one node to the graph. nodes: the earlier ones by name."""
@@ -227,10 +266,11 @@ class Decoder:
     def ports(self) -> Ports:
         """Returns the ports of the program."""
         ports = dict(self.body["ports"])
-        for side, kinds in (("inputs", INPUTS), ("outputs", OUTPUTS)):
+        for side in ("inputs", "outputs"):
             ports[side] = tuple(Port(**port) for port in ports[side])
-            if any(port.kind not in kinds or not isinstance(port.name, str) for port in ports[side]):
-                raise self.fail(f"{side} of kinds that there are not")
+            if len(set(ports[side])) != len(ports[side]):
+                raise self.fail(f"two {side} are one")
+        harmless([ports["arguments"], ports["results"]])
         return Ports(**ports | {"unused": tuple(ports["unused"]), "frozen": tuple(ports["frozen"])})
 
     def target(self, item: dict[str, Any], kwargs: Mapping[str, Any], collectives: bool) -> Any:
@@ -238,7 +278,7 @@ class Decoder:
         name = item["target"]
         if item["op"] in ("placeholder", "get_attr"):
             bare = not item["args"] and item["kwargs"] == {"dict": {}}
-            if not bare or not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            if not bare or not name.isidentifier() or keyword.iskeyword(name):
                 raise self.fail(f"{name!r} is no name")  # it would stand in the generated code
             return name
         if item["op"] != "call_function":
@@ -252,11 +292,9 @@ class Decoder:
 
     def op(self, name: str, collective: bool) -> OpOverload:
         """Returns the op of a name. Nothing outside the known namespaces of torch.ops is reached."""
-        parts, no_op = name.split("."), f"{name!r} is no op that a plan may call"
-        if not collective and len(parts) != 3:
+        parts, no_op = name.split("."), f"{name!r} is no op that a plan may call, unless sbpc.rule gives it a rule first"
+        if not collective and (len(parts) != 3 or (parts[0] not in NAMESPACES and name not in map(str, TABLE))):
             raise self.fail(no_op)
-        if not collective and parts[0] not in NAMESPACES and name not in map(str, TABLE):
-            raise self.fail(f"{no_op}, unless sbpc.rule gives it a rule first")
         try:
             op = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError) as error:
@@ -272,7 +310,7 @@ class Decoder:
         if isinstance(text, dict):
             return tuple(self.value(item) for item in text["several"])
         dtype, shape, stride = text
-        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device="meta")
+        return torch.empty_strided(shape, stride, dtype=DTYPES[dtype], device="meta")
 
     def argument(self, value: Any, nodes: Mapping[str, Node]) -> Any:
         """Returns an argument of a call. nodes: those that it may be, by name."""
@@ -321,17 +359,6 @@ class Decoder:
                 choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
         aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
         return choices, aliases, self.layouts("left" if "left" in self.body else "outputs")  # "outputs" of a file with programs are values
-
-
-def may_call(op: OpOverload) -> bool:
-    """Returns whether a file may name the op: it computes tensors from tensors and numbers, writes into none, touches no file.
-
-    What takes a text (a file's name, say) must have a rule.
-    """
-    schema = op._schema
-    texts = any("str" in str(argument.type) for argument in schema.arguments)
-    made = bool(schema.returns) and all("Tensor" in str(result.type) for result in schema.returns)
-    return not schema.is_mutable and (row(op) is not None or (made and not texts))
 
 
 def decode(path: str | Path) -> Decoder:

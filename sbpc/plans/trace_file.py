@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, is_name, read_json
 from sbpc.plans.timeline import STREAMS, Event
 
 PREDICTED, MEASURED = "predicted", "measured"  # titles of the lanes
@@ -59,13 +60,13 @@ def record(event: Event, process: int, thread: int) -> dict[str, Any]:
 def read_trace(path: str | Path) -> dict[str, list[Event]]:
     """Returns the events in a file that `save_trace` wrote, by title, in the order of their starts. Raises PlanError if it is none."""
     try:
-        records = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        records = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         titles = {each["pid"]: str(each["args"]["name"]) for each in records if each["name"] == "process_name"}
         lanes: dict[str, list[Event]] = {title: [] for title in titles.values()}
         for each in records:
             if each["ph"] == "X":
                 lanes[titles[each["pid"]]].append(event_in(each))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{path} is no trace: {type(error).__name__}: {error}"
         raise PlanError(f"{what}\n  Write one with `sbpc run ... --trace FILE` or plan.save_trace.") from error
     return {title: sorted(events, key=lambda event: event.start) for title, events in lanes.items()}
@@ -84,9 +85,11 @@ def measured_step(path: str | Path, predicted: Sequence[Event]) -> list[Event]:
 
 def event_in(given: dict[str, Any]) -> Event:
     """Returns the event of a record."""
-    about, start = given["args"], float(given["ts"]) * 1e-6
+    about, start, taken = given["args"], float(given["ts"]) * 1e-6, float(given["dur"]) * 1e-6
     named = about["node"], given["name"], about["module"], given["cat"], about["axis"], about.get("bucket", "")
     texts = list(map(str, named))
     if about["stream"] not in STREAMS:
         raise ValueError(f"no stream is called {about['stream']!r}")
-    return Event(about["stream"], start, start + float(given["dur"]) * 1e-6, *texts)
+    if not (math.isfinite(start) and 0 <= taken < math.inf and all(map(is_name, texts))):
+        raise ValueError("an event has no times, or a name that is none")
+    return Event(about["stream"], start, start + taken, *texts)

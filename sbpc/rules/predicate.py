@@ -19,7 +19,8 @@ def predicate_fault(text: str) -> tuple[str, int] | None:
     """
     try:
         tree = ast.parse(text, mode="eval")
-    except SyntaxError:
+        compile(tree, "when", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return f"{text!r} is no predicate", 0
     for node in ast.walk(tree):
         if not isinstance(node, ALLOWED):

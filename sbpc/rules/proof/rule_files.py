@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sbpc._compat import OpOverload
-from sbpc.errors import RuleError, check_kinds
+from sbpc.errors import RuleError, check_kinds, is_name
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
 from sbpc.rules.match import WRITTEN, Arguments, Entry
@@ -108,11 +108,13 @@ def read(file: Path) -> str:
 def lines_of(file: Path, text: str) -> Iterator[RuleLine]:
     """The rules of a file in order. Raises RuleError with the line of one that is malformed."""
     for number, line in enumerate(text.splitlines(), 1):
-        content = line.partition("#")[0].strip()
+        content = line.partition("#")[0].expandtabs().strip()
         if not content:
             continue
         name, _, rule = content.removeprefix(UNREVIEWED).strip().partition(" ")
         with at_line(file, number):
+            if not is_name(content):
+                raise RuleError("it is very long, or holds characters that cannot be printed\n  Write an op and its rule string.")
             parse(rule.strip())
         yield RuleLine(number, name, rule.strip(), not content.startswith(UNREVIEWED))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload, op_names, overload_of
-from sbpc.errors import RuleError
+from sbpc.errors import RuleError, check_kinds, shown
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import chunk_sizes
 from sbpc.rules import registry
@@ -86,6 +86,7 @@ def rule(
     arguments or has a rule already, and for a rule that the proof refutes, with the signature, the inputs and both
     results.
     """
+    check_kinds(RuleError, text=(text, "a text", "a function"), examples=(examples, "a list"))
     overload = resolve(op)
     require_pure(overload)
     if isinstance(text, str):
@@ -111,7 +112,7 @@ def resolve(op: Any) -> OpOverload:
     if found is not None:
         return found
     if not isinstance(op, str) or "::" not in op:
-        raise RuleError(f"{op!r} is no op\n  Give its name, as in 'mylib::myop' or 'aten::add.Tensor'.")
+        raise RuleError(f"{shown(op)} is no op\n  Give its name, as in 'mylib::myop' or 'aten::add.Tensor'.")
     space, _, rest = op.partition("::")
     name, _, overload = rest.partition(".")
     try:

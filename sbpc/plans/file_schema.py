@@ -1,0 +1,167 @@
+"""What the JSON of a plan's file may hold, place by place: it is checked as a whole before anything is made of it."""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from sbpc.errors import is_name, is_number, shown
+from sbpc.graph.panels import PANEL_OF
+from sbpc.graph.ports import INPUTS, OUTPUTS
+from sbpc.graph.recomputed import RECOMPUTES
+
+Check = Callable[[Any], str | None]  # the first place within a value that does not fit, with what stands there; None if all fits
+MOST_RANKS, MOST_MICRO_BATCHES = 1 << 20, 1 << 14  # which are told one by one, and of which a small file can ask for very many
+DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+
+def leaf(fits: Callable[[Any], bool]) -> Check:
+    """Returns the check of a value without parts."""
+    return lambda value: None if fits(value) else f" is {shown(value)}"
+
+
+def first(places: Iterable[tuple[str, str | None]]) -> str | None:
+    """Returns the first place that does not fit."""
+    return next((place + wrong for place, wrong in places if wrong is not None), None)
+
+
+def either(*checks: Check) -> Check:
+    """Returns the check of a value that fits one of several."""
+    return leaf(lambda value: any(check(value) is None for check in checks))
+
+
+def many(check: Check) -> Check:
+    """Returns the check of a list of any number of equal parts."""
+
+    def inner(value: Any) -> str | None:
+        if type(value) is not list:
+            return f" is {shown(value)}"
+        return first((f"[{at}]", check(item)) for at, item in enumerate(value))
+
+    return inner
+
+
+def row(*checks: Check) -> Check:
+    """Returns the check of a list with these parts."""
+
+    def check(value: Any) -> str | None:
+        if type(value) is not list or len(value) != len(checks):
+            return f" is {shown(value)}"
+        return first((f"[{at}]", each(item)) for at, (each, item) in enumerate(zip(checks, value)))
+
+    return check
+
+
+def table(check: Check) -> Check:
+    """Returns the check of an object whose keys are names of any kind."""
+
+    def inner(value: Any) -> str | None:
+        if type(value) is not dict or not all(map(is_name, value)):
+            return f" is {shown(value)}"
+        return first((f"[{key!r}]", check(item)) for key, item in value.items())
+
+    return inner
+
+
+def record(needed: dict[str, Check], allowed: dict[str, Check] | None = None) -> Check:
+    """Returns the check of an object with these keys, and no others."""
+    checks = needed | (allowed or {})
+
+    def check(value: Any) -> str | None:
+        if type(value) is not dict or not needed.keys() <= value.keys() <= checks.keys():
+            return f" is {shown(value)}"
+        return first((f".{key}", checks[key](item)) for key, item in value.items())
+
+    return check
+
+
+NONE, NAME = leaf(lambda v: v is None), leaf(is_name)
+LINE = leaf(lambda v: type(v) is str and v.isprintable())
+FLAG, TEXT = leaf(lambda v: type(v) is bool), leaf(lambda v: type(v) is str)
+IDENTIFIER = leaf(lambda v: is_name(v) and v.isidentifier() and not keyword.iskeyword(v))
+RANKS = leaf(lambda v: type(v) is int and 1 <= v <= MOST_RANKS)
+COUNT = leaf(lambda v: type(v) is int and 1 <= v <= MOST_MICRO_BATCHES)
+INTEGER, NUMBER = leaf(lambda v: type(v) is int), leaf(lambda v: is_number(v, (int, float)) and 0 <= v < math.inf)
+DTYPE, SIZES = leaf(lambda v: is_name(v) and v in DTYPES), many(leaf(lambda v: type(v) is int and v >= 0))
+
+
+def one_of(*names: str) -> Check:
+    """Returns the check of a text that is one of these."""
+    return leaf(lambda value: type(value) is str and value in names)
+
+
+def call_argument(value: Any) -> str | None:
+    """Checks an argument of a call: a plain value, a list of arguments, or an object of one key that says what it is."""
+    if type(value) is list:
+        return many(call_argument)(value)
+    if type(value) is not dict:
+        return None if value is None or type(value) in (bool, int) or is_name(value) else f" is {shown(value)}"
+    return next((KINDS[kind](inner) for kind, inner in value.items() if len(value) == 1 and kind in KINDS), f" is {shown(value)}")
+
+
+def structure(value: Any) -> str | None:
+    """Checks arguments or results as lists of lists and plain values; `unflatten` checks the rest."""
+    if type(value) is list:
+        return many(structure)(value)
+    plain = value is None or is_name(value) or (isinstance(value, (bool, int, float)) and math.isfinite(value))
+    return None if plain else f" is {shown(value)}"
+
+
+def choice(value: Any) -> str | None:
+    """Checks the choice of a node: a signature and its factor for each axis, then the axes in the order of their cuts."""
+    parts = many(row(NAME, either(NONE, NAME)))
+    fits = type(value) is list and value and parts(value[:-1]) is None and many(INTEGER)(value[-1]) is None
+    return None if fits and sorted(value[-1]) == list(range(len(value) - 1)) else f" is {shown(value)}"
+
+
+KWARGS = record({"dict": table(call_argument)})
+KINDS = {"node": IDENTIFIER, "float": NAME, "dict": table(call_argument), "device": NAME, "torch": NAME}
+TENSOR = row(DTYPE, SIZES, SIZES)
+VALUE = either(NONE, TENSOR, record({"several": many(either(NONE, TENSOR))}))
+META = {
+    "module": NAME, "stack_trace": TEXT, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME, RECOMPUTES: NAME,
+    "part": row(NAME, SIZES),
+}  # fmt: skip
+NODE = record({"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}, META)
+GRAPH = {"graph": many(NODE), "constants": table(row(DTYPE, SIZES, many(call_argument)))}
+PORTS = record({
+    "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})), "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})),
+    "arguments": structure, "results": structure, "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
+})  # fmt: skip
+MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
+OPTIONS = record({"train": FLAG, "model": NAME, "objective": NAME, "optimizer": either(NONE, NAME)}, {
+    "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME), "spread": FLAG,
+    "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME, "stages": either(NONE, NAME),
+    "dynamic": table(either(INTEGER, many(either(NONE, NAME)))), "guards": table(many(LINE)),
+})  # fmt: skip
+FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
+FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest
+STEP = {"torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS}
+LAYOUTS = many(either(NONE, NAME))
+WHOLE = {
+    **STEP, **GRAPH, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS, "lower_bound": NUMBER,
+}  # fmt: skip
+LATER = {"serial_bound": NUMBER, "buckets": FLAG}  # which early versions did not write
+PLAN = record(WHOLE, LATER)
+PROGRAMS = WHOLE | {
+    "programs": many(record(GRAPH)), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
+    "outputs": many(VALUE),
+}  # fmt: skip
+EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS, LATER))}, LATER)
+NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
+CHUNK = record({"plan": PLAN, "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED})
+STAGED = record(STEP | {"stages": record({
+    "axis": either(NONE, NAME), "schedule": NAME, "count": COUNT, "in_loop": many(row(NAME, NAME)), "bound": NUMBER,
+    "joins": many(either(INTEGER, NAME)), "before": record(GRAPH), "after": record(GRAPH),
+    "inputs": table(row(NAME, INTEGER, either(NONE, INTEGER))),
+    "shapes": many(row(one_of(*INPUTS), NAME, TENSOR)), "chunks": many(CHUNK),
+}, LATER)})  # fmt: skip
+
+
+def misfit(body: dict[str, Any]) -> str | None:
+    """Returns the first place in the body of a file that no plan, exported file or plan with stages has so; None if there is none."""
+    return (STAGED if "stages" in body else EXPORTED if "programs" in body else PLAN)(body)
