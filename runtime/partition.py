@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
-from sbpc.graph.operands import is_sum, nodes_in
+from sbpc.graph.operands import ancestors, is_sum, nodes_in
 from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
 from sbpc.graph.rewrite import copied
 
@@ -86,12 +86,17 @@ def is_scheduled(gm: GraphModule) -> bool:
 
 
 def backward_nodes(gm: GraphModule) -> set[Node]:
-    """Returns the tangents and the nodes of the backward: those marked `phase: backward`, and all that depend on either."""
-    late = {node for port, node in placeholders(gm).items() if port.kind == TANGENT}
+    """Returns the tangents and the nodes of the backward: those marked `phase: backward`, and all that depend on either.
+
+    Where parts of the batch go all the way one after the other, a boxing that the backward of one and the forward of the next read is
+    marked as the first one's: what results of the forward are made of is none of the backward's.
+    """
+    tangents, early_results, _ = ends(gm)
+    late, needed = set(tangents), ancestors(node for node in early_results if node is not None)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        marked = node.meta.get("phase") == "backward" and node.target is not operator.getitem
+        marked = node.meta.get("phase") == "backward" and node.target is not operator.getitem and node not in needed
         if marked or any(used in late for used in node.all_input_nodes):
             late.add(node)
     return late

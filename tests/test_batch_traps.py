@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import LoopError, SbpcError
+from sbpc.errors import LoopError, MemoryLimitError, SbpcError
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
+from tests import models
 from tests.compare import eager, error_of, relative_error
 
 Step = Callable[["Net", Tensor, Any], Tensor]
@@ -52,10 +53,10 @@ LOOPS: dict[str, Step] = {
     "a sum over the sequence of another input": lambda _, y, other: (y * other.sum().sin()).square().mean(),
     "a counter": counted,
     "weights, ignored targets and smoothed labels": smoothed,
+    "a term of weights alone": lambda net, y, _: y.square().mean() + 0.1 * sum(p.square().sum() for p in net.parameters()),
     "a product of a mean and a count": lambda _, y, target: y.square().mean() * (target >= 0).sum(),
 }
 NO_LOOPS: dict[str, Step] = {
-    "a term of weights alone": lambda net, y, _: y.square().mean() + 0.1 * net.layer.weight.square().sum(),
     "contrast": lambda _, y, __: F.cross_entropy(y @ y.T, torch.arange(8)),
     "deviation": lambda _, y, __: y.std(0).sum(),
     "exponential averages": averaged,
@@ -112,6 +113,43 @@ def test_numbers_of_parts_that_do_not_divide_the_batch_are_refused() -> None:
 
 
 def test_stages_name_the_op_that_needs_the_whole_batch() -> None:
-    with pytest.raises(LoopError, match=r"aten\.\w+") as caught:
+    with pytest.raises(LoopError, match=r"depends on parameter layer\.weight\n.*aten\.\w+") as caught:
         sbpc.plan(Net(NO_LOOPS["running sum"]), arguments(), Mesh(pipe=2), stages="pipe", microbatches=4)
     assert "test_batch_traps.py" in str(caught.value) and "Plan without stages=" in str(caught.value)
+
+
+class Penalized(nn.Module):
+    """Layers that share a factor made of a parameter, and penalties on weights. It returns its input, a parameter and constants, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.heat, self.alone = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        given, factor = x, self.heat.exp().sum()
+        for layer in self.layers:
+            x = torch.tanh(layer(x * factor))
+        penalty = 0.1 * sum(p.square().sum() for p in self.parameters()) + 1e-3 * self.layers[1].weight.norm() + self.alone.sin().sum()
+        return {"loss": x.square().mean() + penalty, "x": given, "heat": self.heat.detach(), "constant": torch.arange(3.0)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_what_is_made_of_parameters_alone_is_made_by_every_stage_that_reads_it(schedule: str, float64: None) -> None:
+    net, x = Penalized(), torch.randn(8, 6)
+    plan = sbpc.plan(net, (x,), Mesh(pipe=2), stages="pipe", schedule=schedule, microbatches=4, objective="serial")
+    assert error_of(sbpc.simulate(plan, net, (x,)), *eager(net, (x,))) <= 1e-10
+
+
+def test_a_number_of_micro_batches_beyond_all_batches_is_refused_at_once() -> None:
+    for options in ({"mesh": Mesh(x=2)}, {"mesh": Mesh(pipe=2), "stages": "pipe"}):
+        with pytest.raises(SbpcError, match="a batch of 8 in 1000000000 micro-batches"):
+            sbpc.plan(Net(LOOPS["a counter"]), arguments(), microbatches=10**9, **options)
+
+
+def test_stages_that_do_not_fit_say_what_the_least_is_made_of() -> None:
+    """With recompute="auto", too, though there is no block to compute again."""
+    for options in ({}, {"recompute": "auto"}):
+        with pytest.raises(MemoryLimitError, match=r"no plan was found that takes less than [\d,]+ bytes a rank, .*\n  of which parame") as caught:
+            sbpc.plan(*models.mlp(layers=2), Mesh(pipe=2), stages="pipe", microbatches=4, memory=1e3, **options)
+        assert caught.value.nearest.memory["total"] > 1e3

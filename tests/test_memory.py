@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sbpc
@@ -15,6 +16,7 @@ from sbpc import Mesh, Plan
 from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.memory.live_bytes import STORED
+from sbpc.runtime.one_process.simulate_stages import PipelineSimulation
 from tests import models
 from tests.compare import largest_error
 from tests.models import Model
@@ -194,3 +196,71 @@ def test_with_less_memory_activations_are_stored_split_and_gathered_again_in_the
     for plan in plans:
         assert free.cost.seconds < plan.cost.seconds and plan.cost.gap <= 0.01
         assert abs(error(plan, (model, args))) <= 0.05 and largest_error(plan, model, args) <= 1e-10
+
+
+class Written(nn.Module):
+    """Writes into slices of a value: a slice of a slice is written by a copy of all that the outer one is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.randn(64)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x * self.scale) * 1
+        h[:-1, 1:] += 1
+        h[2] *= 3
+        return h.logsumexp(0).sum()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_writes_into_slices_take_what_is_predicted(ranks: int) -> None:
+    model, args = Written(), (torch.randn(64, 64),)
+    plan = sbpc.plan(model, args, Mesh(x=ranks), optimizer=None)
+    cost = plan.cost
+    assert sbpc.simulate(plan, model, args).peak_memory == cost.memory["total"]
+    numbers = {cost.symbols[name]: number for name, number in cost.numbers.items()}
+    assert float(cost.memory_expr.subs(numbers)) == cost.memory["total"]
+
+
+class Tied(nn.Module):
+    """Layers between an embedding and a head of the same weight, which are on two stages or in two chunks of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(24, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = h + F.gelu(layer(h))
+        return F.cross_entropy((h @ self.embedding.weight.T).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "objective"), [("zbv", 4, "serial"), ("zbv", 1, "seconds"), ("interleaved", 2, "seconds"), ("interleaved", 1, "seconds")]
+)
+def test_every_program_of_every_stage_holds_what_is_predicted(
+    schedule: str, count: int, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in flight, gradients at home, and what arrives for a part of the backward that has nothing to compute."""
+    torch.manual_seed(0)
+    model, args = Tied(), (torch.randint(24, (8, 4)), torch.randint(24, (8, 4)))
+    plan = sbpc.plan(
+        model, args, Mesh(pipe=2, data=2), stages="pipe", schedule=schedule, microbatches=count, optimizer=None, objective=objective
+    )
+    held: list[list[int]] = [[] for _ in range(plan.stages)]
+    count_memory = PipelineSimulation.count
+
+    def counted(self: PipelineSimulation, at: int, given: Any, peak: int) -> None:
+        before, self.peak = self.peak, 0
+        count_memory(self, at, given, peak)
+        held[plan.owners[at]].append(self.peak)
+        self.peak = max(before, self.peak)
+
+    monkeypatch.setattr(PipelineSimulation, "count", counted)
+    assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
+    for stage, counts in enumerate(held):
+        stored = plan.memory_of(stage)["parameters"]
+        moments = [sum(plan.held_at(moment)) for moment in plan.moments(stage)][:-1]  # at the last one nothing runs
+        assert [stored + each for each in moments] == counts

@@ -57,6 +57,16 @@ def test_micro_batches_have_the_numbers_of_the_whole_batch(net: str, quick: bool
         assert plan.options["microbatches"] == count and plan.layouts.keys() >= dict(model.named_parameters()).keys()
 
 
+def test_a_batch_norm_of_the_inputs_alone_is_no_loop_but_works_in_parts() -> None:
+    """Its statistics could be there before the loop, were they a value of the step and not of the first of its two phases."""
+    torch.set_default_dtype(torch.float64)
+    model, args = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4)), (torch.randn(6, 4),)
+    plan = sbpc.plan(model, args, Mesh(x=2), loss=torch.sum, microbatches=3)
+    assert type(plan) is Plan
+    outputs, gradients = eager(model, args)
+    assert compare(plan, model, args, [outputs[0].sum()], gradients) <= 1e-10
+
+
 def test_gradients_are_sent_once_for_any_number_of_micro_batches() -> None:
     """What an expert splits is split in every micro-batch, and gradients add up before they are sent."""
     torch.set_default_dtype(torch.float64)

@@ -65,7 +65,7 @@ def test_every_schedule_has_the_numbers_of_the_whole_batch(mesh: str, schedule: 
     run = sbpc.simulate(plan, model, args)
     assert run.bytes_sent == plan.cost.bytes_sent
     memory = plan.cost.memory  # nothing is kept of an optimizer in the simulation
-    assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
+    assert memory["total"] - memory["optimizer"] == run.peak_memory
 
 
 @pytest.mark.parametrize("net", [net for net in NETS if net != "gpt2"])
@@ -222,14 +222,14 @@ def test_what_cannot_be_cut_into_stages_is_refused() -> None:
         ({"schedule": "interleaved:1"}, "how many chunks of the model each stage has"),
         ({"mesh": Mesh(pipe=3), "schedule": "interleaved", "microbatches": 16}, "rounds of 3 do not divide"),
         ({"microbatches": 7}, "a batch of 96 in 7 micro-batches"),
-        ({"memory": 1e3}, "the limit is 1,000"),
+        ({"memory": 1e3}, "more than the limit of 1,000"),
         ({"spread": True}, "spread= with stages="),
         ({"train": False}, "is for training"),
     ):
         given = {"mesh": Mesh(pipe=2), "stages": "pipe", "microbatches": 4} | options
         with pytest.raises(SbpcError, match=words):
             sbpc.plan(model, args, given.pop("mesh"), **given)
-    with pytest.raises(PlanError, match="stages of a model that can be cut at"):
+    with pytest.raises(PlanError, match="chunks of a model that can be cut at"):
         sbpc.plan(*models.mlp(layers=1), Mesh(pipe=32), stages="pipe", microbatches=4)
     net, images = models.batch_norm()
     with pytest.raises(PlanError, match="each micro-batch needs the whole batch's value"):
@@ -271,7 +271,7 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
         assert compare(other, model, args, *eager(model, args)) <= 1e-10
         run, memory = sbpc.simulate(other, model, args), other.cost.memory
         assert run.bytes_sent == other.cost.bytes_sent
-        assert memory["total"] - memory["optimizer"] == pytest.approx(run.peak_memory, rel=0.05)
+        assert memory["total"] - memory["optimizer"] == run.peak_memory
 
 
 @pytest.mark.prove

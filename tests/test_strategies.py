@@ -101,7 +101,7 @@ def test_what_is_refused_is_told_with_its_reason_and_does_not_move_the_bound(cap
     rows = sbpc.sweep(Joined(joins=True), args, **options)
     assert {row.microbatches for row in rows} == {1}
     reasons = {(each.mesh.sizes, each.microbatches): each.reason for each in rows[0].refused}
-    why = "each micro-batch needs the whole batch's value of this op, which depends on parameter blocks.0.0.bias"
+    why = "each micro-batch needs the whole batch's value of this op, which depends on parameter blocks.0.0.weight"
     assert why in reasons.values() and all(count > 1 for _, count in reasons)
     assert 0 < rows[0].lower_bound <= min(row.cost for row in rows)
     lines = refused_lines(rows[0].refused)

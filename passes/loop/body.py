@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, LoopError, PinError, PlanError, at_node
-from sbpc.graph.operands import ancestors, operands, value_of
+from sbpc.graph.operands import ancestors, depending_on, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
@@ -38,13 +38,12 @@ from sbpc.graph.rewrite import copied, put
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both
-from sbpc.mesh.states import Partial, Split
+from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
-from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, without_joins
+from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, batch_of, without_joins
 from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
@@ -60,9 +59,7 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
 
     Raises PlanError if the batch does not divide, LoopError if a micro-batch cannot run without what others computed: the op is named.
     """
-    batch = Model(gm).batch
-    if batch % count:
-        raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
+    batch = batch_of(gm, count)
     try:
         step = annotate(one_loss(gm))
     except PlanError as error:  # it has no loss
@@ -79,7 +76,7 @@ def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
         asked = wishes(gm, mesh, Requests({}, inputs=cut, baseline="data"))
-        nodes = both(asked.nodes, partial_gradients(gm) if count > 1 else {}, mesh)
+        nodes = both(asked.nodes, partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}, mesh)
         assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:
         raise LoopError(f"the step cannot run in {count} micro-batches: {error}") from error
@@ -93,6 +90,15 @@ def cut_evenly(gm: GraphModule) -> None:
         if (had := node.meta.get("candidates")) is not None:
             all_factors = frozenset(factor for factor, _ in had.sizes)
             node.meta["candidates"] = known.setdefault(had, replace(had, divides=all_factors))
+
+
+def of_parameters_alone(gm: GraphModule) -> dict[str, Wish]:
+    """Returns the wishes that what depends on parameters and no input, as a penalty on weights, is whole: parts would be padded."""
+    given = placeholders(gm)
+    on_parameters, on_inputs = (depending_on(n for port, n in given.items() if port.kind == kind) for kind in (PARAMETER, INPUT))
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and value_of(node)[0] is node]
+    found = [node for node in calls if node in on_parameters and node not in on_inputs]
+    return {node.name: Wish(((0, B),), reason="it depends on parameters alone") for node in found}
 
 
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
@@ -143,14 +149,14 @@ class BodyWriter(Unroller):
     def early_joins(self) -> set[Node]:
         """Returns the joins that what is cut or partial depends on: they are computed before the loop. Raises LoopError if they cannot."""
         own = {node for node in self.boxed.graph.nodes if node.op == "call_function" and not is_whole(node)}
-        needed = ancestors(own)
+        needed, known = ancestors(own), {node.name for node in self.gm.graph.nodes}
         joins = [node for node in self.boxed.graph.nodes if is_join(node) and node in needed]
         for join in joins:
-            given = [node for node in ancestors([join]) if node.op == "placeholder"]
-            ports = {node: port for port, node in placeholders(self.boxed).items()}
-            wrong = [ports[node] for node in given if ports[node].kind not in (INPUT, BUFFER)]
+            reads, ports = ancestors([join]), placeholders(self.boxed).items()
+            wrong = [f"depends on {p.kind} {p.name}" for p, node in ports if node in reads and p.kind not in (INPUT, BUFFER)]
+            wrong += [] if source_of(join).name in known else ["runs in two phases"]  # as batch norm: the step has no such value
             if wrong:
-                what = f"each micro-batch needs the whole batch's value of this op, which depends on {wrong[0].kind} {wrong[0].name}"
+                what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
                 raise LoopError(at_node(what, source_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
         return set(joins)
 
@@ -227,13 +233,18 @@ class BodyWriter(Unroller):
 
     def kept(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes a whole value as a partial one: zeros in all micro-batches but the first."""
+        return [self.masked(copies[0])]
+
+    def masked(self, value: Node) -> Node:
+        """Writes a value in the first micro-batch, zeros in the others."""
         mask = self.writer.call(aten.eq.Scalar, self.index, 0)
-        mask = self.writer.call(aten._to_copy.default, mask, dtype=copies[0].meta["val"].dtype)
-        return [self.writer.call(aten.mul.Tensor, copies[0], mask)]
+        mask = self.writer.call(aten._to_copy.default, mask, dtype=value.meta["val"].dtype)
+        return self.writer.call(aten.mul.Tensor, value, mask)
 
     def padded(self, step: Step, copies: list[Any]) -> list[Any]:
         """Raises LoopError: a part among zeros has the size of the whole batch."""
-        raise LoopError("a micro-batch would need a value of the whole batch's size\n  Plan without stages=.")
+        what = "a micro-batch would need this value for the whole batch, zeros but for its own part"
+        raise LoopError(at_node(what, copies[0], "Plan without stages=."))
 
     # --- what is done once ---------------------------------------------------------------------------------------------
     def finished(self, early: set[Node], late: set[Node]) -> Loop:
@@ -245,12 +256,12 @@ class BodyWriter(Unroller):
         for port, node in zip(ports.outputs, ends):
             if port.kind == GRADIENT:
                 outputs.append(port)
-                nodes.append(None if node is None else self.values[self.summed(port, node, late)][0])
+                nodes.append(None if node is None else self.summed(port, node, late))
             else:
                 after.leave(port, node, late)
         for at, node in enumerate(after.reads):
             outputs.append(Port(OUTPUT, str(at)))
-            nodes.append(self.values[joined(node)][0])
+            nodes.append(self.left(node))
         self.writer.graph.output(tuple(nodes)).meta.update(self.boxed.graph.output_node().meta)
         self.writer.graph.eliminate_dead_code()  # what is computed before the loop
         body = LazyGraphModule(self.gm, self.writer.graph)
@@ -261,12 +272,21 @@ class BodyWriter(Unroller):
         inputs = {port.name: source for port, source in self.sources if port.kind == INPUT}
         return Loop(self.count, annotate(body), before, after.graph(), inputs, tuple(map(how, after.reads)), ports, {})
 
+    def left(self, node: Node) -> Node:
+        """Returns what the body leaves of a node that is read behind it: a copy of what is given to the body."""
+        (value, *_) = self.values[joined(node)]
+        self.about(node)
+        return self.writer.call(aten.clone.default, value) if value.op in ("placeholder", "get_attr") else value
+
     def summed(self, port: Port, node: Node, late: set[Node]) -> Node:
-        """Returns the node of the boxed graph whose values over the micro-batches add up to a gradient."""
+        """Returns what adds up to a gradient over the micro-batches; of one that they all have, the first one's."""
         if self.count == 1:
-            return node
+            return self.values[node][0]
         if is_join(node) and how(node) == "sum":
-            return operands(node)[0]
+            return self.values[operands(node)[0]][0]
+        if node not in late and is_whole(node):
+            self.about(node)
+            return self.masked(self.values[node][0])
         what = f"the gradient of {port.name} is not a sum over the micro-batches"
         raise LoopError(at_node(what, source_of(node), "Plan without stages=."))
 

@@ -55,10 +55,8 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     goes all the way before the next one, so that the activations of one are alive; else they go side by side. Raises PlanError if
     the batch cannot be cut so.
     """
+    batch_of(gm, count)
     mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
-    batch = Model(gm).batch
-    if batch % count:
-        raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
     try:
         asked = wishes(gm, mesh, Requests({}, baseline="data"))
         assignment, _ = Space(gm, mesh, asked.nodes, asked.outputs).solve()
@@ -67,6 +65,14 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     unroller = Unroller(gm, box(gm, assignment, mesh), count)
     copies = unroller.run()
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
+
+
+def batch_of(gm: GraphModule, count: int) -> int:
+    """Returns the batch of a step. Raises PlanError unless `count` divides it."""
+    batch = Model(gm).batch
+    if batch % count:
+        raise PlanError(f"a batch of {batch} in {count} micro-batches\n  Give a number that divides it.")
+    return batch
 
 
 def without_joins(cluster: Cluster, joins: Sequence[str] = JOINS) -> Cluster:

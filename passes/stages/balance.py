@@ -29,7 +29,7 @@ def is_late(node: Node) -> bool:
 def places_of(gm: GraphModule) -> Places:
     """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the backward, the
     last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read. What
-    depends on parameters alone has the place at which it is first read: it is made once a step, and must not cross.
+    depends on parameters alone has the place at which it is first read: it is made once a step, by every stage that reads it.
     """
     bound = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
     fixed = set(bound)
@@ -113,7 +113,8 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     if len(here) < stages - 1:
         here = [p for p in range(1, len(work)) if sent[p] <= sent[p - 1] and sent[p] <= sent[min(p + 1, len(work) - 1)]]
     if len(here) < stages - 1:
-        raise PlanError(f"{stages} stages of a model that can be cut at {len(here)} places\n  Give fewer stages.")
+        todo = "Give fewer stages, or a schedule with fewer chunks on each."
+        raise PlanError(f"{stages} chunks of a model that can be cut at {len(here)} places\n  {todo}")
     bandwidth = mesh.cluster.inter_bandwidth * mesh.ranks
     ends = np.array([0, *here, len(work)])
     total = np.concatenate([[0.0], np.cumsum(work)])[ends]

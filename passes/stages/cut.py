@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import LazyGraphModule
 from sbpc.errors import PlanError, at_node
+from sbpc.graph.operands import made_of
 from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
 from sbpc.graph.pytree import flatten
 from sbpc.graph.rewrite import copied
@@ -44,11 +45,16 @@ def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
 
 
 class Cutter:
-    """Sorts nodes into stages, and writes a graph for each."""
+    """Sorts nodes into stages, and writes a graph for each.
+
+    fixed: what is the same in all micro-batches. It is made once a step, by every stage that reads it: it never crosses.
+    """
 
     def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
         self.body, self.count = body, len(cuts) + 1
         self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
+        inputs = {node for port, node in placeholders(body).items() if port.kind in (INPUT, TANGENT)}
+        self.fixed = made_of(body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs))
         self.terms: list[tuple[Port, Node, int]] = []  # outputs of the body by stage: port, value, stage
         self.added: set[Node] = set()  # sums over stages, which are left out
         for port, node in zip(body.meta["ports"].outputs, results(body)):
@@ -64,19 +70,20 @@ class Cutter:
         plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.all_input_nodes) == 2
         if port.kind != GRADIENT or not plain or set(node.users) != {self.body.graph.output_node()}:
             return [node]
-        terms = [term for used in node.all_input_nodes for term in self.inner(port, used)]
+        added = {node}
+        terms = [term for used in node.all_input_nodes for term in self.inner(used, added)]
         if len({self.stage_of(term) for term in terms}) < len(terms):
             return [node]
-        self.added.add(node)
+        self.added |= added
         return terms
 
-    def inner(self, port: Port, node: Node) -> list[Node]:
-        """Returns the terms of an operand of a sum that nothing else reads."""
+    def inner(self, node: Node, added: set[Node]) -> list[Node]:
+        """Returns the terms of an operand of a sum that nothing else reads. added: takes the sums that they replace."""
         plain = node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs and len(node.users) == 1
         if not plain or len({self.stage_of(used) for used in node.all_input_nodes}) < 2:
             return [node]
-        self.added.add(node)
-        return [term for used in node.all_input_nodes for term in self.inner(port, used)]
+        added.add(node)
+        return [term for used in node.all_input_nodes for term in self.inner(used, added)]
 
     def pieces(self) -> list[Piece]:
         """Returns the pieces, first stage first."""
@@ -89,17 +96,21 @@ class Cutter:
         return [self.piece(stage, *needs[stage], list(sent[stage])) for stage in range(self.count)]
 
     def needed(self, stage: int) -> tuple[set[Node], list[Node]]:
-        """Returns the nodes of a stage, and the values that it receives, in the order of the graph."""
+        """Returns the nodes of a stage, and the values that it receives, in the order of the graph.
+
+        What is the same in all micro-batches is received by none: every stage that reads it makes it once a step.
+        """
         stored = placeholders(self.body)
         ends = [node for _, node, at in self.terms if at == stage]
         ends += [stored[Port(PARAMETER, port.name)] for port, _, at in self.terms if at == stage and port.kind == GRADIENT]
-        todo = [node for node, at in self.stage.items() if at == stage and node not in self.added] + ends
+        apart = self.fixed | self.added
+        todo = [node for node, at in self.stage.items() if at == stage and node not in apart] + ends
         inside, received = set[Node](), set[Node]()
         while todo:
             node = todo.pop()
             if node in inside or node in received:
                 continue
-            if self.stage.get(node, stage) != stage:
+            if node not in self.fixed and self.stage.get(node, stage) != stage:
                 received.add(node)
                 continue
             inside.add(node)

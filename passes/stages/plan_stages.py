@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import MemoryLimitError
+from sbpc.errors import MemoryLimitError, lacking
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, results
 from sbpc.mesh.layout import Layout
@@ -17,6 +17,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
 from sbpc.passes.stages.zero import Build, within_levels
@@ -68,6 +69,7 @@ def staged(
     MemoryLimitError if no plan fits.
     """
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
+    batch_of(gm, count)
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
     loop, inner = loop_of(gm, count), mesh_of_stage(mesh, axis)
     loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
@@ -141,13 +143,10 @@ def fastest(plans: Sequence[StagedPlan], memory: float) -> StagedPlan:
 
 
 def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
-    """Returns the error about a plan with stages that does not fit into `memory`."""
-    cost = plan.memory
-    kinds = ", ".join(f"{kind} {size:,}" for kind, size in cost.items() if kind != "total")
-    return MemoryLimitError(
-        f"a rank takes {cost['total']:,} bytes with {plan.stages} stages, the limit is {memory:,.0f}: {kinds}\n"
-        "  Give more stages, more micro-batches, or more ranks on the other axes."
-    )
+    """Returns the error about a plan of a loop that does not fit into `memory`: that which takes least."""
+    what, parts = lacking(plan.memory, memory)
+    ranks = "more ranks" if plan.axis is None else "more stages or more ranks on the other axes"
+    return MemoryLimitError(f"{what}\n  {parts}\n  Give more memory, more micro-batches, or {ranks}.", plan)
 
 
 def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:

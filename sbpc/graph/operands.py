@@ -112,6 +112,17 @@ def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
     return found
 
 
+def depending_on(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes and all that depends on them."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.users
+    return found
+
+
 def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
     """Returns the given nodes and the calls that read these and nothing else."""
     made = set(given)

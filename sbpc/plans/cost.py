@@ -15,6 +15,7 @@ import numpy as np
 import sympy
 
 from sbpc.boxing.steps import Step, wire
+from sbpc.errors import check_kinds
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.mesh import Mesh
 
@@ -247,6 +248,7 @@ class Cost:
 
     def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
         """Returns what `subs` does for arrays of values that broadcast: a million configurations in a second."""
+        check_kinds(values=(values, "a mapping whose keys are texts", "None"))
         numbers = self.numbers | dict(values or {}) | more
         unknown = sorted(numbers.keys() - self.symbols.keys())
         if unknown:

@@ -29,6 +29,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, numel
 
 POSITION = 8  # bytes of a rank's position on one axis
+WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default  # copy all memory that their first operand is a view of
 
 
 def memory_totals(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
@@ -152,7 +153,8 @@ class Life:
                 values[node] = values[operands(node)[0]][:1] * len(sizes_of(node, mesh))
                 life.add_call(node, reads, ())
             else:
-                values[node] = life.add_call(node, reads, sizes_of(node, mesh))
+                sizes = sizes_of(node, mesh)
+                values[node] = life.add_call(node, reads, [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else sizes)
                 if node.op == "placeholder":
                     life.last[values[node][0]] = math.inf
         life.count(POSITION * len(mesh.axes))

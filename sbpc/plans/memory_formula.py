@@ -19,7 +19,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, numel
 from sbpc.plans.measure import dims_at
-from sbpc.plans.memory import POSITION, Life
+from sbpc.plans.memory import POSITION, WHOLE, Life
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
@@ -79,7 +79,8 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
             key = (*about(node, 0 if boxing else index), size if boxing else None)
             if key not in known:
                 known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(node, index, mesh, sizes)
-            found[storage] = known[key]
+            whole = node.target in WHOLE and size == life.size[moment.reads[0]]
+            found[storage] = found[moment.reads[0]] if whole else known[key]
     return found
 
 

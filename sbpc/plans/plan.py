@@ -239,8 +239,8 @@ class Plan:
     def local_at(self, rank: int) -> GraphModule:
         """Returns the program of `rank`; ranks with equal local shapes share one. Raises PlanError if there is no such rank."""
         check_kinds(PlanError, rank=(rank, "an integer"))
-        if not 0 <= rank < (ranks := self.mesh.ranks):
-            raise PlanError(f"rank {rank} of a mesh of {ranks} ranks\n  Ranks are 0 to {ranks - 1}.")
+        if not 0 <= rank < self.mesh.ranks:
+            raise PlanError(f"rank {shown(rank)} of a mesh of {self.mesh.ranks} ranks\n  Ranks are 0 to {self.mesh.ranks - 1}.")
         key = self.shape_class(rank)
         if key not in self.programs:
             self.programs[key] = self.rewriter.localize(self.boxed, self.mesh, self.mesh.coordinates(rank))
@@ -335,16 +335,14 @@ class Plan:
     def check_bound(self, proof: Proof | None = None) -> Checked:
         """Returns what the layouts cost and the bound that the multipliers give, computed anew with nothing else of the solver.
 
-        proof: other multipliers than those in `plan.proof`; whatever they are, the bound holds. Raises PlanError for a plan that was
-        read from a file.
+        proof: other multipliers than those of `plan.proof`; the bound holds for any. Raises PlanError for a plan read from a file.
         """
+        if not isinstance(proof, Proof | None):
+            raise PlanError(f"the proof is {shown(proof)}\n  Give a proof such as plan.proof, or leave it out.")
         return Checked(*self.problem.check(self.assignment, proof or self.proof), self.lower_bound)
 
     def verify(self) -> int:
-        """Checks every edge of every stage, and returns the number of edges: states type-check, shapes agree, gradients land at home.
-
-        Raises VerifyError with the offending node.
-        """
+        """Checks every edge, and returns their number: states type-check, shapes agree, gradients land at home. Raises VerifyError."""
         return self.rewriter.verify(self)
 
     def save(self, path: str | Path) -> None:

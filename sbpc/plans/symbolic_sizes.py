@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from sbpc.errors import SbpcError, closest
+from sbpc.errors import SbpcError, closest, shown
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, Port, placeholders
 from sbpc.mesh.mesh import Mesh, in_formulas
@@ -56,7 +56,7 @@ def formula(text: Any, what: str) -> sympy.Expr:
                 return sympy.Integer(value)
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](build(left), build(right))
-        raise SbpcError(f"dynamic: {what} is {text!r}\n  Give names, integers and + - * / of them, as in '4*h'.")
+        raise SbpcError(f"dynamic: {what} is {shown(text)}\n  Give names, integers and + - * / of them, as in '4*h'.")
 
     try:
         return build(ast.parse(str(text).strip(), mode="eval"))
@@ -122,7 +122,7 @@ def met(gm: GraphModule, walk: Walk) -> dict[Node, Dims]:
 def read(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[Node, Dims]:
     """Returns the dims that are given, by placeholder. Raises SbpcError for names and dims that fit none."""
     if not isinstance(dynamic, Mapping) or not all(isinstance(name, str) for name in dynamic):
-        raise SbpcError(f"dynamic is {dynamic!r}\n  Give a mapping such as {EXAMPLE}.")
+        raise SbpcError(f"dynamic is {shown(dynamic)}\n  Give a mapping such as {EXAMPLE}.")
     tied = gm.meta["ports"].tied
     names = {
         node: [port.name, *(name for name, first in tied.items() if first == port.name)]
@@ -146,7 +146,7 @@ def dims_of(node: Node, pattern: str, dims: Any) -> Dims:
     """Returns the given dims of a placeholder. Raises SbpcError if there is not one per dim."""
     shape = tuple(node.meta["val"].shape)
     if not isinstance(dims, (tuple, list)) or len(dims) != len(shape):
-        what = f"dynamic: {pattern!r} has the dims {dims!r}, %{node.name} the shape {list(shape)}"
+        what = f"dynamic: {pattern!r} has the dims {shown(dims)}, %{node.name} the shape {list(shape)}"
         raise SbpcError(f"{what}\n  Give one per dim, as in {EXAMPLE}.")
     return tuple(
         sympy.Integer(size) if dim is None else formula(dim, f"dim {at} of {pattern!r}")

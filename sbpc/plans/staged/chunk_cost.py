@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import tree_leaves
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders
+from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
 from sbpc.graph.recomputed import is_recomputed
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.plan import Plan
@@ -23,7 +23,7 @@ from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline, works
 
-GATHERED, SAVED, HANDED, HOME, ADDED = "gathered", "saved", "handed", "home", "added"
+GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,25 @@ class ProgramCost:
 class ChunkCost:
     """What a chunk costs on the busiest rank.
 
-    homes: bytes by parameter. trained: of trained ones. added: of gradients while they add up. kept: see `Kept`. program: by parts of
-    a step, what the program costs that runs these. rise: the most bytes that this has alive besides what is there before; whether its
-    gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to those of others.
+    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. added: of gradients
+    while they add up. left: of those that add up in their home; a program that brings the first ones home keeps no others. kept: see
+    `Kept`. program: by parts of a step, what the program costs that runs these. rise: the most bytes that this has alive besides what
+    is there before; whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to others.
     """
 
     homes: dict[str, int]
     trained: int
+    buffers: int
     added: int
+    left: int
     kept: Kept
     program: Callable[[Parts], ProgramCost]
     rise: Callable[[Parts, bool], int]
     adds: float
 
     def held(self, kind: str) -> int:
-        """Returns the bytes of a kind that stays while other programs run: those of `Kept`, or ADDED."""
-        return self.added if kind == ADDED else int(getattr(self.kept, kind))
+        """Returns the bytes of a kind that stays while other programs run: those of `Kept`, or ADDED or LEFT."""
+        return int(getattr(self if kind in (ADDED, LEFT) else self.kept, kind))
 
     @classmethod
     def of(cls, plan: Plan, in_loop: Container[Port], overlaps: bool = True) -> ChunkCost:
@@ -81,11 +84,13 @@ class ChunkCost:
     def by(cls, chunk: ChunkPrograms) -> ChunkCost:
         """Measures a chunk by its programs."""
         plan = chunk.plan
-        stored = {port: bytes_at(value, plan.given[port], plan.mesh) for port, value in plan.shapes.items() if port.kind == PARAMETER}
-        homes = {port.name: size for port, size in stored.items()}
+        stored = {port: bytes_at(value, plan.given[port], plan.mesh) for port, value in plan.shapes.items()}
+        homes = {port.name: size for port, size in stored.items() if port.kind == PARAMETER}
+        buffers = sum(size for port, size in stored.items() if port.kind in (BUFFER, SEED))
         trained = sum(homes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
         sums = dict.fromkeys(chunk.homes.values())
-        added = sum(bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in sums)
+        size = {node: bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in sums}
+        left = sum(size[node] for node in sums if node in chunk.homes)
 
         @functools.cache
         def program(which: Parts) -> ProgramCost:
@@ -93,10 +98,10 @@ class ChunkCost:
 
         @functools.cache
         def most(which: Parts, first: bool) -> int:
-            return rise(chunk, which, chunk.program(which, not first).gm) if chunk.of(which) else 0
+            return rise(chunk, which, chunk.program(which, not first).gm)
 
         return cls(
-            homes, trained, added, Kept.by(chunk), lambda which: program(chunk.of(which)),
+            homes, trained, buffers, sum(size.values()), left, Kept.by(chunk), lambda which: program(chunk.of(which)),
             lambda which, first: most(which, first and bool(chunk.makes(which))),
             compute_totals(Counter(map(sum_kernel, sums)), plan.mesh)[0],
         )  # fmt: skip
@@ -163,15 +168,15 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
     def most(which: Parts, first: bool) -> int:
         left = [
             (FORWARD in which) * cost.kept.saved + (BEFORE in which) * cost.kept.gathered + (AFTER in which) * cost.kept.home
-            + (first and WEIGHTS in which) * cost.added
+            + (first and WEIGHTS in which) * (cost.left if AFTER in which else cost.added)
             for cost in costs
         ]  # fmt: skip
         return sum(left) + max(cost.rise(which, first) - stays for cost, stays in zip(costs, left))
 
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
     kept = Kept(*(sum(getattr(cost.kept, name) for cost in costs) for name in ("gathered", "saved", "handed", "home")))
-    trained, added = (sum(getattr(cost, name) for cost in costs) for name in ("trained", "added"))
-    return ChunkCost(homes, trained, added, kept, program, most, sum(cost.adds for cost in costs))
+    trained, buffers, added, left = (sum(getattr(cost, name) for cost in costs) for name in ("trained", "buffers", "added", "left"))
+    return ChunkCost(homes, trained, buffers, added, left, kept, program, most, sum(cost.adds for cost in costs))
 
 
 def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:

@@ -14,17 +14,17 @@ from torch.fx import GraphModule, Node
 
 from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port, placeholders
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer
 from sbpc.plans.measure import dims_at, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_cost import ADDED
+from sbpc.plans.staged.chunk_cost import ADDED, LEFT
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import Kept, there_before
+from sbpc.plans.staged.part_memory import Kept, arrivals
 from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.symbolic_sizes import name_dims, symbol
@@ -122,29 +122,28 @@ class ChunkMemory:
         self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.plan.mesh
         self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.plan.unscheduled).items()}
         self.kept = Kept.by(chunk, lambda life: storage_formulas(life, self.mesh, sizes), self.given.__getitem__)
-        self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind == PARAMETER))
+        self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind in (PARAMETER, BUFFER, SEED)))
         ends = [port for port in chunk.plan.ports.outputs if port.kind == GRADIENT]
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
-        sums = dict.fromkeys(chunk.homes.values())
-        self.added = sympy.Add(*(
-            node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, sizes, dims_at(node)) for node in sums
-        ))  # fmt: skip
+        sums = {
+            node: node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, sizes, dims_at(node))
+            for node in dict.fromkeys(chunk.homes.values())
+        }
+        self.added, self.left = sympy.Add(*sums.values()), sympy.Add(*(sums[node] for node in sums if node in chunk.homes))
 
     def held(self, kind: str) -> Any:
         """Returns the bytes of a kind that stays while other programs run."""
-        return self.added if kind == ADDED else getattr(self.kept, kind)
+        return getattr(self if kind in (ADDED, LEFT) else self.kept, kind)
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
-        if not self.chunk.of(which):
-            return [sympy.Integer(0)]
         gm = self.chunk.program(which, not (first and self.chunk.makes(which))).gm
         life = Life.of(gm, self.mesh)
         size = storage_formulas(life, self.mesh, self.sizes)
-        there = there_before(self.chunk, which, gm)
+        there, beside = arrivals(self.chunk, which, gm)
         rest = sympy.Add(*(each for each, node in zip(size, life.owner) if node in there))
-        always = POSITION * len(self.mesh.axes)
-        return [always + total(moment) - rest for moment in largest(moments_of(life, size))]
+        always = POSITION * len(self.mesh.axes) + sympy.Add(*map(self.given.__getitem__, beside))
+        return [always + total(moment) - rest for moment in largest(moments_of(life, size)) or [{}]]
 
 
 def with_dims(plan: Plan, source: GraphModule) -> Plan:

@@ -13,7 +13,7 @@ from sbpc.graph.ports import INPUT, TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import numel
-from sbpc.plans.memory import Life
+from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
@@ -77,15 +77,21 @@ class Kept:
 
 def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> int:
     """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch."""
-    life, there = Life.of(gm, chunk.plan.mesh), there_before(chunk, which, gm)
-    return life.peak - sum(size for size, node in zip(life.size, life.owner) if node in there)
+    life, (there, beside) = Life.of(gm, chunk.plan.mesh), arrivals(chunk, which, gm)
+    about = ((chunk.plan.shapes[port], chunk.plan.given[port]) for port in beside)
+    come = sum(bytes_at(*each, chunk.plan.mesh) for each in about)
+    peak = max(life.peak, POSITION * len(chunk.plan.mesh.axes))  # the second where nothing runs
+    return peak + come - sum(size for size, node in zip(life.size, life.owner) if node in there)
 
 
-def there_before(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> set[Node]:
-    """Returns the placeholders of the program of some parts but those of what arrives for it: the inputs of a micro-batch arrive for the
-    forward, and what later stages send back for the backward of inputs."""
-    arrives = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
-    return {node for port, node in placeholders(gm).items() if port not in chunk.own or not arrives[port.kind]}
+def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:
+    """Returns the placeholders of the program of some parts of what does not arrive for it, and the ports of what does, but is read later.
+
+    The inputs of a micro-batch arrive for the forward, and what later stages send back for the backward of inputs.
+    """
+    arrives, given = {INPUT: FORWARD in which, TANGENT: INPUTS in which}, placeholders(gm)
+    come = [port for port in chunk.own if arrives[port.kind]]
+    return {node for port, node in given.items() if port not in come}, [port for port in come if port not in given]
 
 
 def bytes_at(value: Tensor, layout: Layout | None, mesh: Mesh) -> int:

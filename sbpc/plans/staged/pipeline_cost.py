@@ -15,7 +15,7 @@ import sympy
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost
-from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, SAVED, ChunkCost
+from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, shared_spans, spans
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
@@ -189,9 +189,9 @@ class Pipeline(ABC):
         ]
 
     @functools.cached_property
-    def everything(self) -> frozenset[Action]:
-        """The actions of all stages."""
-        return frozenset(action for mine in self.actions for action in mine)
+    def everything(self) -> dict[Action, None]:
+        """The actions of all stages, in order: sums over them are to be the same in every process."""
+        return {action: None for mine in self.actions for action in mine}
 
     def acting(self, late: bool, chunk: int, micro_batch: int) -> Action:
         """Returns the action that sends or reads what crosses, in the forward or `late`."""
@@ -219,10 +219,10 @@ class Pipeline(ABC):
         return self.merged.get(action, RUNS[action.kind])
 
     @functools.cached_property
-    def apart(self) -> frozenset[tuple[str, int]]:
-        """What is done once and not with an action: BEFORE or AFTER, and the chunk."""
+    def apart(self) -> dict[tuple[str, int], None]:
+        """What is done once and not with an action, in order: BEFORE or AFTER, and the chunk."""
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
-        return frozenset((part, at) for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside)
+        return {(part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside}
 
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
         """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with no action has the
@@ -349,15 +349,20 @@ class Pipeline(ABC):
             "activations": 0,
             "temporaries": sum(part.kept.gathered for part in parts.values()),
         }
-        peak = beside = 0
+        peak, beside, buffers = 0, 0, sum(part.buffers for part in parts.values())
         for moment in self.moments(stage):
-            alive = sum(times * parts[at].held(kind) for (at, kind), times in moment.flying.items())
-            once = sum(parts[at].held(kind) for at, kind in moment.once)
-            more = parts[moment.chunk].rise(moment.which, moment.first) if moment.which else 0
+            alive, once, more = self.held_at(moment)
+            alive += buffers
             peak, beside = max(peak, alive + once + more), max(beside, more)
             kinds["activations"] = max(kinds["activations"], alive)
         kinds["temporaries"] += beside
         return kinds | {"total": kinds["parameters"] + kinds["optimizer"] + peak}
+
+    def held_at(self, moment: Moment) -> tuple[int, int, int]:
+        """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program adds at its most."""
+        alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
+        once = sum(self.parts[at].held(kind) for at, kind in moment.once)
+        return alive, once, self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else 0
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs."""
@@ -372,7 +377,7 @@ class Pipeline(ABC):
                 flying[at, HANDED] += 1
             if WEIGHTS in which:
                 flying[at, HANDED] -= 1
-                once += [] if at in begun else [(at, ADDED)]
+                once += [] if at in begun else [(at, LEFT if AFTER in which else ADDED)]
                 begun.add(at)
             once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
         yield Moment((), mine[0], False, flying, once)

@@ -56,6 +56,8 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
     for port, node in zip(gm.meta["ports"].outputs, results(gm)):
         if port.kind == GRADIENT and node is not None and parts[node] in (FREE, BEFORE):  # the same in all micro-batches, and added up
             parts[node] = WEIGHTS
+        elif port.kind == OUTPUT and node is not None and parts[node] == FREE:  # a constant
+            parts[node] = BEFORE
     return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
 
 

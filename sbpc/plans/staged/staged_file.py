@@ -21,7 +21,7 @@ from sbpc.plans.plan_file import Decoder
 from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.plans.staged.schedules import chunks_in, in_turn
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.staged_plan import StagedPlan, alike
 
 STAGES = "stages"
 JOINS = ("sum", "max", "min", "same")
@@ -76,7 +76,7 @@ def decode(decoder: Decoder, plan_in: Callable[[Decoder], Plan]) -> StagedPlan:
     options, in_loop = dict(decoder.body["options"]), frozenset(Port(*each) for each in body["in_loop"])
     plan = StagedPlan(mesh, body["axis"], loop, chunks, body["schedule"], float(body["bound"]), in_loop, options)
     plan.serial_bound = float(body.get("serial_bound", 0.0))
-    for mistake in chain(wrong_mesh(plan), wrong_loop(plan), wrong_chunks(plan), wrong_crossings(plan), wrong_parameters(plan)):
+    for mistake in chain(wrong_mesh(plan), wrong_loop(plan), wrong_chunks(plan), plan.wrong_crossings(), wrong_parameters(plan)):
         raise decoder.fail(mistake)
     in_turn(plan.actions, plan.needs)
     plan.verify()
@@ -157,26 +157,6 @@ def wrong_chunks(plan: StagedPlan) -> Iterator[str]:
             how, dims = plan.loop.joins[number], chunk.joined(port, 1, "same").dim()
             if how not in JOINS and not 0 <= how < dims:
                 yield f"a result of {dims} dims joined along dim {how}"
-
-
-def wrong_crossings(plan: StagedPlan) -> Iterator[str]:
-    """Yields values that cross and that no chunk, or more than one, sends, or in another shape."""
-    if len(plan.sources) != sum(len(chunk.sends) for chunk in plan.chunks):
-        yield "a value that two chunks send"
-    for at, chunk in enumerate(plan.chunks):
-        for port, name in chunk.receives.items():
-            if name not in plan.sources:
-                yield f"{name}, which chunk {at} receives and none sends"
-                return
-            source, sent = plan.sources[name]
-            node = results(plan.chunks[source].plan.graph)[plan.chunks[source].plan.ports.outputs.index(sent)]
-            if node is None or alike(node.meta["val"]) != alike(chunk.plan.shapes[port]) or source == at:
-                yield f"{name}, which chunk {source} sends in another shape than chunk {at} receives"
-
-
-def alike(value: Tensor) -> tuple[Any, ...]:
-    """Returns dtype and shape of a tensor."""
-    return value.dtype, tuple(value.shape)
 
 
 def wrong_parameters(plan: StagedPlan) -> Iterator[str]:

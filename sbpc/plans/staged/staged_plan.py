@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sbpc.errors import PlanError, check_kinds, closest
+from sbpc.errors import PlanError, VerifyError, check_kinds, closest
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
+from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
 from sbpc.plans.staged.loop import Loop
@@ -199,18 +200,31 @@ class StagedPlan(Pipeline):
         same = self.owners[source.chunk] == self.owners[action.chunk]
         if self.axis is None or same or source.kind == WEIGHTS or action.kind == WEIGHTS:
             return 0.0
-        sent = sum(self.crossing(source.chunk, action.chunk, late=source.kind != FORWARD).values())
+        sent = self.crossing(source.chunk, action.chunk, late=source.kind != FORWARD).values()
         latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
-        return latency + sent / bandwidth
+        return latency + sum(sent) / bandwidth if sent else 0.0
 
     def crossing(self, source: int, target: int, late: bool) -> dict[str, int]:
-        """Returns the bytes on the busiest rank of each value that one chunk sends another, in the forward or `late`."""
+        """Returns the bytes on the busiest rank of each value that one chunk sends another, in the forward or `late`.
+
+        A stage gets a value once: it is sent to the first of its chunks that reads it.
+        """
         found = {}
         for name in self.chunks[target].receives.values():
             at, port = self.sources[name]
-            if at == source and (port in self.chunks[source].sends_late) == late:
+            first = self.first_readers[name, self.owners[target]] == target
+            if at == source and first and (port in self.chunks[source].sends_late) == late:
                 found[name] = self.border_bytes(at, port)
         return found
+
+    @functools.cached_property
+    def first_readers(self) -> dict[tuple[str, int], int]:
+        """By name of a value that crosses, and stage, its chunk that reads it first: forwards go up the chunks, then backwards down."""
+        readers = [
+            (port.kind == TANGENT, -at if port.kind == TANGENT else at, at, name)
+            for at, chunk in enumerate(self.chunks) for port, name in chunk.receives.items()
+        ]  # fmt: skip
+        return {(name, self.owners[at]): at for _, _, at, name in sorted(readers, reverse=True)}
 
     def border_bytes(self, chunk: int, port: Port) -> int:
         """Returns the bytes of a sent value on the busiest rank."""
@@ -244,20 +258,49 @@ class StagedPlan(Pipeline):
         return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
 
     def verify(self) -> int:
-        """Checks every edge of every chunk, and that both ends of what crosses agree. Returns the number of edges."""
+        """Checks every edge of every chunk, and that what crosses is left by one chunk as others read it. Returns the number of edges.
+
+        Raises VerifyError.
+        """
         edges = 0
         for at, (chunk, programs) in enumerate(zip(self.chunks, self.programs)):
             written = [
                 (programs.program(which, adding).gm, functools.partial(programs.local_at, which, adding))
                 for which in self.tally(at) for adding in (False, True)
             ]  # fmt: skip
-            edges += self.rewriter.verify(chunk.plan, written)
-            for port, name in chunk.receives.items():
-                source, sent = self.sources[name]
-                if self.chunks[source].plan.left[sent] != chunk.plan.given[port]:
-                    raise PlanError(f"{name} is sent by chunk {source} in another layout than chunk {at} reads\n  Plan anew.")
-                edges += 1
+            edges += self.rewriter.verify(chunk.plan, written) + len(chunk.receives)
+        for mistake in self.wrong_crossings():
+            raise VerifyError(f"{mistake}\n  {REPORT}")
         return edges
+
+    def wrong_crossings(self) -> Iterator[str]:
+        """Yields what chunks receive that does not come as it is read, and what they are to send and do not leave.
+
+        It relies on chunks that are right in themselves.
+        """
+        if len(self.sources) != sum(len(chunk.sends) for chunk in self.chunks):
+            yield "a value that two chunks send"
+        for at, chunk in enumerate(self.chunks):
+            for port, name in chunk.receives.items():
+                if name not in self.sources:
+                    yield f"{name}, which chunk {at} receives and none sends"
+                    return
+                number, sent = self.sources[name]
+                source = self.chunks[number]
+                if number == at or alike(source.value(sent)) != alike(chunk.plan.shapes[port]):
+                    yield f"{name}, which chunk {number} sends in another shape than chunk {at} receives"
+                if source.left[sent] != chunk.plan.given[port]:
+                    yield f"{name}, which chunk {number} sends in another layout than chunk {at} receives"
+        for at, chunk in enumerate(self.chunks):
+            for port, name in chunk.sends.items():
+                if not self.leaves(at, port):
+                    yield f"{name}, which chunk {at} is to send and leaves in no micro-batch"
+
+    def leaves(self, chunk: int, port: Port) -> bool:
+        """Returns whether all programs of a chunk that are to leave an output do."""
+        programs, kind = self.programs[chunk], INPUTS if port in self.chunks[chunk].sends_late else FORWARD
+        running = [programs.program(which, adding) for which in self.tally(chunk) if kind in which for adding in (False, True)]
+        return bool(running) and all(programs.outputs.get(port) in program.gives for program in running)
 
     def save_page(
         self, path: str | Path, *, losses: Mapping[str, Sequence[float]] | None = None, trace: str | Path | None = None
@@ -346,3 +389,8 @@ class StagedPlan(Pipeline):
 
     def __repr__(self) -> str:
         return f"StagedPlan({self.mesh}, {self.schedule}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def alike(value: Tensor) -> tuple[Any, ...]:
+    """Returns dtype and shape of a tensor."""
+    return value.dtype, tuple(value.shape)
