@@ -352,3 +352,13 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
                 assert other.cost.memory["total"] > limit, seed
                 made += 1
     assert tighter >= seeds // 4 and made > 0, (tighter, made)
+
+
+def test_a_limit_is_met_where_a_plan_that_sends_nothing_costs_nothing() -> None:
+    """Prices are in the plan's own cost, which is 0: all ranks compute all. Then they are in what boxing costs."""
+    model, args = models.mlp()
+    free = sbpc.plan(model, args, Mesh(x=2, y=2), objective="bytes")
+    assert not any(free.cost.bytes_sent.values())
+    limit = 0.5 * free.cost.memory["total"]
+    plan = sbpc.plan(model, args, Mesh(x=2, y=2), objective="bytes", memory=limit)
+    assert plan.cost.memory["total"] <= limit and any(plan.cost.bytes_sent.values())

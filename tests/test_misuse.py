@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import math
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils import parametrizations
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import PlanError
+from sbpc.errors import PlanError, SbpcError
+from sbpc.runtime.executors import executor_of
 from sbpc.runtime.start import process_groups
 from tests.processes import run_ranks
 
@@ -152,6 +159,73 @@ def changing_floats() -> float:
     return max(float((one - two).detach().abs().max()) for found, wanted in pairs for one, two in zip(found, wanted))
 
 
+def deep() -> tuple[nn.Module, Tensor, Any]:
+    """A model of two stages that both have parameters, an argument and the plan."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))), torch.randn(4, 6)
+    return model, x, sbpc.plan(model, (x,), Mesh(x=2), stages="x", loss=torch.sum)
+
+
+def total_norms() -> list[str]:
+    """Norms over the parameters of one stage, by which torch would clip; each number alone is right."""
+    torch.manual_seed(0)
+    model, x, plan = deep()
+    module: Any = sbpc.parallelize(model, plan)
+    module.step(x)
+    model(x).sum().backward()
+    grads = {name: each.grad for name, each in module.named_parameters()}
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.norm().item(), model.get_parameter(name).grad.norm().item())  # type: ignore[union-attr]
+    clips = [lambda each=each: nn.utils.clip_grad_norm_(module.parameters(), 0.01, foreach=each) for each in (None, False, True)]
+    by_hand = [lambda: nn.utils.get_total_norm(grads.values()), lambda: torch.stack([each.norm() for each in grads.values()]).norm()]
+    return [error(each) for each in (*clips, *by_hand)]
+
+
+def saved(*values: Any) -> list[str]:
+    """What is said of each value that is pickled by torch.save."""
+    said = []
+    for value in values:
+        try:
+            torch.save(value, io.BytesIO())
+            said.append("saved")
+        except SbpcError as problem:
+            said.append(f"{type(problem).__name__}: {problem}".partition(" with a ")[0])
+    return said
+
+
+def pickles() -> list[str]:
+    """Parts of tensors, and what holds none."""
+    model, x = Net(), torch.randn(4, 6)
+    module = sbpc.parallelize(model, sbpc.plan(model, (x,), Mesh(x=2), pin={"up.weight": "S(0)", "down.bias": "B"}))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(x).backward()
+    optimizer.step()
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    assert all(whole[name].equal(each.full_tensor()) for name, each in module.named_parameters())  # type: ignore[attr-defined]
+    for value in (module.state_dict(), optimizer.state_dict()):
+        copy.deepcopy(value)
+    tower, _, stages = deep()
+    staged = sbpc.parallelize(tower, stages)
+    grad = module.get_parameter("up.weight").grad
+    (of_stage,) = saved(staged.state_dict())
+    said = saved(module.state_dict(), optimizer.state_dict(), grad, module.down.bias, whole)
+    return [*said, of_stage.partition("(")[0]]
+
+
+def kept_elsewhere() -> float:
+    """What torch.distributed.checkpoint keeps, now or in a thread, is there again on all ranks."""
+    (folder,) = process_groups.from_all_ranks(tempfile.mkdtemp())[:1]
+    module, found = made()[0], 0.0
+    for save in (dcp.save, lambda state, **where: dcp.async_save(state, **where).result()):
+        before = copy.deepcopy(module.state_dict())
+        save(module.state_dict(), checkpoint_id=folder)
+        with torch.no_grad():
+            for each in module.parameters():
+                each.add_(1)
+        dcp.load(module.state_dict(), checkpoint_id=folder)
+        found += max(float((each - before[name]).full_tensor().abs().max()) for name, each in module.state_dict().items())
+    return found
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "penalty": penalty,
     "create_graph alone": create_graph_alone,
@@ -165,6 +239,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "parametrized": parametrized,
     "elsewhere": elsewhere,
     "changing floats": changing_floats,
+    "total norms": total_norms,
+    "pickles": pickles,
+    "kept elsewhere": kept_elsewhere,
 }
 TWICE = (
     "a gradient of a gradient is asked for, and a plan has a forward and a backward alone\n"
@@ -174,7 +251,15 @@ WRITTEN = (
     "parameter down.weight was written between a forward and its backward, which reads it\n"
     "  Call backward before optimizer.step(), or run the forward again."
 )
+ONE_STAGE = (
+    "numbers of the parameters of one pipeline stage are put together, as torch.nn.utils.clip_grad_norm_ does with norms of gradients:"
+    " those of the other stages are missing\n"
+    "  Call module.clip_grad_norm_(max_norm), which knows all stages; to look at one stage, take each number's .item()."
+)
+PART = "CheckpointError: this rank's part (4, 6) of a tensor (8, 6) is pickled, as torch.save does"
 REFUSED: dict[str, Any] = {
+    "total norms": [ONE_STAGE] * 5,
+    "pickles": [PART, PART, PART, "saved", "saved", "CheckpointError: this rank's part "],
     "penalty": TWICE,
     **{name: WRITTEN for name in CASES if name.startswith("written by")},
     "elsewhere": [
@@ -206,6 +291,98 @@ def test_a_parallel_module_is_right_or_refuses(ranks: list[dict[str, Any]]) -> N
     for name in CASES:
         for found in ranks:
             if name in REFUSED:
-                assert found[name] == REFUSED[name]
+                assert found[name] == REFUSED[name], found[name]
             else:
                 assert isinstance(found[name], float) and found[name] < 1e-10, found[name]
+
+
+class Unprintable:
+    """What has no text."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+ODD = {
+    "None": None, "0": 0, "-1": -1, "nan": math.nan, "inf": math.inf, "huge": 10**400, "text": "zz", "empty": "", "dict": {}, "list": [],
+    "true": True, "numpy": np.int64(2), "array": np.ones(2), "tensor": torch.tensor(2), "meta": torch.ones(2, device="meta"), "bytes": b"a",
+    "type": int, "set": {1}, "unprintable": Unprintable(), "nul": "a\0b", "folder": "/", "complex": 1j, "surrogate": "\ud800",
+}  # fmt: skip
+
+
+@functools.cache
+def staged() -> Any:
+    return sbpc.plan(Net(), (torch.randn(4, 6),), Mesh(p=2), stages="p", microbatches=2)
+
+
+def odd_calls(value: Any, model: nn.Module, x: Tensor, plan: sbpc.Plan, stages: Any) -> dict[str, Callable[[], Any]]:
+    """Calls of what is public with a value that fits nowhere, or nearly nowhere."""
+    names = "kwargs loss targets train optimizer dtype memory pin inputs outputs spread objective dynamic microbatches panels stages recompute"
+    mesh = plan.mesh
+    calls: dict[str, Callable[[], Any]] = {
+        f"plan {name}": functools.partial(sbpc.plan, model, (x,), mesh, **{name: value}) for name in f"{names} schedule capture".split()
+    }
+    calls |= {
+        "plan model": lambda: sbpc.plan(value, (x,), mesh),
+        "plan args": lambda: sbpc.plan(model, value, mesh),
+        "plan mesh": lambda: sbpc.plan(model, (x,), value),
+        "plan dump": lambda: sbpc.plan(model, (x,), mesh, dump=value) if isinstance(value, str) and "\0" in value else None,
+        "a pin": lambda: sbpc.plan(model, (x,), mesh, pin={"up.weight": value}),
+        "an input": lambda: sbpc.plan(model, (x,), mesh, inputs=[value]),
+        "a dim": lambda: sbpc.plan(model, (x,), mesh, dynamic={"up.weight": ("h", value)}),
+        "baseline": lambda: sbpc.baseline(value, model, (x,), mesh),
+        "sweep model": lambda: sbpc.sweep(value, (x,), devices=2, stages=True),
+        "sweep devices": lambda: sbpc.sweep(model, (x,), devices=value) if value is not True else None,
+        "sweep seconds": lambda: sbpc.sweep(model, (x,), devices=1, seconds=value),
+        "mesh": lambda: Mesh(a=value),
+        "cluster": lambda: Mesh(a=2, cluster=value),
+        "device mesh": lambda: Mesh.from_device_mesh(value),
+        "axis": lambda: mesh.axis(value),
+        "layout": lambda: sbpc.Layout.parse(value, mesh.axes),
+        "load": lambda: sbpc.load(value),
+        "module": lambda: sbpc.load_module(value),
+        "rules": lambda: sbpc.load_rules(value),
+        "Cluster.load": lambda: sbpc.Cluster.load(value),
+        "checkpoints": lambda: sbpc.Checkpoints(value) if not isinstance(value, str) or value in ("", "a\0b") else None,
+        "rule": lambda: sbpc.rule(value, "a -> a", examples=[(x,)]),
+        "rule's text": lambda: sbpc.rule("aten::sinc", value, examples=[(x,)]),
+        "rule's examples": lambda: sbpc.rule("aten::sinc", "*a -> *a", examples=[value]),
+        "probe": lambda: sbpc.probe(value, x),
+        "local_at": lambda: plan.local_at(value),
+        "check_bound": lambda: plan.check_bound(value),
+        "subs": lambda: plan.cost.subs(value),
+        "start": lambda: sbpc.start(timeout=value),
+        "executor": lambda: executor_of(value),
+        "device": lambda: sbpc.start(device=value),
+    }  # fmt: skip
+    for name, each in (("plan", plan), ("stages", stages)):
+        calls |= {
+            f"{name} simulate": lambda: sbpc.simulate(value, model, (x,)),
+            f"{name} model": functools.partial(sbpc.simulate, each, value, (x,)),
+            f"{name} args": functools.partial(sbpc.simulate, each, model, value),
+            f"{name} kwargs": functools.partial(sbpc.simulate, each, model, (x,), value),
+            f"{name} tangents": functools.partial(sbpc.simulate, each, model, (x,), tangents=value),
+            f"{name} seed": functools.partial(sbpc.simulate, each, model, (x,), seed=value),
+            f"{name} layout": functools.partial(each.layout, value),
+            f"{name} explain": functools.partial(each.explain, value),
+            f"{name} diff": functools.partial(each.diff, value),
+            f"{name} save": functools.partial(each.save, value),
+            f"{name} page": functools.partial(each.save_page, value),
+            f"{name} trace": functools.partial(each.save_trace, value),
+            f"{name} parallelize": functools.partial(sbpc.parallelize, value, each),
+        }
+    return calls
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_fits_nowhere_is_refused_by_an_error_of_ours(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 6)
+    for call, function in odd_calls(ODD[name], model, x, planned(Net, False), staged()).items():
+        try:
+            function()
+        except sbpc.SbpcError as problem:
+            assert "\n  " in str(problem), call  # what to do
+        except Exception as problem:
+            raise AssertionError(call) from problem

@@ -111,7 +111,8 @@ class LayoutProblem:
         )
         if not len(table):
             assert wish is not None
-            raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, "Ask for another layout."))
+            todo = "Ask for another layout." if shape else "It has no dims to split: leave out spread=, or plan the model without its loss."
+            raise PinError(at_node(f"{wish.reason}: no layout of this output is like that", node, todo))
         return table
 
     def add_outputs(self, wishes: Mapping[int, Wish]) -> dict[Key, list[Reader]]:

@@ -94,7 +94,7 @@ def placeholder_wishes(gm: GraphModule, mesh: Mesh, inputs: Layouts, outputs: La
             raise PinError(f"{name}= has {len(given)} layouts for {tensors} tensors\n  Give one per tensor, None for whole.")
     wishes: dict[str, Wish] = {}
     for port, node in placeholders(gm).items():
-        reason = f"{port.kind} {port.name}"
+        reason = f"{OUTPUT if port.kind == TANGENT else port.kind} {port.name}"
         given = {INPUT: inputs, TANGENT: outputs}.get(port.kind)
         if spread and port.kind in (PARAMETER, INPUT):
             wishes[node.name] = stored_once(mesh, reason)
@@ -153,7 +153,7 @@ def refusal(node: Node, wish: Wish, codes: np.ndarray, mesh: Mesh) -> str:
     for axis, state in wish.states:
         if isinstance(state, Split) and state.dim >= len(shape):
             problem = f"{wish.reason}: the tensor has no dim {state.dim}"
-            return at_node(problem, node, f"Its dims are 0 to {len(shape) - 1}.")
+            return at_node(problem, node, f"Its dims are 0 to {len(shape) - 1}." if shape else "It has no dims.")
         if isinstance(state, Split) and not may_cut(shape[state.dim], (mesh.sizes[axis],), False, True):
             what = f"dim {state.dim} of {tuple(shape)} cannot be split over axis {mesh.axes[axis]!r}"
             problem = f"{wish.reason}: {what}: {shape[state.dim]} elements, {mesh.sizes[axis]} ranks"

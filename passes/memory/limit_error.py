@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from sbpc.errors import lacking
 from sbpc.graph.ports import OUTPUT, results
 from sbpc.mesh.layout import broadcast
 from sbpc.plans.memory import local_bytes
@@ -17,20 +18,15 @@ def shortage(plan: Plan, limit: float, least: bool) -> str:
 
     limit: bytes. least: it is known that no plan fits, not only that none was found.
     """
-    memory = plan.memory
     sizes: Counter[str] = Counter()
     for node, size in plan.life.at_peak():
         sizes[node.name] += size
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
     tensors = ", ".join(f"%{name} {sizes[name]:,}" for name in largest)
-    parts = ", ".join(f"{kind} {size:,}" for kind, size in memory.items() if kind != "total")
-    over = f"{memory['total'] - int(limit):,} more than the limit of {int(limit):,}"
     known = f"; no plan takes as little as {int(limit):,}" if least else ""
-    return (
-        f"no plan was found that takes less than {memory['total']:,} bytes a rank, {over}{known}\n"
-        f"  of which {parts}; the largest tensors: {tensors}\n"
-        f"  Give more memory, more ranks or a smaller batch{split_outputs(plan, memory['total'])}."
-    )
+    what, parts = lacking(plan.memory, limit)
+    todo = f"Give more memory, more ranks or a smaller batch{split_outputs(plan, plan.memory['total'])}."
+    return f"{what}{known}\n  {parts}; the largest tensors: {tensors}\n  {todo}"
 
 
 def split_outputs(plan: Plan, most: int) -> str:

@@ -56,7 +56,7 @@ EVER_DEARER = 1.0, 8.0, 64.0  # the same, one after the other, while no plan fit
 EACH = 4  # labels a class for the relaxation that finds prices, and for the program at them
 NEAR_LIMIT = 0.95  # of the limit: calls that hold more become rows
 SMALL = 2_000  # variables of a problem that is not folded for the last bound, at most
-LEAST = 1e-3  # of the limit: what a row allows at least
+LEAST = 1e-3  # of the limit, what a row allows at least; of boxing all values once, what a plan costs if that is a scale for prices
 Make = Callable[[Assignment], Plan]
 
 
@@ -120,7 +120,8 @@ class MemorySearch:
         self.room = limit - min(POSITION * len(self.space.mesh.axes), limit / 2)  # less what every plan holds at every moment
         self.start = self.keep(self.space.labels(free.assignment))
         if not self.reduced_costs:
-            self.scale = self.start.seconds or 1.0
+            boxed = boxed_seconds(self.space.problem)
+            self.scale = self.start.seconds if self.start.seconds > LEAST * boxed else boxed or 1.0  # where nothing is sent it is free
             self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
             self.reduced_costs = self.bounder.reduced_costs
             self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
@@ -376,3 +377,8 @@ class MemorySearch:
         """Returns what is alive during a call, in every plan if `sure`, else about; counted once."""
         count = bytes_alive_in_every_plan if sure else bytes_at_next_reads
         return self.space.once((count, name, self.copies), lambda: count(self.gm, self.calls[name], self.copies))
+
+
+def boxed_seconds(problem: Problem) -> float:
+    """Returns about what boxing every value once costs."""
+    return math.fsum(float(np.mean(value.closure[np.isfinite(value.closure)])) for value in problem.values)

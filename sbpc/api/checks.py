@@ -9,8 +9,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.api.recompute import RECOMPUTE
-from sbpc.errors import PlanError, SbpcError, check_kinds, is_number, shown
+from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.ports import PARAMETER
+from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE
 
@@ -35,8 +36,13 @@ def check_options(
         pin=(pin, "a mapping whose keys are texts", "None"),
         inputs=(inputs, "a list", "None"),
         outputs=(outputs, "a list", "None"),
+        recompute=(recompute, "a text"),
+        objective=(objective, "a text"),
         spread=(spread, "True or False"),
     )
+    for name, text in (pin or {}).items():
+        if not isinstance(text, (str, Layout)):
+            raise PinError(f"pin {name!r}: {shown(text)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
     for name, count in (("microbatches", microbatches), ("panels", panels)):
         if count is not None and (not is_number(count, int) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
@@ -47,7 +53,7 @@ def check_options(
     if objective not in OBJECTIVES:
         raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
     if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
-        raise SbpcError(f"memory is {memory!r}\n  It is the bytes that a rank has, a positive number.")
+        raise SbpcError(f"memory is {shown(memory)}\n  It is the bytes that a rank has, a positive number.")
 
 
 def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:

@@ -18,8 +18,9 @@ from torch.fx import GraphModule
 from sbpc._compat import left_out_of, trace_artifact
 from sbpc.api.checks import check_mesh, check_options, check_parts, values_pinned
 from sbpc.api.recompute import AUTO, forms_of, least_recompute
-from sbpc.api.staging import check_staged, plan_stages
+from sbpc.api.staging import check_schedule, check_staged, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
+from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
@@ -85,7 +86,8 @@ def plan(  # type: ignore[misc]  # it names its options
     loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
     from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
     parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
-    modules are in now, and for the numbers that a forward reads from attributes (make those buffers if they change).
+    modules are in now, and for the numbers that a forward reads from attributes: with others it is refused, so make those that
+    change buffers or arguments. A forward that counts its calls in an attribute, or keeps a tensor in one, is refused.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
                pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
@@ -149,8 +151,9 @@ def plan(  # type: ignore[misc]  # it names its options
     }  # fmt: skip
     check_mesh(mesh)
     check_options(**options)
+    check_schedule(schedule)
     if stages is not None:
-        check_staged(mesh, stages, schedule, train=train, **options)
+        check_staged(mesh, stages, train=train, **options)
     task = prepare(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
@@ -184,8 +187,9 @@ def baseline(
     check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
     check_options(**options)
+    check_schedule(schedule)
     if stages is not None:
-        check_staged(mesh, stages, schedule, train=about.get("train", True), **options)
+        check_staged(mesh, stages, train=about.get("train", True), **options)
     return prepare(model, args, **about).planned(mesh, stages, schedule, {**options, "baseline": name})
 
 
@@ -369,6 +373,8 @@ def prepare(
         kwargs=(kwargs, "a mapping whose keys are texts", "None"),
         loss=(loss, "a function", "None"),
         train=(train, "True or False"),
+        capture=(capture, "a text"),
+        dtype=(dtype, "a torch.dtype", "None"),
         dump=(dump, "a path", "None"),
     )
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
@@ -385,5 +391,6 @@ def prepare(
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "eval": [name for name, module in model.named_modules() if not module.training],
         "left_out": list(left_out_of(model)),
+        GUARDS: captured.meta.pop(GUARDS),
     }
     return Task(front(captured, stages), stages, about)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from sbpc.api.recompute import AUTO, forms_of
-from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
+from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds, least_of
+from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
@@ -20,7 +20,7 @@ from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
@@ -49,14 +49,15 @@ def plan_stages(
     """
     if recompute == AUTO:
         asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
-        return least(lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, objective, dynamic))
+        forms = (NONE, SELECTIVE, FULL) if blocks_of(gm) else (NONE,)
+        return least(forms, lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, objective, dynamic))
     names = {} if dynamic is None else {"dynamic": check_names(gm, mesh, dynamic)}
     gm = compute_again(gm, forms_of(gm, recompute))
     pins = {name: str(layout) for name, layout in (pin or {}).items()}
-    options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about}
+    options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about, GUARDS: {}}
     options |= {"baseline": baseline} if baseline else {}
     count = microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
+    asked_for = {**options, GUARDS: about[GUARDS], "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
     asked_for |= {"microbatches": count, "recompute": recompute, **names}
 
     def solve(body: GraphModule, inner: Mesh) -> list[Plan]:
@@ -159,12 +160,15 @@ def parameters_of(gm: GraphModule) -> set[str]:
     return {node.name for port, node in placeholders(gm).items() if port.kind == PARAMETER}
 
 
-def least(planned: Callable[[str], StagedPlan]) -> StagedPlan:
-    """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError if none does."""
-    for form in (NONE, SELECTIVE):
-        with suppress(MemoryLimitError):
+def least(forms: Sequence[str], planned: Callable[[str], StagedPlan]) -> StagedPlan:
+    """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError, of that which takes least."""
+    errors = []
+    for form in forms:
+        try:
             return planned(form)
-    return planned(FULL)
+        except MemoryLimitError as error:
+            errors.append(error)
+    raise least_of(errors)
 
 
 def usual_count(gm: GraphModule, stages: int) -> int:
@@ -173,16 +177,22 @@ def usual_count(gm: GraphModule, stages: int) -> int:
     return max(count for count in range(1, 4 * stages + 1) if batch % count == 0)
 
 
-def check_staged(mesh: Mesh, stages: Any, schedule: Any, *, train: bool, **options: Any) -> None:
-    """Raises SbpcError for what cannot be asked of a plan with stages."""
-    check_kinds(stages=(stages, "a text"), schedule=(schedule, "a text"))
-    mesh_of_stage(mesh, stages)
+def check_schedule(schedule: Any) -> None:
+    """Raises SbpcError for what is no schedule, though a plan without stages has no use for it."""
+    check_kinds(schedule=(schedule, "a text"))
     chunks_in(schedule)
+
+
+def check_staged(mesh: Mesh, stages: Any, *, train: bool, **options: Any) -> None:
+    """Raises SbpcError for what cannot be asked of a plan with stages."""
+    check_kinds(stages=(stages, "a text"))
+    mesh_of_stage(mesh, stages)
     if not train:
         raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     given = [name for name in ("inputs", "outputs") if options.get(name) is not None]
     given += ["spread"] if options.get("spread") else []
-    given += ["objective"] if options.get("objective") == "bytes" else []
+    if options.get("objective") == "bytes":
+        raise SbpcError("objective='bytes' with stages=\n  Leave it out: a pipeline is planned to be fast.")
     if options.get("panels") not in (None, 1):
         raise SbpcError("panels= with stages=\n  Leave it out: stages and loops are not cut into panels.")
     if given:

@@ -18,7 +18,7 @@ from sbpc.api.planning import Task, prepare
 from sbpc.api.recompute import AUTO
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search
-from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds
+from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import NONE
@@ -84,6 +84,7 @@ def sweep(
     check_devices(devices, axes, progress)
     options: dict[str, Any] = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory}
     check_options(**options, recompute=recompute)
+    check_kinds(model=(model, "an nn.Module"))
     check_kinds(stages=(stages, "True or False"), microbatches=(microbatches, "True or False"), seconds=(seconds, "a number of seconds"))
     if stages or microbatches or recompute != NONE:
         if spread or objective != "seconds":
@@ -107,14 +108,15 @@ def sweep(
         except SbpcError as error:
             raise type(error)(f"on {mesh}: {error}") from error
     if not rows:
-        raise MemoryLimitError(f"on none of {len(tried)} meshes: {errors[-1]}")
+        least = least_of(errors)
+        raise MemoryLimitError(f"on none of {len(tried)} meshes; on {least.nearest.mesh} {least}", least.nearest)
     return sorted(rows, key=lambda row: (row.cost, len(row.mesh.axes), row.mesh.sizes))
 
 
 def check_devices(devices: Any, axes: Any, progress: Any) -> None:
     """Raises MeshError unless `devices` and `axes` are numbers of devices and of axes."""
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= 1 << 20:
-        raise MeshError(f"devices is {devices!r}\n  It is a number from 1 to {1 << 20:,}.")
+        raise MeshError(f"devices is {shown(devices)}\n  It is a number from 1 to {1 << 20:,}.")
     check_kinds(axes=(axes, "an integer"), progress=(progress, "a function", "None"))
     if not 1 <= axes <= len(AXES):
         raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")

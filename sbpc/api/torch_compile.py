@@ -27,6 +27,7 @@ from sbpc.plans.plan import Plan
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.module import agreed_seed
 from sbpc.runtime.start import process_groups
+from sbpc.runtime.start.same_calls import check_weights
 from sbpc.runtime.state.weight_files import place_tensor
 from sbpc.runtime.step import Runner
 from sbpc.runtime.step_function import StepFunction
@@ -49,12 +50,12 @@ warned: set[Mesh] = set()
 def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Returns what runs one graph of dynamo on this rank, for `torch.compile(model, backend="sbpc", options={"mesh": mesh})`.
 
-    Start the script once per rank with torchrun; it stays the script of one device, and every rank gives the same batches.
-    examples/03_torch_compile.py is one. options: "mesh", a `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are
-    as for `sbpc.plan`, "executor" is as for `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger
-    "sbpc" says why, at INFO.
+    Start the script once per rank with torchrun; it stays the script of one device, and every rank gives the same weights
+    and batches: both are compared, see `sbpc.parallelize`. examples/03_torch_compile.py is one. options: "mesh", a
+    `sbpc.Mesh` or a DeviceMesh, is needed. "memory" and "objective" are as for `sbpc.plan`, "executor" is as for
+    `sbpc.parallelize`. Other shapes, modes or numbers are planned anew; the logger "sbpc" says why, at INFO.
 
-    Raises SbpcError for unknown options, and what `sbpc.plan` raises.
+    Raises SbpcError for unknown options, and what `sbpc.plan` raises. What it returns raises PlanError where the ranks differ.
     """
     mesh, options = checked(options or {})
     where = process_groups.start()
@@ -70,10 +71,16 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
         planned = plan(lifted, lifted.inputs, mesh, train=train, pin=lifted.whole(mesh), **options)
     log_plan(gm, lifted, planned)
     runner = Runner(planned, executor, where)
+    runner.same.names = lambda: lifted.names
     random = {"seed": agreed_seed(where), "step": 0}
+    fresh = compile_id()[1] == 0  # later, ops that add up in no fixed order may have left other bits in the weights of each rank
 
     def run(*values: Any) -> Any:
+        nonlocal fresh
         given = {port: value for port, value in zip(lifted.ports, values) if port is not None}
+        if fresh:
+            check_weights({port.name.removeprefix("weights."): each for port, each in given.items() if port.kind != INPUT})
+            fresh = False
         return runner.run(given, random, runner.trains and torch.is_grad_enabled(), StepFunction)
 
     return run
@@ -107,8 +114,8 @@ def log_plan(gm: GraphModule, lifted: LiftedGraph, planned: Plan) -> None:
 class LiftedGraph(nn.Module):
     """A graph of dynamo as a module that has the parameters and buffers among the graph's inputs under their names.
 
-    inputs: fakes of the other tensors. ports: by input of the graph, None for a number. numbers: by input, None for a
-    tensor. A number is a constant of the plan, and to ask for its value makes dynamo guard it.
+    inputs, names: fakes of the other tensors, and what the user calls them. ports: by input of the graph, None for a number.
+    numbers: by input, None for a tensor. A number is a constant of the plan, and to ask for its value makes dynamo guard it.
     """
 
     def __init__(self, gm: GraphModule, examples: Sequence[Any]) -> None:
@@ -116,6 +123,7 @@ class LiftedGraph(nn.Module):
         self.graph_module = with_floats(gm)
         self.weights = nn.Module()
         self.inputs: list[Tensor] = []
+        self.names: list[str] = []
         self.ports: list[Port | None] = []
         self.numbers: list[Any] = []
         mode = FakeTensorMode()
@@ -133,6 +141,7 @@ class LiftedGraph(nn.Module):
                     port = Port(kind, f"weights.{name}")
                 else:
                     port = Port(INPUT, str(len(self.inputs)))
+                    self.names.append(re.sub(r"^L\['(\w+)'\]", r"\1", source))
                     self.inputs.append(fake.requires_grad_(example.requires_grad))
             self.ports.append(port)
             self.numbers.append(number)

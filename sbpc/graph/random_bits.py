@@ -56,7 +56,7 @@ def shift(z: Tensor, by: int) -> Tensor:
 
 def wrap(number: int) -> int:
     """A number modulo 2**64 as an int64."""
-    return (number + 2**63) % 2**64 - 2**63
+    return (int(number) + 2**63) % 2**64 - 2**63
 
 
 def row_major(size: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sbpc.errors import LayoutError
+from sbpc.errors import LayoutError, check_kinds
 from sbpc.mesh.states import B, Partial, Split, State, chunk_sizes, parse_state, shards, whole
 
 
@@ -146,6 +146,7 @@ class Layout:
 
         Raises LayoutError for a text that is none.
         """
+        check_kinds(LayoutError, layout=(text, "a text"))
         match = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s+S\(\d+\)@\S+)*)\s*", text)
         if match is None:
             todo = "A layout reads [B, S(0)], with S(0)@inner>outer for another order."

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sbpc.errors import MeshError
+from sbpc.errors import MeshError, shown
 from sbpc.mesh.cluster import Cluster, Rate, named_cluster
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Mesh:
                 todo = "Give it a word that formulas of costs do not use, such as 'data'."
                 raise MeshError(f"an axis is called {name!r}\n  {todo}")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"axis {name!r} has size {size!r}\n  The size of an axis is an integer from 1 on.")
+                raise MeshError(f"axis {name!r} has size {shown(size)}\n  The size of an axis is an integer from 1 on.")
         if math.prod(axes.values()) > 1 << 20:
             raise MeshError(f"a mesh of {math.prod(axes.values()):,} ranks\n  There may be {1 << 20:,} at most.")
         self.axes = tuple(axes)
@@ -71,8 +71,8 @@ class Mesh:
 
     def axis(self, name: str) -> int:
         """Returns the number of the axis called `name`. Raises MeshError if there is none."""
-        if name not in self.axes:
-            raise MeshError(f"the mesh has no axis {name!r}\n  Its axes are {', '.join(self.axes)}.")
+        if not isinstance(name, str) or name not in self.axes:
+            raise MeshError(f"the mesh has no axis {shown(name)}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
 
     def runs(self) -> list[tuple[int, ...]]:
@@ -144,6 +144,10 @@ class Mesh:
 
         Raises MeshError unless it holds ranks 0, 1, ... in row-major order.
         """
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(mesh, DeviceMesh):
+            raise MeshError(f"the device mesh is {shown(mesh)}\n  Give what torch's init_device_mesh returns.")
         names = mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(mesh.mesh.dim()))
         if mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())):
             todo = "sbpc needs ranks 0, 1, ... in row-major order."

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sbpc.errors import PinError, SbpcError, closest
+from sbpc.errors import PinError, SbpcError, closest, shown
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State, parse_state
@@ -58,7 +58,7 @@ def parse_wish(text: str, mesh: Mesh, reason: str) -> Wish:
     Raises PinError if it does not parse, names no axis of the mesh, or names one twice.
     """
     if not isinstance(text, str):
-        raise PinError(f"{reason}: {text!r} is no layout\n  A layout is a text such as S(0)@{mesh.axes[-1]}.")
+        raise PinError(f"{reason}: {shown(text)} is no layout\n  A layout is a text such as S(0)@{mesh.axes[-1]}.")
     try:
         if text.strip().startswith("["):
             return exactly(Layout.parse(text, mesh.axes), reason)
@@ -75,13 +75,14 @@ def _parse_states(text: str, mesh: Mesh, reason: str) -> Wish:
     orders: list[tuple[int, ...]] = []
     for part in re.split(r",\s*", text.strip()):
         state_text, _, names = part.partition("@")
+        state = parse_state(state_text)
         if not names and len(mesh.axes) > 1:
             raise PinError(f"{reason}: {text!r} names no axis\n  Say which: {state_text}@{mesh.axes[-1]}.")
         axes = tuple(mesh.axis(name.strip()) for name in (names or mesh.axes[0]).split(">"))
         for axis in axes:
             if axis in states:
                 raise PinError(f"{reason}: {text!r} names axis {mesh.axes[axis]!r} twice\n  Give it one state.")
-            states[axis] = parse_state(state_text)
+            states[axis] = state
         orders += [axes] if len(axes) > 1 else []
     return Wish(tuple(states.items()), tuple(orders), reason=reason)
 
