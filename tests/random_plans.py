@@ -1,4 +1,4 @@
-"""Random legal plans: a signature drawn for every node on every axis. They find wrong rules and wrong boxings."""
+"""Random legal plans and loops: a signature drawn for every node on every axis. They find wrong rules and wrong boxings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
+from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, recompute
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.stages.balance import cuts_of, places_of
+from sbpc.passes.stages.cut import cut
+from sbpc.passes.stages.plan_stages import chunks_of
 from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice
 from tests.boxings import layouts
 
@@ -27,6 +33,24 @@ def random_plan(plan: Plan, seed: int) -> Plan:
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     assert not output_wishes(gm, mesh, None, False)
     return make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, dict(options), Stages())
+
+
+def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> StagedPlan:
+    """Another plan of the same loop with the same stages: layouts, and what is boxed once and computed again, drawn at random.
+
+    gm: the step, as captured and annotated.
+    """
+    options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}}
+    forms = {name: generator.choice((NONE, SELECTIVE, FULL)) for name in dict.fromkeys(blocks_of(gm).values())}
+    loop, inner = loop_of(recompute(gm, forms), plan.count), plan.inner
+    assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)
+    whole = make_plan(loop.body, inner, assignment, 0.0, options, Stages())
+    places = places_of(whole.graph)
+    pieces = cut(whole.graph, places, cuts_of(whole.graph, places, len(plan.chunks), inner))
+    chunks = chunks_of(whole, pieces, lambda piece, layouts: make_plan(piece, inner, layouts, 0.0, options, Stages()))
+    ports = [port for each in (loop.body.meta["ports"].inputs, loop.body.meta["ports"].outputs) for port in each]
+    in_loop = {port for port in ports if port.kind in (PARAMETER, GRADIENT) and generator.random() < 0.5}
+    return StagedPlan(plan.mesh, plan.axis, loop, chunks, plan.schedule, 0.0, frozenset(in_loop), options)
 
 
 def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: random.Random) -> Assignment:

@@ -1,0 +1,66 @@
+"""Random models with random options have the numbers, bytes and memory of one device and of the prediction, wherever they are planned."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sbpc.rules import registry, rule
+from sbpc.rules.registry import TABLE
+from tests.random_models import HELD, Case, digest, draw_case, elsewhere, outcome, shrunk
+from tests.random_nets import Layer, Net
+
+CHUNK, FEW, LONG = 10, 200, 250
+COS = torch.ops.aten.cos.default
+MANY = int(os.environ.get("SBPC_NETS", "20000"))
+
+
+def check(first: int, count: int) -> collections.Counter[str]:
+    """Checks the models of so many numbers; returns how many were refused, by reason."""
+    counts: collections.Counter[str] = collections.Counter()
+    for seed in range(first, first + count):
+        kind, text = outcome(draw_case(seed))
+        assert kind in HELD, f"python -m tests.random_models {seed}: {text}"
+        counts[f"{kind} {text}".strip()] += 1
+    return counts
+
+
+@pytest.mark.parametrize("first", range(0, FEW, CHUNK))
+def test_random_models_have_the_numbers_of_one_device(first: int) -> None:
+    counts = check(first, CHUNK)
+    assert counts[""] >= CHUNK / 2, counts
+
+
+def test_plans_of_random_models_are_the_same_in_another_process() -> None:
+    seeds = range(0, FEW, 40)
+    assert elsewhere(seeds) == [digest(seed) for seed in seeds]
+
+
+def test_a_wrong_kernel_is_found_and_its_case_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MATCHES", {})
+    monkeypatch.setitem(TABLE, COS, TABLE.get(COS))
+    rule(COS, "*a -> *a", local=lambda shard: shard.call(torch.ops.aten.sin.default, *shard.args), replace=True)
+    layers = tuple(Layer(kind, 0) for kind in ("pool", "cell", "rotary"))
+    net = Net(0, {"B": 2, "T": 2, "C": 2, "W": 2, "H": 1}, layers, Layer("square", 0), "x", "torch.randn(B, T, C)", ("unused",))
+    case = Case(net, {"a": 2}, {"objective": "serial", "panels": 1, "microbatches": 1})
+    kind, _ = outcome(case)
+    assert kind == "numbers of the plan"
+    small = shrunk(case, kind)
+    assert [layer.kind for layer in small.net.layers] == ["rotary"] and not small.net.done and not small.options
+    assert "Rotary0" in small.text() and compile(small.text(), "small.py", "exec")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("first", range(FEW, FEW + MANY, LONG))
+def test_thousands_of_random_models_have_the_numbers_of_one_device(first: int, record_property: Callable[[str, object], None]) -> None:
+    """Prints what was refused, and how often. 1.3 CPU seconds a model: seven CPU hours for all."""
+    counts = check(first, LONG)
+    assert counts[""] >= 0.75 * LONG, counts
+    for reason, number in counts.most_common():
+        record_property("figure", f"{first:6} {number:4} {reason or 'hold'}")
+    seeds = range(first, first + LONG, 25)
+    assert elsewhere(seeds) == [digest(seed) for seed in seeds]
