@@ -59,7 +59,10 @@ def parallelize(
 
     Every rank gives the whole batch, the same on all, or its own shard where the plan was made with `inputs=`; results come
     likewise. In the first three calls and every twentieth one the ranks compare checksums of what is to be the same, and all
-    raise PlanError if it is not: as with a DistributedSampler. `loss = module.step(*args)` runs forward and backward as one
+    raise PlanError if it is not, as with a DistributedSampler; after these three not of floating-point numbers on GPUs, which
+    ranks may have computed to other last bits. Ranks may evaluate alone where their programs send nothing.
+
+    `loss = module.step(*args)` runs forward and backward as one
     program and leaves the gradients in `.grad`: it takes the seconds that the plan predicts. Backwards within `with
     module.no_sync():` send no gradients; the next one outside sends their sum. A DTensor argument is brought to the planned
     layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their

@@ -224,17 +224,21 @@ def test_a_rank_that_is_gone_with_the_store_of_the_job_is_named_by_the_others() 
 
 def uneven(plan: sbpc.Plan) -> float:
     """The last result of more calls on later ranks."""
-    module = sbpc.parallelize(nn.Linear(4, 2), plan)
+    module = sbpc.parallelize(nn.Linear(4, 2).train(plan.options["train"]), plan)
     for _ in range(1 + 3 * dist.get_rank()):
-        result = module(drawn(rows=2))
+        with torch.no_grad():
+            result = module(drawn(rows=2))
+    if plan.options["train"]:  # which all do together
+        module(drawn(rows=2)).sum().backward()
     return float(result.sum())
 
 
 def test_ranks_may_evaluate_alone_where_nothing_is_sent() -> None:
     layouts = {"inputs": ["S(0)"], "outputs": ["S(0)"], "pin": {"*": "B"}}
-    plan = sbpc.plan(nn.Linear(4, 2).eval(), (drawn(rows=4),), Mesh(a=2), train=False, **layouts)
-    first, second = run_ranks(uneven, 2, plan)
-    assert first == second
+    for train in (False, True):
+        plan = sbpc.plan(nn.Linear(4, 2).train(train), (drawn(rows=4),), Mesh(a=2), train=train, **layouts)
+        first, second = run_ranks(uneven, 2, plan)
+        assert isinstance(first, float) and first == second
 
 
 def collecting(plan: sbpc.Plan) -> str:

@@ -50,7 +50,7 @@ class SameCalls:
         Raises PlanError, the same on all ranks, if one makes another call, or gives another argument where all take the same;
         LostRankError if a collective fails.
         """
-        self.calls += 1
+        self.calls += exchanges  # the others are no calls of all ranks
         name = f"call {self.calls} of plan {self.number}, {how}"
         with lost_ranks.watched(name):
             if self.group is not None and exchanges and (self.calls <= FIRST or self.calls % EVERY == 0):
