@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import re
 from collections import Counter
 
@@ -403,3 +404,14 @@ def test_two_parameters_over_the_same_memory_are_refused():
     halves = torch.randn(12, 6)  # neighbours in one storage do not overlap
     module.linear.weight, module.other.weight = nn.Parameter(halves[:6]), nn.Parameter(halves[6:])
     check(module, (x(),))
+
+
+def test_a_line_is_shown_as_it_is_when_a_model_is_captured_again(tmp_path):
+    file = tmp_path / "edited.py"
+    for text in ("x.nonzero()", "x.add(1).nonzero()"):
+        file.write_text(f"def forward(m, x):\n    return {text}\n")
+        linecache.checkcache(str(file))
+        names = {}
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        with pytest.raises(CaptureError, match=re.escape(f"return {text}\n")):
+            capture(Model(names["forward"]), (x(),))

@@ -58,9 +58,9 @@ def _owner(file: str) -> str:
     return "sbpc" if file.startswith(SBPC) else "user"
 
 
-@functools.lru_cache(maxsize=1 << 12)
 def _text(lines: tuple[SourceLine, ...]) -> str:
     """Returns two lines of text for each, with files relative to the working directory where they lie below it."""
+    # not remembered from one capture to the next: a file may have been edited and loaded anew, a cell of a notebook run again
     here = os.getcwd() + os.sep
     return "\n".join(
         f'  File "{file.removeprefix(here)}", line {number}, in {function}\n    {linecache.getline(file, number).strip()}'
