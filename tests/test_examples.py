@@ -48,7 +48,7 @@ def test_two_layers_prints_every_stage_and_equal_gradients(capsys):
 def test_the_picture_of_the_readme_is_the_one_that_the_first_example_draws():
     module = runpy.run_path(str(EXAMPLES / "01_two_layers.py"))
     plan = sbpc.plan(*module["two_layers"](), module["MESH"], pin=module["PINS"], objective="serial")
-    title = f"{plan.options['model']} on {plan.mesh}: boxed graph"  # as `sbpc show` has it
+    title = f"{plan.options.model} on {plan.mesh}: boxed graph"  # as `sbpc show` has it
     assert graph_svg(plan.boxed, plan.mesh, title) == (EXAMPLES / "two_layers.svg").read_text()
 
 

@@ -119,10 +119,11 @@ def diff(one: AnyPlan, other: AnyPlan) -> Diff:
 def asked_of(plan: AnyPlan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
-    options = {name: "" if plan.options.get(name) in (None, {}, False) else str(plan.options.get(name)) for name in ASKED}
-    if options["memory"]:
-        options["memory"] = quantity(plan.options["memory"], "B")
-    return {"model": str(plan.options.get("model")), "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
+    asked = {name: getattr(plan.options, name) for name in ASKED}
+    options = {name: "" if value in (None, {}, False) else str(value) for name, value in asked.items()}
+    if asked["memory"]:
+        options["memory"] = quantity(asked["memory"], "B")
+    return {"model": plan.options.model, "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
 
 
 def mesh_of(plan: AnyPlan) -> Mesh:

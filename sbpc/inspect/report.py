@@ -41,11 +41,11 @@ def recompute_lines(cost: Cost) -> list[str]:
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints the report of a plan on a terminal."""
     cost, mesh = plan.cost, plan.mesh
-    console.print(f"[bold]{escape(plan.options.get('model', 'model'))}[/] on {escape(str(mesh))}: {mesh.ranks} ranks", highlight=False)
+    console.print(f"[bold]{escape(plan.options.model)}[/] on {escape(str(mesh))}: {mesh.ranks} ranks", highlight=False)
     console.print(parameter_table(plan))
     console.print(collective_table(plan))
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
-    pinned = " with these pins" if plan.options.get("pin") else ""
+    pinned = " with these pins" if plan.options.pin else ""
     whole = f"one device's {quantity(cost.flops_one_device, '')} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
     lines = [
         f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
@@ -76,7 +76,7 @@ def plan_html(plan: Plan) -> str:
     parts = f"computing {quantity(cost.compute_seconds, 's')}, communicating {quantity(cost.comm_seconds, 's')}"
     held = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items())
     lines = [f"a step takes {quantity(cost.seconds, 's')}: {parts}; the gap to the bound is {100 * cost.gap:.2f} %", f"memory: {held}"]
-    return Report(f"{plan.options.get('model', 'model')} on {plan.mesh}", [*lines, *recompute_lines(cost), *plan.notes], tables).html()
+    return Report(f"{plan.options.model} on {plan.mesh}", [*lines, *recompute_lines(cost), *plan.notes], tables).html()
 
 
 def titled(source: RichTable) -> Table:

@@ -11,6 +11,7 @@ from sbpc.inspect.page_charts import curves
 from sbpc.inspect.picture import clean, template
 from sbpc.inspect.report import numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.plans.options import NONE
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
@@ -48,7 +49,7 @@ def staged_json(plan: StagedPlan) -> dict[str, Any]:
 
 def title_of(plan: StagedPlan) -> str:
     """Returns what is planned, and where."""
-    return f"{plan.options.get('model', 'model')} on {plan.mesh}"
+    return f"{plan.options.model} on {plan.mesh}"
 
 
 def summary(plan: StagedPlan) -> list[str]:
@@ -98,12 +99,13 @@ def asked(plan: StagedPlan) -> list[str]:
     options = plan.options
     texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}"]
     texts += [f"{plan.stages} stages along {plan.axis}", plan.schedule] if plan.axis else []
-    texts += [f"{plan.count} micro-batches", *(f"{name} {options[name]}" for name in ("dtype", "optimizer") if options.get(name))]
-    if options.get("recompute", "none") != "none":
-        texts.append(f"recompute {options['recompute']}")
-    if options.get("memory") is not None:
-        texts.append(f"at most {quantity(options['memory'], 'B')} a rank")
-    return texts + [f"pin {name} = {layout}" for name, layout in (options.get("pin") or {}).items()]
+    texts.append(f"{plan.count} micro-batches")
+    texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer") if getattr(options, name)]
+    if options.recompute != NONE:
+        texts.append(f"recompute {options.recompute}")
+    if options.memory is not None:
+        texts.append(f"at most {quantity(options.memory, 'B')} a rank")
+    return texts + [f"pin {name} = {layout}" for name, layout in options.pin.items()]
 
 
 def cards(plan: StagedPlan) -> list[dict[str, Any]]:

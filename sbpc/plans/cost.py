@@ -93,10 +93,6 @@ class Transfer:
     dims: tuple[Any, ...] = ()
 
 
-OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
-"""How many tensors of a parameter's size an optimizer keeps."""
-
-
 @dataclass
 class Cost:
     """The cost of one step of a plan on the busiest rank.

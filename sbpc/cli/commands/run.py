@@ -241,7 +241,7 @@ def job_of(options: argparse.Namespace) -> Job:
         plan = load(options.plan)
     else:
         plan, target = plan_of(options, options.target)
-    if not plan.options["train"]:
+    if not plan.options.train:
         raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
     module = parallelize(target.model, plan, executor=executor)
     return Job(module, plan, lambda step: (target.args, target.kwargs))

@@ -16,7 +16,7 @@ from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer
+from sbpc.plans.cost import Cost, Kernel, Transfer
 from sbpc.plans.measure import dims_at, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
@@ -110,7 +110,7 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
     most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])
-    copies = OPTIMIZER_STATE[plan.options.get("optimizer")]
+    copies = plan.options.copies
     stored = sympy.Add(*(each.stored + copies * each.trained for each in of.values()))
     return stored + sympy.Max(*dict.fromkeys(map(total, most)), evaluate=False)
 

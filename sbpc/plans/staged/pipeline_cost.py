@@ -14,7 +14,8 @@ import sympy
 
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, Cost
+from sbpc.plans.cost import Cost
+from sbpc.plans.options import Options
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, shared_spans, spans
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
@@ -118,7 +119,7 @@ class Pipeline(ABC):
     """Stages that work on micro-batches. What has `parts`, knows what needs what, and what crosses, has a cost."""
 
     mesh: Mesh
-    options: dict[str, Any]
+    options: Options
     schedule: str
     bound: float
     serial_bound: float = 0.0
@@ -163,7 +164,7 @@ class Pipeline(ABC):
     @property
     def overlaps(self) -> bool:
         """Whether collectives run beside computing."""
-        return self.options.get("objective", "seconds") == "seconds"
+        return self.options.overlaps
 
     @property
     def simulated(self) -> int:
@@ -345,7 +346,7 @@ class Pipeline(ABC):
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in parts.values()),
             "gradients": sum(part.added for part in parts.values()),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts.values()),
+            "optimizer": self.options.copies * sum(part.trained for part in parts.values()),
             "activations": 0,
             "temporaries": sum(part.kept.gathered for part in parts.values()),
         }

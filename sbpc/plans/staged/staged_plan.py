@@ -17,6 +17,7 @@ from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
@@ -57,7 +58,7 @@ class StagedPlan(Pipeline):
     schedule: str
     bound: float
     in_loop: frozenset[Port] = frozenset()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     times: dict[str, float] = field(default_factory=dict)
     body: Plan | None = field(default=None, repr=False, compare=False)
     serial_bound: float = 0.0
@@ -175,7 +176,7 @@ class StagedPlan(Pipeline):
     def numbers(self) -> dict[str, int]:
         """The numbers of the symbols in the dims of the body. A plan of several chunks that was read from a file has none."""
         source = self.body or (self.chunks[0].plan if len(self.chunks) == 1 else None)
-        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.get("dynamic") or {})
+        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.dynamic or {})
 
     def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
         """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
@@ -328,7 +329,7 @@ class StagedPlan(Pipeline):
     @property
     def solved(self) -> Plan:
         """The plan of the body, whose layout problem is that of the step. Raises PlanError under a memory limit, and if it was not kept."""
-        if self.body is None or self.options.get("memory") is not None:
+        if self.body is None or self.options.memory is not None:
             lost = "that was read from a file" if self.body is None else "under a memory limit"
             raise PlanError(f"a plan {lost} does not hold the problem that it solves\n  {AGAIN}")
         return self.body
