@@ -26,12 +26,12 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
+from sbpc.plans.cost import Cost
 from sbpc.plans.options import AUTO, FULL, NONE, OPTIMIZER_STATE, SELECTIVE, Options
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", (SPARING,)  # kinds of layouts inside a stage, see `kinds`
@@ -66,7 +66,7 @@ class StrategyRow:
     schedule: str
     microbatches: int
     recompute: str
-    figures: StagedCost
+    figures: Cost
     make: Callable[[], StagedPlan] = field(repr=False)
     lower_bound: float = 0.0
     refused: tuple[Refused, ...] = field(default=(), repr=False)

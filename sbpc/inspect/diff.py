@@ -19,6 +19,7 @@ from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B
+from sbpc.plans.options import BYTES
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.stage_parts import parts_of
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -175,10 +176,9 @@ def figures(one: AnyPlan, other: AnyPlan) -> Iterator[tuple[str, str, float, flo
     mine, others = one.cost, other.cost
     for name, key in (("a step", ""), ("computing", "compute_"), ("communicating", "comm_"), ("exposed", "exposed_")):
         yield name, "s", getattr(mine, f"{key}seconds"), getattr(others, f"{key}seconds")
-    bubbles = [plan.cost.bubble_seconds if isinstance(plan, StagedPlan) else 0.0 for plan in (one, other)]
-    if any(bubbles):
-        yield "bubble", "s", bubbles[0], bubbles[1]
-    yield "lower bound", "B" if getattr(mine, "objective", "") == "bytes" else "s", mine.lower_bound, others.lower_bound
+    if mine.bubble_seconds or others.bubble_seconds:
+        yield "bubble", "s", mine.bubble_seconds, others.bubble_seconds
+    yield "lower bound", "B" if mine.objective == BYTES else "s", mine.lower_bound, others.lower_bound
     yield "flops", "", mine.flops, others.flops
     for axis in {**mine.bytes_sent, **others.bytes_sent}:
         yield f"sent over {axis}", "B", mine.bytes_sent.get(axis, 0.0), others.bytes_sent.get(axis, 0.0)

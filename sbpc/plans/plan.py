@@ -300,8 +300,8 @@ class Plan:
         with uncollected():
             took = makespan(self.timeline()) if self.options.overlaps else None
             bounds = self.lower_bound, self.objective, took, self.serial_bound or self.lower_bound
-            cost = measure(self.boxed, self.mesh, self.memory, *bounds)
-            cost.memory_of = lambda sizes: memory_formula(self.life, self.boxed, self.mesh, self.options.optimizer, sizes)
+            formula = functools.partial(memory_formula, self.life, self.boxed, self.mesh, self.options.optimizer)
+            cost = measure(self.boxed, self.mesh, self.memory, *bounds, formula)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
 

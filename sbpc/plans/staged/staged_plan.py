@@ -16,16 +16,16 @@ from sbpc.errors import PlanError, VerifyError, check_kinds, closest
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import Cost
+from sbpc.plans.cost import Terms
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
+from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
 from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
@@ -167,10 +167,10 @@ class StagedPlan(Pipeline):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
 
-    def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost]:
-        """Returns what makes the formulas of a stage's cost."""
+    def terms_of(self, stage: int) -> Callable[[], Terms]:
+        """Returns what makes the terms of the formulas of a stage's cost."""
         most = max(range(self.stages), key=lambda each: self.memory_of(each)["total"])
-        return lambda cost: formulas(self, self.symbolic(stage), self.numbers, cost, lambda: self.symbolic(most))
+        return lambda: terms(self, self.symbolic(stage), self.numbers, lambda: self.symbolic(most))
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
