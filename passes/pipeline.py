@@ -18,8 +18,8 @@ from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
-from sbpc.inspect.report import plan_html, plan_text
-from sbpc.inspect.staged_report import staged_html, staged_page
+from sbpc.inspect.report import report
+from sbpc.inspect.staged_report import staged_page
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
@@ -206,11 +206,6 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
 
 
-def html(plan: Plan | StagedPlan) -> str:
-    """Returns the report of a plan for a notebook."""
-    return staged_html(plan) if isinstance(plan, StagedPlan) else plan_html(plan)
-
-
 @uncollected()
 def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
@@ -228,4 +223,14 @@ def save(plan: Plan | StagedPlan, path: Path) -> None:
         plan_file.save(plan, path)
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, plan_text, html, explain, diff, page)
+def text(plan: Plan | StagedPlan) -> str:
+    """Returns the report of a plan for a terminal."""
+    return report(plan).text()
+
+
+def html(plan: Plan | StagedPlan) -> str:
+    """Returns the report of a plan for a notebook."""
+    return report(plan).html()
+
+
+REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, text, html, explain, diff, page)

@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from rich.console import Console
 
 import sbpc
 from sbpc.cli import demo_run as demo
@@ -129,9 +128,7 @@ def test_the_plan_of_the_demo_holds_and_gives_each_rank_a_quarter_of_the_work():
     plan = sbpc.plan(demo.model_of("float32"), args, sbpc.Mesh(data=2, tensor=2), kwargs=kwargs)
     share, sent = demo.check(plan)
     assert plan.verify() > 3000 and round(share, 3) == 0.25 and sent.count("bytes") == 3
-    console = Console(file=io.StringIO(), width=120)
-    demo.print_plan(plan, console)
-    assert "blocks.*.attention.query.weight  [160, 160]" in console.file.getvalue()
+    assert "blocks.*.attention.query.weight  [160, 160]" in str(plan)
 
 
 def test_the_demo_refuses_a_replicated_plan():

@@ -7,24 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Node
-
-from sbpc.boxing.steps import WIRE
 from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, placeholders
 from sbpc.inspect.graph_text import bytes_sent
-from sbpc.inspect.report import numberless, some
+from sbpc.inspect.report import AnyPlan, boxings, mesh_of, numberless, plans_in, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B
 from sbpc.plans.options import BYTES
-from sbpc.plans.plan import Plan
-from sbpc.plans.staged.stage_parts import parts_of
-from sbpc.plans.staged.staged_plan import StagedPlan
 
-AnyPlan = Plan | StagedPlan
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
 ASKED = (  # options that are compared
@@ -125,26 +117,6 @@ def asked_of(plan: AnyPlan) -> dict[str, str]:
     if asked["memory"]:
         options["memory"] = quantity(asked["memory"], "B")
     return {"model": plan.options.model, "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
-
-
-def mesh_of(plan: AnyPlan) -> Mesh:
-    """Returns the mesh on which layouts are: of a plan with stages that of one stage."""
-    return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
-
-
-def plans_in(plan: AnyPlan) -> list[Plan]:
-    """Returns the plan itself, or those of its chunks."""
-    return [chunk.plan for chunk in plan.chunks] if isinstance(plan, StagedPlan) else [plan]
-
-
-def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
-    """Yields the boxings of a plan that send, and how often each runs in a step."""
-    for each in plans_in(plan):
-        gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
-        parts = parts_of(gm, plan.in_loop) if isinstance(plan, StagedPlan) else {}
-        for node in gm.graph.nodes:
-            if "step" in node.meta and node.meta["step"].collective in WIRE:
-                yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1
 
 
 def text(layout: Layout, alike: bool) -> str:

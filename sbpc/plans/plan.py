@@ -53,7 +53,7 @@ class Rewriter:
     verify: Callable[..., int]
     save: Callable[[Any, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
-    text: Callable[[Plan], str]
+    text: Callable[[Any], str]
     html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Any, Any], Any]

@@ -27,13 +27,12 @@ from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
-from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 
 CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
-OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")  # a plan of one chunk has those of the chunk
+OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve")  # a plan of one chunk has those of the chunk
 AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
 LACKING = {  # what a plan without stages has -> what to do instead
     **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
@@ -106,6 +105,16 @@ class StagedPlan(Pipeline):
     def stage_of(self, rank: int) -> int:
         """Returns the stage of a rank."""
         return 0 if self.axis is None else self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Loud lines about any chunk, see `Plan.notes`."""
+        return tuple(dict.fromkeys(note for chunk in self.chunks for note in chunk.plan.notes))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Quiet lines about any chunk, see `Plan.remarks`."""
+        return tuple(dict.fromkeys(remark for chunk in self.chunks for remark in chunk.plan.graph.meta["remarks"]))
 
     @functools.cached_property
     def sources(self) -> dict[str, tuple[int, Port]]:
@@ -383,7 +392,7 @@ class StagedPlan(Pipeline):
             raise AttributeError(f"a plan with stages has no {name!r}")
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self))
+        return self.rewriter.text(self)
 
     def _repr_html_(self) -> str:
         return self.rewriter.html(self)
