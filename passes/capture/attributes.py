@@ -7,6 +7,7 @@ that the forward changes, or a tensor that it keeps, is refused.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import io
 import operator
@@ -88,8 +89,7 @@ class Attributes:
         if isinstance(owner, nn.Module):
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
         else:
-            for name in [name for part in type(owner).__mro__ if is_foreign(part.__module__) for name in vars(part)]:
-                self.call(owner, name)
+            self.visit_class(type(owner))
         kind = nn.Module if isinstance(owner, nn.Module) else type(owner)
         if kind not in self.watched:
             self.watched.add(kind)
@@ -114,10 +114,11 @@ class Attributes:
         elif id(value) not in self.owners and (isinstance(value, nn.Module) or is_object(value)):
             self.adopt_owner(path, value)
 
-    def call(self, owner: Any, name: str) -> None:
-        """Notes that a method of a module or an object may run."""
-        for kind in type(owner).__mro__:
-            self.visit(vars(kind).get(name))
+    def visit_class(self, kind: type) -> None:
+        """Guards the globals that the methods of a class of somebody's own name."""
+        for each in [each for each in kind.__mro__ if is_foreign(each.__module__)]:
+            for method in vars(each).values():
+                self.visit(method)
 
     def visit(self, value: Any) -> None:
         """Guards the globals that a function names, and those of the functions that these are."""
@@ -154,18 +155,17 @@ class Attributes:
             if rest:
                 self.follow(vars(value), prefix_of(vars(value)), rest, used)
         elif isinstance(value, type) and is_foreign(value.__module__):
-            for method in () if issubclass(value, nn.Module) else vars(value).values():
-                self.visit(method)
-            if rest:
-                self.follow(value, f"{path}{name}.", rest, used)
-            else:
-                self.fields(value, f"{path}{name}.", used)
+            if not issubclass(value, nn.Module):  # whose methods are those of some module
+                self.visit_class(value)
+            self.follow(value, f"{path}{name}.", rest, used) if rest else self.fields(value, f"{path}{name}.", used)
         elif isinstance(owner, type) and hasattr(type(value), "__get__"):
             self.visit(value)
         elif f"{path}{name}" not in self.outside:
             refuse_iterator(f"{path}{name}", value)
             self.outside[f"{path}{name}"] = owner, name, value
-            if value is not ABSENT and not isinstance(value, Tensor) and (is_plain(value) or isinstance(value, (*CONTAINERS, nn.Module)) or is_object(value)):
+            if value is ABSENT:
+                self.guards |= {} if hasattr(builtins, name) else {f"{path}{name}": ABSENT}
+            elif is_plain(value) or isinstance(value, (*CONTAINERS, nn.Module)) or is_object(value):
                 self.guards[f"{path}{name}"] = text_of(value)
                 self.adopt(f"{path}{name}", value)
 
@@ -183,7 +183,8 @@ class Attributes:
             return
         self.seen.add(key)
         text, path = guard_text(owner, name), self.owners[id(owner)][0] + name
-        self.call(owner, name)
+        for kind in type(owner).__mro__:
+            self.visit(vars(kind).get(name))
         if text is not None and "." not in name:
             value = held(owner, name)
             refuse_iterator(path, value)
@@ -212,7 +213,8 @@ class Attributes:
                     self.first.append((path, owner, name, new, lines))
         for path, value, old, read in self.contents.values():
             if not same(old, value):
-                lines = self.lines.get(read) or line_of(self.functions, *changed(old, value), path.partition(":")[2].partition(".")[0])
+                free = old if isinstance(value, FunctionType) else ()
+                lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
                 compare(path, old, table_of(value), lines, fine)
         for path, table, now, before in self.tables:
             for name in {**before, **now}:
@@ -319,12 +321,6 @@ def same(copy: Any, container: Any) -> bool:
     """Whether a container still holds the same objects as its copy."""
     one, other = items_of(copy, keys=True), items_of(container, keys=True)
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def changed(copy: Any, container: Any) -> list[str]:
-    """The names of the free variables of a function that are other ones than in its copy."""
-    now = table_of(container) if isinstance(container, FunctionType) else {}
-    return [name for name in now if now[name] is not copy.get(name)]
 
 
 def raw(owner: Any, name: str) -> Any:

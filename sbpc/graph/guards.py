@@ -209,9 +209,7 @@ class Guards:
     """
 
     def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]]) -> None:
-        of_another = {path for path, texts in planned.items() for python in CODE.findall("".join(texts)) if python != sys.implementation.cache_tag}
-        lost = {path for path in planned if path.startswith(GLOBAL) and globals_of(path) is None}
-        self.module, self.planned = module, {path: planned[path] for path in planned if path not in of_another | lost}
+        self.module, self.planned = module, {path: texts for path, texts in planned.items() if is_comparable(path, texts)}
         self.tables = [(path, vars(part)[CHILDREN]) for path, part in module.named_modules() if vars(part)[CHILDREN]]
         self.owners = {f"{path}.forward".lstrip("."): vars(part) for path, part in module.named_modules()}
         self.own = list(self.owners.values())
@@ -295,7 +293,15 @@ class Guards:
         names = [f"{path}.{name}".lstrip(".") for path, table in again.tables for name in table]
         names += again.owners
         name = next((name for name, one, other in zip(names, again.parts, self.parts) if one is not other), "a submodule")
-        return PlanError(f"{name} is another module than before: a plan is for those that there were\n  Plan and parallelize anew.")
+        kind = "function" if name in again.owners else "module"
+        return PlanError(f"{name} is another {kind} than before: a plan is for those that there were\n  Plan and parallelize anew.")
+
+
+def is_comparable(path: str, texts: Sequence[str]) -> bool:
+    """Whether what stands at a path can be compared here: the module of a global has been imported, the same Python compiled functions."""
+    if path.startswith(GLOBAL) and globals_of(path) is None:
+        return False
+    return {sys.implementation.cache_tag}.issuperset(CODE.findall(" ".join(texts)))
 
 
 def attribute_of(kind: type, name: str) -> Any:
@@ -316,7 +322,7 @@ def step(owner: Any, name: str) -> Any:
 def other_value(path: str, now: str, planned: str) -> PlanError:
     """The error about a value at a path."""
     return PlanError(
-        f"{path} is {now}, and was {planned} when the model was planned: what a forward reads from attributes is constant in its plan\n"
+        f"{path} is {now}, and was {planned} when the model was planned: what a forward reads besides tensors is constant in its plan\n"
         "  Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).\n"
         "  What changes from step to step is a buffer or an argument."
     )
