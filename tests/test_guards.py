@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import CaptureError, PlanError
-from sbpc.graph.guards import Guards, text_of
+from sbpc.graph.guards import Guards, prefix_of, text_of
 from sbpc.plans import plan_file
 from sbpc.runtime.module import unguarded
 from tests import random_models
@@ -701,7 +701,7 @@ class Kept(nn.Module):
         self.layer, self.reads, self.cfg, self.module = nn.Linear(8, 8), READS[name], Knobs, random_models
         self.act, self.made, self.part, self.t = (lambda x: x * 2), made(0.5), functools.partial(made(0.5)), 0.5
         self.array, self.scalar, self.queue, self.window = np.ones(3), np.bool_(True), deque([1.0]), slice(0, 4)
-        self.long, self.keys = [0.0] * 5000, {Kind.MEAN: Rope(), (1, 2): 0.5, "a.b": Rope(), True: Rope()}
+        self.long, self.keys = [0.0] * 5000, {Kind.MEAN: Rope(), (1, 2): Rope(), "a.b": Rope(), True: Rope()}
 
     def own(self) -> float:
         return BETA
@@ -744,7 +744,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "a slice": lambda m: float(m.window.stop),
     "a long list": lambda m: m.long[4000] + 1,
     "by an enum": lambda m: m.keys[Kind.MEAN].factor,
-    "by a tuple": lambda m: m.keys[1, 2],
+    "by a tuple": lambda m: m.keys[1, 2].factor,
     "by a text with a dot": lambda m: m.keys["a.b"].factor,
     "by vars": lambda m: vars(m)["t"],
     "by __dict__": lambda m: m.__dict__["t"],
@@ -778,7 +778,7 @@ OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     "of the class": (lambda m, p: p.setattr(Kept, "beta", 1.0), "__class__.beta is 1.0"),
     "of the class by a method": (lambda m, p: p.setattr(Kept, "beta", 1.0), "__class__.beta is 1.0"),
     "a lambda": (lambda m, p: setattr(m, "act", lambda x: x * 3), "act is "),
-    "a free variable": (lambda m, p: setattr(m, "made", made(1.0)), "made is made.<locals>.<lambda>"),
+    "a free variable": (lambda m, p: setattr(m, "made", made(1.0)), "made is <lambda> (code "),
     "a free variable of a partial function": (lambda m, p: setattr(m, "part", functools.partial(made(1.0))), "part is partial"),
     "an array that is kept": (lambda m, p: m.array.__setitem__(2, 3.0), "array is ndarray([1.0, 1.0, 3.0], (3,), float64), and was"),
     "a number of numpy": (lambda m, p: setattr(m, "scalar", np.bool_(False)), "scalar is "),
@@ -786,7 +786,7 @@ OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
     "a slice": (lambda m, p: setattr(m, "window", slice(0, 5)), "window is slice(0, 5, None)"),
     "a long list": (lambda m, p: m.long.__setitem__(4000, 1.0), "long is [0.0"),
     "by an enum": (lambda m, p: setattr(m.keys[Kind.MEAN], "factor", 1.0), "keys.[0].factor is 1.0"),
-    "by a tuple": (lambda m, p: m.keys.update({(1, 2): 1.0}), "keys is {"),
+    "by a tuple": (lambda m, p: setattr(m.keys[1, 2], "factor", 1.0), "keys.[1].factor is 1.0"),
     "by a text with a dot": (lambda m, p: setattr(m.keys["a.b"], "factor", 1.0), "keys.[2].factor is 1.0"),
     "by vars": (lambda m, p: setattr(m, "t", 1.0), "t is 1.0"),
     "by __dict__": (lambda m, p: setattr(m, "t", 1.0), "t is 1.0"),
@@ -800,9 +800,8 @@ def test_what_a_forward_reads_outside_of_its_attributes_is_guarded(name: str, mo
     monkeypatch.setitem(globals(), "ARRAY", np.ones(2))
     change, message = OUTSIDE[name]
     plan = sbpc.plan(Kept(name), (X,), Mesh(p=2))
-    if name not in ("a function",):
-        plan.save(tmp_path / "plan")
-        assert sbpc.load(tmp_path / "plan").options["guards"] == plan.options["guards"]
+    plan.save(tmp_path / "plan")
+    assert sbpc.load(tmp_path / "plan").options["guards"] == plan.options["guards"]
     model, before = Kept(name), Kept(name)
     kept = Guards(model, plan.options["guards"])
     assert kept.broken() is None and kept.broken() is None
@@ -886,3 +885,68 @@ def test_what_a_forward_changes_outside_is_refused_and_put_back(
     assert what in str(caught.value) and line in str(caught.value), caught.value
     assert (COUNT, LAST, LIST, Knobs.idle, ARRAY.tolist(), list(QUEUE)) == (0, None, [0.5], 1, [1.0, 1.0], [1.0])
     assert "calls: 1" not in text_of(does)
+
+
+PACKAGE = """
+import itertools
+CALLS, WARNED, IDS = 0, set(), itertools.count()
+def scale(x):
+    global CALLS
+    CALLS, _ = CALLS + 1, WARNED.add(next(IDS))
+    return x * 2
+"""
+
+
+def test_what_an_installed_package_counts_for_itself_refuses_no_plan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "somebodys_package.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    package = __import__("somebodys_package")
+    model = Counts(lambda m, h: package.scale(h))
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    kept = Guards(model, plan.options["guards"])
+    assert package.CALLS == 1 and kept.broken() is None
+    model(X)
+    assert kept.broken() is None and not any("somebodys_package" in path for path in kept.planned)
+
+
+def test_a_file_has_one_name_whether_it_is_run_or_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [{"__name__": name, "__file__": "/somewhere/train_it.py", "BETA": 1.0} for name in ("__main__", "train_it", "target_train_it")]
+    spec = SimpleNamespace(name="package.train")
+    tables += [{"__name__": "__main__", "__file__": "/somewhere/package/train.py", "__spec__": spec}, {"__name__": "__main__"}]
+    assert [prefix_of(table)[len("global ") :] for table in tables] == ["train_it:"] * 3 + ["package.train:", "__main__:"]
+    guards = {"global train_it:BETA": ["0.5"], "layer": ["a Linear"]}
+    assert Guards(Small(), guards).broken() is None  # no such file has been run here
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**tables[0]))  # type: ignore[arg-type]
+    assert "train_it:BETA is 1.0, and was 0.5" in str(Guards(Small(), guards).broken())
+
+
+def test_functions_that_another_python_compiled_are_not_compared() -> None:
+    def text(function: Callable[..., Any]) -> str:
+        return text_of(function)
+
+    assert text(lambda x: x + 1) == text(lambda x: x + 1) != text(lambda x: x + 2)
+    assert text(lambda x, a=1: x) != text(lambda x, a=2: x)
+    model = Kept("a lambda")
+    old = {"act": [text(lambda x: x + 1).replace(sys.implementation.cache_tag, "cpython-27")]}
+    assert Guards(model, old).broken() is None and Guards(model, {"act": [text(lambda x: x + 1)]}).broken() is not None
+
+
+def test_a_forward_in_a_function_is_guarded_for_the_variables_of_that_and_one_that_comes_later_is_refused() -> None:
+    beta = 0.5
+
+    class Inside(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * beta
+
+    model = Inside()
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    kept = Guards(model, plan.options["guards"])
+    assert kept.broken() is None
+    beta = 1.0
+    assert "with {'beta': 1.0}, and was" in str(kept.broken())
+    beta = 0.5
+    assert kept.broken() is None
+    model.layer.forward = model.act.forward  # type: ignore[method-assign]
+    assert str(kept.broken()).startswith("layer.forward is another function than before")
+    assert "layer.forward is forward, and was that of its class" in str(Guards(model, plan.options["guards"]).broken())

@@ -287,9 +287,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 def parts_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """The items of a container that a path can name, with what names them."""
-    pairs = enumerate(container) if isinstance(container, LISTS) else ()
-    if isinstance(table := table_of(container), dict):
-        pairs = table.items()
+    table = table_of(container)
+    pairs: Iterable[tuple[Any, Any]] = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, LISTS) else ()
     for place, (key, item) in enumerate(pairs):
         named = type(key) is int or (isinstance(key, str) and "." not in key and not key.startswith("["))
         yield key if named else f"[{place}]", item

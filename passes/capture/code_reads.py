@@ -30,7 +30,7 @@ INSIDE: dict[type, str] = {  # where a function is in what holds one
 def chains(code: CodeType) -> list[tuple[str, ...]]:
     """Returns the globals that a code loads or sets, each with the attributes that are read from it at once: `cfg.rope.beta`."""
     found: dict[tuple[str, ...], None] = {}
-    argument, chain = 0, ()
+    argument, chain = 0, tuple[str, ...]()
     for op, low in zip(code.co_code[::2], code.co_code[1::2]):
         argument = argument << 8 | low
         if op in (CACHE, EXTENDED):

@@ -76,9 +76,9 @@ def whole_text(value: Any) -> str:
         return f"(code {sys.implementation.cache_tag} {digest(text_of((value.co_code, value.co_names, value.co_consts)).encode())})"
     if isinstance(value, FunctionType):
         own = is_own(value.__globals__)
-        name = f"{value.__qualname__} {text_of(value.__code__)}" if own else value.__name__
+        what = f"{value.__name__} {text_of(value.__code__)}" if own else value.__name__
         free = {**table_of(value), **({"defaults": value.__defaults__} if own and value.__defaults__ else {})}
-        return f"{name} with {text_of(free)}" if free and is_small(free) else name
+        return f"{what} with {text_of(free)}" if free and is_small(free) else what
     if isinstance(value, np.ndarray):
         few = value.size <= 100 or value.dtype.hasobject
         return f"{kind.__name__}({text_of(value.tolist()) if few else digest(value.tobytes())}, {value.shape}, {value.dtype})"
@@ -150,7 +150,7 @@ def is_own(table: Mapping[str, Any]) -> bool:
 
 def prefix_of(table: Mapping[str, Any]) -> str:
     """What the paths of a module's globals begin with. A file that is run has the name that it has when it is imported."""
-    name, file = getattr(table.get("__spec__"), "name", table.get("__name__")), Path(table.get("__file__") or "__init__.py")
+    name, file = str(getattr(table.get("__spec__"), "name", table.get("__name__"))), Path(table.get("__file__") or "__init__.py")
     return f"{GLOBAL}{name if '.' in name or file.stem == '__init__' else file.stem}:"
 
 
@@ -276,7 +276,7 @@ class Guards:
         if isinstance(owner, type) or (virtual and isinstance(value, FunctionType)):
             self.places.append((path, partial(attribute_of, owner if isinstance(owner, type) else type(owner)), name))
         elif isinstance(owner, (dict, ModuleType)):
-            self.places.append((path, table.get, name))
+            self.places.append((path, vars(owner).get if isinstance(owner, ModuleType) else owner.get, name))
         elif table is None or (virtual and not isinstance(owner, nn.Module)):
             self.places.append((path, lambda key: getattr(owner, key, None), name))
         elif not isinstance(owner, nn.Module):
