@@ -31,12 +31,8 @@ from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 
-CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
 OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve")  # a plan of one chunk has those of the chunk
 AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
-LACKING = {  # what a plan without stages has -> what to do instead
-    **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
-}  # fmt: skip
 
 
 @dataclass
@@ -385,11 +381,11 @@ class StagedPlan(Pipeline):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in OF_CHUNKS and len(self.chunks) == 1:
-                return getattr(self.chunks[0].plan, name)
-            if name in LACKING:
-                raise PlanError(f"a plan with stages has no {name}\n  {LACKING[name]}")
-            raise AttributeError(f"a plan with stages has no {name!r}")
+            if name not in OF_CHUNKS:
+                raise AttributeError(f"a plan with stages has no {name!r}")
+            if len(self.chunks) > 1:
+                raise PlanError(f"a plan with stages has no {name}\n  Every chunk has one: plan.chunks[0].plan.{name}.")
+            return getattr(self.chunks[0].plan, name)
 
     def __str__(self) -> str:
         return self.rewriter.text(self)
