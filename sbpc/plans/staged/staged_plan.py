@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sbpc.errors import PlanError, VerifyError, check_kinds, closest
+from sbpc.errors import PlanError, VerifyError, check_kinds
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Terms
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
+from sbpc.plans.plan import Checked, Plan, Rewriter, layout_of, write_page
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
@@ -149,10 +149,7 @@ class StagedPlan(Pipeline):
 
     def layout(self, name: str) -> Layout:
         """Returns the layout of a parameter or of a value on the mesh of its stage. Raises PlanError for a name that is neither."""
-        check_kinds(PlanError, name=(name, "a text"))
-        if name not in self.layouts:
-            raise PlanError(f"the plan has no {name!r}\n  The closest names are {', '.join(closest(name, list(self.layouts)))}.")
-        return self.layouts[name]
+        return layout_of(self.layouts, name)
 
     def sends_back(self, chunk: int) -> bool:
         """Returns whether another stage reads what the backward of a chunk makes."""
