@@ -94,7 +94,7 @@ def prover_of(plan: Plan) -> Prover:
             "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
             "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
         )
-    if plan.objective == "bytes":
+    if plan.options.objective == "bytes":
         return plan.again().problem
     asked = wishes(plan.graph, plan.mesh, plan.options)
     return Space(plan.graph, plan.mesh, asked.nodes, asked.outputs)

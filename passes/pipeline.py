@@ -152,7 +152,7 @@ def searched(gm: GraphModule, free: Plan, wished: Wishes, stages: Stages) -> Mem
     stored = annotate(store(gm))
     if free.options.dynamic is not None:
         declare(stored, free.options.dynamic)
-    space = LimitedSpace(stored, objective_mesh(free.mesh, free.objective), wished.nodes, wished.outputs)
+    space = LimitedSpace(stored, objective_mesh(free.mesh, free.options.objective), wished.nodes, wished.outputs)
 
     def made(assignment: Assignment) -> Plan:
         return make_plan(stored, free.mesh, assignment, 0.0, free.options, stages)

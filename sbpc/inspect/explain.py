@@ -93,7 +93,7 @@ class Explanation:
     @uncollected()
     def report(self) -> Report:
         """The explanation as tables and lines."""
-        unit = "B" if self.plan.objective == "bytes" else "s"
+        unit = "B" if self.plan.options.objective == "bytes" else "s"
         title = f"{self.name} is laid out {self.layout}"
         cost, full = self.plan.cost, FULL if self.time == STEP else 0
         counted = [quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])]

@@ -269,11 +269,6 @@ class Plan:
         for name in ("boxed", "unscheduled", "life", "cut_shapes"):
             vars(self).pop(name, None)
 
-    @property
-    def objective(self) -> str:
-        """What the plan minimises: "seconds", "serial" (seconds where nothing overlaps) or "bytes"."""
-        return self.options.objective
-
     @functools.cached_property
     def life(self) -> Life:
         """What is alive at every moment of a step."""
@@ -295,7 +290,7 @@ class Plan:
         start = time.process_time()
         with uncollected():
             took = makespan(self.timeline()) if self.options.overlaps else None
-            bounds = self.lower_bound, self.objective, took, self.serial_bound or self.lower_bound
+            bounds = self.lower_bound, self.options.objective, took, self.serial_bound or self.lower_bound
             formula = functools.partial(memory_formula, self.life, self.boxed, self.mesh, self.options.optimizer)
             cost = measure(self.boxed, self.mesh, self.memory, *bounds, formula)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
