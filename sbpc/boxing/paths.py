@@ -14,34 +14,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.boxing.shortest_paths import Edges
-from sbpc.boxing.step_arrays import all_layouts, all_steps
-from sbpc.boxing.steps import COLLECTIVE, WIRE, Step
+from sbpc.boxing.steps import WIRE, Kind, Step, all_layouts, all_steps
 from sbpc.errors import LayoutError
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Broadcast, Partial, Split
+from sbpc.mesh.states import Partial
 
-KINDS = {0: Split, WHOLE: Broadcast, **dict.fromkeys(NAMES, Partial)}  # by code of a state
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
-def path(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+@functools.lru_cache(maxsize=4096)
+def path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
     A pad and the slice of the same dim that follows it are then one step, a crop.
 
-    >>> rows, columns = Layout(("x",), (Split(0),)), Layout(("x",), (Split(1),))
+    >>> rows, columns = Layout.parse("[S(0)]", "x"), Layout.parse("[S(1)]", "x")
     >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective
     'all_to_all'
 
     Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max)
     and P(min), which come out of ops only.
     """
-    return _path(before, after, tuple(shape), itemsize, mesh)
-
-
-@functools.lru_cache(maxsize=4096)
-def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     prices, start, goal = _ends(before, after, shape, itemsize, mesh)
     graph, cost = prices.graph, prices.row(start)
     # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
@@ -128,17 +122,16 @@ class _Graph:
         self.numbered = joined(self.states, self.bits)
         self.sorted = np.argsort(self.numbered)
         self.codes = self.numbered[self.sorted]
-        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        kinds: dict[Kind, int] = {}
         edges = []
-        for (before, after, over), sources, codes in all_steps(rank, self.states, self.bits):
-            name = COLLECTIVE[KINDS[before], KINDS[after]]
-            kind = np.full(len(sources), kinds.setdefault((name, over), len(kinds)))
-            edges.append(np.stack([self.at(codes), sources, kind]))
+        for kind, sources, codes in all_steps(rank, self.states, self.bits):
+            number = np.full(len(sources), kinds.setdefault(kind, len(kinds)))
+            edges.append(np.stack([self.at(codes), sources, number]))
         found = np.concatenate(edges, axis=1)
         self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
         self.edges = Edges(self.target, self.source, len(self.states))
-        self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
+        self.cut = self.states.T[:, :, None] == np.arange(rank)  # [axes, layouts, dims]
         self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def number(self, layout: Layout) -> int | None:
@@ -182,8 +175,8 @@ class _Prices:
     def __init__(self, extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
         self.graph = graph = _graph(len(shape), mesh.axes, extremes)
         self._rows: dict[int, np.ndarray] = {}
-        ranks = np.where(graph.cut, np.array(mesh.sizes), 1).prod(axis=2)
-        local = -(-np.array(shape, dtype=np.int64) // ranks)  # at coordinates 0: ceil(ceil(n/a)/b) is ceil(n/(a b))
+        ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
+        local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
         start, each, least = price[graph.kind].T

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from sbpc.errors import LayoutError
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.states import B, Broadcast, Partial, Split, State
 
 WHOLE, SUM = 12, 13
@@ -93,9 +94,6 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
 
 def elements(codes: np.ndarray, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
     """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
-    states = states_of(codes, len(sizes))
-    counts = np.ones(len(codes))
-    for dim, size in enumerate(shape):
-        ranks = np.where(states == dim, np.array(sizes), 1).prod(1)
-        counts *= -(-size // ranks)  # ceil(ceil(n/a)/b) is ceil(n/(a b))
-    return counts
+    states, axes = states_of(codes, len(sizes)).T, range(len(sizes))
+    ranks = [np.where(states == dim, np.array(sizes)[:, None], 1) for dim in range(len(shape))]
+    return math.prod((cut(size, axes, by_axis) for size, by_axis in zip(shape, ranks)), start=np.ones(len(codes)))

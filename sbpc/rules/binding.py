@@ -32,9 +32,13 @@ class Signature:
     outputs: tuple[State, ...]
     factor: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The states alone: `S(0), B -> P`."""
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
     def __str__(self) -> str:
-        text = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
-        return text + (f"    split {self.factor}" if self.factor else "")
+        return self.text + (f"    split {self.factor}" if self.factor else "")
 
 
 @dataclass(frozen=True)

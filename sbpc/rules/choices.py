@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, chunk
 from sbpc.mesh.states import B, Split, State, chunk_sizes
 from sbpc.rules import Match, Phases, Signature
 
@@ -37,18 +37,13 @@ class Choice:
 
     def __str__(self) -> str:
         order = "" if self.order == tuple(sorted(self.order)) else " order " + ">".join(map(str, self.order))
-        return " | ".join(signature_text(s) for s in self.signatures) + order
+        return " | ".join(s.text for s in self.signatures) + order
 
 
 @functools.lru_cache(maxsize=1 << 18)
 def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: tuple[int, ...]) -> Layout:
     """The Layout of these fields, made once."""
     return Layout(axes, states, order)
-
-
-def signature_text(signature: Signature) -> str:
-    """A signature as text: `S(0), B -> P`."""
-    return f"{', '.join(map(str, signature.inputs))} -> {', '.join(map(str, signature.outputs))}"
 
 
 @dataclass(frozen=True)
@@ -117,14 +112,7 @@ def local_sizes(
 ) -> dict[str, int]:
     """The size of every factor on the rank at `coordinates`."""
     cuts = choice.cuts()
-    return {factor: local_size(size, cuts.get(factor, ()), mesh_sizes, coordinates) for factor, size in sizes}
-
-
-def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> int:
-    """What a dim of `size`, cut by `axes` in this order, is on the rank at `coordinates`."""
-    for axis in axes:
-        size = chunk_sizes(size, mesh_sizes[axis])[coordinates[axis]]
-    return size
+    return {factor: chunk(size, cuts.get(factor, ()), mesh_sizes, coordinates)[1] for factor, size in sizes}
 
 
 def of_match(match: Match) -> Candidates:
