@@ -27,6 +27,12 @@ FREE = "0"  # flops of views and factories
 WRITTEN = "written"  # one flop per element of the outputs
 
 
+def overloads(names: str) -> list[OpOverload]:
+    """The ops of ATen that a text names, as in "topk add.Tensor"."""
+    parts = (name.partition(".") for name in names.split())
+    return [getattr(getattr(aten, name), overload or "default") for name, _, overload in parts]
+
+
 @dataclass(frozen=True)
 class ValueNumber:
     """Where value `number` stands among the arguments of a call: the op's operands first, then what each call gives."""

@@ -118,21 +118,17 @@ SEEDS = ", philox_seed=*p, philox_offset=*o"
 ENDS = ", max_q=[s], max_k=[t]"
 AHEAD, BACK = "4 b g r s t d", "10 b g r s t d"
 
-rule(aten._log_softmax.default, along(1, "log_softmax"))
-rule(aten._log_softmax_backward_data.default, along(2, "log_softmax_backward", "lin(0)"))
-rule(aten._safe_softmax.default, along(1, "safe_softmax"))
-for name, mask, lse, absent, more in (
-    ("cudnn", "attn_bias", EXACT, 7, SEEDS + ENDS),
-    ("efficient", "attn_bias", PADDED, 2, SEEDS),
-    ("flash", "", EXACT, 7, ENDS + SEEDS),
+rule("_log_softmax", along(1, "log_softmax"))
+rule("_log_softmax_backward_data", along(2, "log_softmax_backward", "lin(0)"))
+rule("_safe_softmax", along(1, "safe_softmax"))
+for name, mask, lse, absent, more, nonempty in (
+    ("cudnn_attention", "attn_bias", EXACT, 7, SEEDS + ENDS, "b g"),
+    ("efficient_attention", "attn_bias", PADDED, 2, SEEDS, "b g"),
+    ("flash_attention", "", EXACT, 7, ENDS + SEEDS, "b g"),
+    ("flash_attention_for_cpu", "attn_mask", EXACT, 0, "", "g"),
 ):
-    ahead, back = (getattr(aten, f"_scaled_dot_product_{name}_attention{which}").default for which in ("", "_backward"))
-    local = written_mask(mask)
-    rule(ahead, forward(mask, lse, absent), flops=AHEAD, nonempty="b g s", local=local)
-    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s t", local=local)
-MASK = "attn_mask"
-ahead, back = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{which}").default for which in ("", "_backward"))
-rule(ahead, forward(MASK, EXACT), flops=AHEAD, nonempty="g s", local=written_mask(MASK))
-rule(back, backward(MASK, EXACT), flops=BACK, nonempty="g t", local=written_mask(MASK))
-rule(aten._softmax.default, along(1, "softmax"))
-rule(aten._softmax_backward_data.default, along(2, "softmax_backward", "lin(0)"))
+    op, local, sequence = f"_scaled_dot_product_{name}", written_mask(mask), " s t" if more else " t"
+    rule(op, forward(mask, lse, absent), flops=AHEAD, nonempty=f"{nonempty} s", local=local)
+    rule(f"{op}_backward", backward(mask, lse, more), flops=BACK, nonempty=nonempty + sequence, local=local)
+rule("_softmax", along(1, "softmax"))
+rule("_softmax_backward_data", along(2, "softmax_backward", "lin(0)"))

@@ -56,9 +56,9 @@ def embedding_backward(shard: Shard, lookup: Lookup) -> Any:
 
 
 local = addressed("v", "indices", embedding)
-rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
+rule("embedding", "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
 rule(
-    aten.embedding_dense_backward.default,
+    "embedding_dense_backward",
     "*b d, *b, [v] -> v d ; +b ; idx v @ 1 ; lin(0) ; when(not scale_grad_by_freq)",
     local=addressed("v", "indices", embedding_backward),
     flops="1 *b d",

@@ -48,15 +48,9 @@ def bits_dims(given: Arguments, outputs: Any) -> str:
     return f"(), [*a], _{'' if given.get('start') is None else ', start=()'} -> *a ; idx a"
 
 
-for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-    rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
-for op in (
-    aten.empty.memory_format, aten.empty_permuted.default, aten.full.default, aten.ones.default, aten.zeros.default,
-):  # fmt: skip
-    rule(op, "[*a] -> *a", flops=FREE)
-for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):
-    rule(op, "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
-for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
-    rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
-rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)
+rule("arange arange.start arange.start_step", "_ -> a ; idx a", local=arange, flops=FREE)
+rule("empty.memory_format empty_permuted full ones zeros", "[*a] -> *a", flops=FREE)
+rule("empty_like full_like ones_like zeros_like", "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
+rule("new_empty new_full new_ones new_zeros", "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
+rule("scalar_tensor", "_ -> ()", flops=FREE)
 rule(BITS, bits_dims, local=bits, flops="16 *a")

@@ -9,7 +9,7 @@ import torch
 
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Write
-from sbpc.rules.ops.dims import aligned, fix, joined, numbered
+from sbpc.rules.ops.dims import aligned, along, fix, joined, moved, numbered
 from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
@@ -123,46 +123,27 @@ def index_select(given: Arguments, outputs: Any) -> str | None:
     return dims and f"{dims[0]}, _, i -> {dims[1]} ; fix v ; lin(0)"
 
 
-def scan(*clauses: str) -> Write:
+def scan(clause: str = "") -> Write:
     """The rule of an op along `dim` whose outputs may have another size there: that dim is fixed."""
 
     def write(given: Arguments, outputs: Any) -> str:
         ndim, flat = given["self"].dim(), flat_outputs(outputs)
-        cut = [given["dim"] % ndim] if ndim else []
-        left, right = numbered(ndim, cut, "x"), numbered(ndim, cut, "y")
-        right = [name for name in right if name[0] == "d" or flat[0].dim() == ndim]
-        fixed = [name for name in (*left, *right) if name[0] in "xy"]
-        sign = f"{joined(left)} -> {', '.join([joined(right)] * len(flat))}"
-        return " ; ".join([sign, *clauses]) + fix(*fixed)
+        out = "y" if flat[0].dim() == ndim else "-"
+        return moved(f"x -> {', '.join(out * len(flat))}", ndim, [given["dim"] % ndim] if ndim else [], clause)
 
     return write
 
 
-def glu_backward(given: Arguments, outputs: Any) -> str:
-    at = given["dim"] % outputs.dim()
-    left, right = (" ".join(numbered(outputs.dim(), [at], mark)) for mark in "xy")
-    return f"{left}, {right} -> {right} ; lin(0) ; fix x{at} y{at}"
-
-
-for op in (aten._unsafe_index.Tensor, aten.index.Tensor):
-    rule(op, index, flops=FREE)
-for op in (aten._unsafe_index_put.default, aten.index_put.default):
-    rule(op, index_put, flops=WRITTEN)
-for op in (aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default):
-    rule(op, scan(), flops=WRITTEN)
-for op in (
-    aten.kthvalue.default, aten.median.dim, aten.mode.default, aten.sort.default, aten.sort.stable,
-    aten.topk.default,
-):  # fmt: skip
-    rule(op, scan())
-rule(aten.bucketize.Tensor, "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
-rule(aten.cumsum.default, scan("lin(0)"), flops=WRITTEN)
-rule(aten.gather.default, gather, local=addressed("v", "index", gather_local), flops=FREE)
-rule(aten.glu.default, scan(), flops=WRITTEN)
-rule(aten.glu_backward.default, glu_backward, flops=WRITTEN)
-rule(aten.histc.default, "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
-rule(aten.index_add.default, index_add, flops=WRITTEN)
-rule(aten.index_select.default, index_select, flops=FREE)
-rule(aten.scatter.src, scatter, flops=WRITTEN)
-rule(aten.scatter.value, scatter, flops=WRITTEN)
-rule(aten.scatter_add.default, scatter_add, local=addressed("v", "index", scatter_add_local), flops=WRITTEN)
+rule("_unsafe_index.Tensor index.Tensor", index, flops=FREE)
+rule("_unsafe_index_put index_put", index_put, flops=WRITTEN)
+rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
+rule("kthvalue median.dim mode sort sort.stable topk", scan())
+rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
+rule("cumsum", scan("lin(0)"), flops=WRITTEN)
+rule("gather", gather, local=addressed("v", "index", gather_local), flops=FREE)
+rule("glu_backward", along("x, y -> y"), flops=WRITTEN)
+rule("histc", "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
+rule("index_add", index_add, flops=WRITTEN)
+rule("index_select", index_select, flops=FREE)
+rule("scatter.src scatter.value", scatter, flops=WRITTEN)
+rule("scatter_add", scatter_add, local=addressed("v", "index", scatter_add_local), flops=WRITTEN)
