@@ -78,7 +78,7 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
-        matrix[np.ix_(sources, columns)] = prices.between(starts, ends)
+        matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
     return matrix
 
 
@@ -132,7 +132,6 @@ class _Graph:
         self.kinds = tuple(kinds)
         self.edges = Edges(self.target, self.source, len(self.states))
         self.cut = self.states.T[:, :, None] == np.arange(rank)  # [axes, layouts, dims]
-        self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def number(self, layout: Layout) -> int | None:
         """The number of a layout, None if it is not one of these."""
@@ -143,25 +142,6 @@ class _Graph:
     def at(self, codes: np.ndarray) -> np.ndarray:
         """The numbers of layouts, by code."""
         return self.sorted[np.searchsorted(self.codes, codes)]
-
-    def relabelled(self, dims: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """By layout the number of the renaming of `dims` after which the first axis that cuts one of them cuts the first;
-        and by renaming, [renamings, layouts], the layout that each layout becomes."""
-        if dims not in self._relabelled:
-            renamings: dict[tuple[int, ...], int] = {}
-            which = np.zeros(len(self.states), dtype=np.intp)
-            for at, states in enumerate(self.states.tolist()):
-                cut = [dim for dim in dict.fromkeys(states) if dim in dims]
-                new = dict(zip((*cut, *(dim for dim in dims if dim not in cut)), dims))
-                which[at] = renamings.setdefault(tuple(new.get(dim, dim) for dim in range(self.rank)), len(renamings))
-            images = np.array([self._image(renaming) for renaming in renamings])
-            self._relabelled[dims] = which, images
-        return self._relabelled[dims]
-
-    def _image(self, renaming: tuple[int, ...]) -> np.ndarray:
-        """By layout its number once dims are renamed so."""
-        new = np.array([*renaming, *range(self.rank, 16)])
-        return self.at(joined(new[self.states], self.bits))
 
     def step(self, edge: int) -> Step:
         collective, axes = self.kinds[self.kind[edge]]
@@ -181,14 +161,6 @@ class _Prices:
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
         start, each, least = price[graph.kind].T
         self.seconds = np.maximum(start + each * itemsize * block, least)
-        self.even = tuple(dim for dim, size in enumerate(shape) if size % math.prod(mesh.sizes) == 0)
-
-    def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """The cheapest totals [sources, columns]. Dims that every cut leaves even are alike: what a step costs does not
-        depend on which of them it cuts, so one source stands for all that differ by them."""
-        which, images = self.graph.relabelled(self.even)
-        plain, at = np.unique(images[which[sources], sources], return_inverse=True)
-        return self.rows(plain.tolist())[at[:, None], images[which[sources]][:, columns]]
 
     def row(self, source: int) -> np.ndarray:
         return self.rows([source])[0]
