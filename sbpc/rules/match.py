@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ FREE = "0"  # flops of views and factories
 WRITTEN = "written"  # one flop per element of the outputs
 
 
-def overloads(names: str) -> list[OpOverload]:
+@cache
+def overloads(names: str) -> tuple[OpOverload, ...]:
     """The ops of ATen that a text names, as in "topk add.Tensor"."""
     parts = (name.partition(".") for name in names.split())
-    return [getattr(getattr(aten, name), overload or "default") for name, _, overload in parts]
+    return tuple(getattr(getattr(aten, name), overload or "default") for name, _, overload in parts)
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,10 @@ class Shard:
         """The arguments by name, defaults included; integer arguments at global sizes."""
         return named_arguments(self.match.op, self.args, self.kwargs)
 
+    def aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """An op of ATen, by its name as in `overloads`."""
+        return self.call(*overloads(name), *args, **kwargs)
+
     def plain(self, /, **changed: Any) -> Any:
         """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
         integers = self.match.bound.integers(self.args, self.kwargs, self.local)
@@ -212,7 +217,7 @@ class Shard:
     def zeros(self) -> Any:
         """All outputs as zeros, in the dtype of the first argument."""
         like = next(iter(self.given.values()))
-        made = [self.call(aten.new_zeros.default, like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
+        made = [self.aten("new_zeros", like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
         return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -17,7 +17,6 @@ import torch
 from sbpc.rules.match import Arguments, Kernel, Shard, Write
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 Q, K, V, OUT = "b (g r) s d", "b g t d", "b g t e", "b (g r) s e"
 EXACT, PADDED = "b (g r) s", "b (g r) l"  # logsumexp: one number per query, or padded to a multiple of 32
 
@@ -47,17 +46,17 @@ def written_mask(name: str) -> Kernel:
     def local(shard: Shard) -> Any:
         if not shard.offsets:
             return shard.plain()
-        call, query = shard.call, shard.given["query"]
+        call, query = shard.aten, shard.given["query"]
 
         def places(dim: str) -> Any:
-            here = call(aten.cumsum.default, call(aten.new_ones.default, query, [shard.local[dim]], dtype=torch.int64), 0)
-            return call(aten.add.Tensor, here, shard.offsets[dim]) if dim in shard.offsets else here
+            here = call("cumsum", call("new_ones", query, [shard.local[dim]], dtype=torch.int64), 0)
+            return call("add.Tensor", here, shard.offsets[dim]) if dim in shard.offsets else here
 
-        later = call(aten.gt.Tensor, places("t"), call(aten.unsqueeze.default, places("s"), 1))
-        mask = call(aten.new_zeros.default, query, [1, 1, shard.local["s"], shard.local["t"]])
-        mask = call(aten.masked_fill.Scalar, mask, later, -math.inf)
+        later = call("gt.Tensor", places("t"), call("unsqueeze", places("s"), 1))
+        mask = call("new_zeros", query, [1, 1, shard.local["s"], shard.local["t"]])
+        mask = call("masked_fill.Scalar", mask, later, -math.inf)
         if shard.given[name] is not None:
-            mask = call(aten.add.Tensor, shard.given[name], mask)
+            mask = call("add.Tensor", shard.given[name], mask)
         return shard.plain(is_causal=False, **{name: mask})
 
     return local

@@ -13,8 +13,6 @@ from sbpc.rules.ops.dims import aligned, along, fix, joined, moved, numbered
 from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
-
 
 def _sides(shape: Sequence[int], other: Sequence[int], at: int) -> tuple[str, str, list[str]]:
     """Dims of a tensor and of its index: equal ones are shared, dim `at` is v and i, unequal ones (third) are fixed."""
@@ -32,7 +30,7 @@ def gather(given: Arguments, outputs: Any) -> str | None:
 
 
 def gather_local(shard: Shard, lookup: Lookup) -> Any:
-    return shard.call(aten.masked_fill.Scalar, shard.plain(index=lookup.nearest), lookup.outside, 0)
+    return shard.aten("masked_fill.Scalar", shard.plain(index=lookup.nearest), lookup.outside, 0)
 
 
 def scatter(given: Arguments, outputs: Any) -> str | None:
@@ -56,7 +54,7 @@ def scatter_add(given: Arguments, outputs: Any) -> str | None:
 
 
 def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
-    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], lookup.outside, 0)
+    source = shard.aten("masked_fill.Scalar", shard.given["src"], lookup.outside, 0)
     return shard.plain(index=lookup.nearest, src=source)
 
 

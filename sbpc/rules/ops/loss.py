@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.match import Arguments, Shard
 from sbpc.rules.ops.dims import aligned, joined
 from sbpc.rules.ops.embedding import Lookup, addressed, without
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -73,7 +70,7 @@ def mean_local(shard: Shard) -> Any:
     sizes = shard.match.sizes
     if shard.given["reduction"] != MEAN or all(shard.local[factor] == size for factor, size in sizes.items()):
         return shard.plain()
-    return shard.call(aten.div.Scalar, shard.plain(reduction=SUM), math.prod(sizes.values()))
+    return shard.aten("div.Scalar", shard.plain(reduction=SUM), math.prod(sizes.values()))
 
 
 LOSSES = "binary_cross_entropy{0} huber_loss{0} mse_loss{0} smooth_l1_loss{0}"

@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.grouped_product import GROUPED, grouped_local
 from sbpc.rules.match import Arguments, Call, Match, Shard
 from sbpc.rules.registry import rule
-
-aten = torch.ops.aten
 
 
 def addmm(given: Arguments, outputs: Any) -> str:
@@ -41,7 +37,7 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
 
 def einsum_local(shard: Shard) -> Any:
     """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is contiguous."""
-    args, call, local = shard.args, shard.call, shard.local
+    args, call, local = shard.args, shard.aten, shard.local
     terms, out = args[0].replace(" ", "").split("->")[0].split(","), args[0].replace(" ", "").split("->")[1]
     alone = [letter for term in terms for letter in term if letter not in out and sum(letter in t for t in terms) == 1]
     if len(terms) != 2 or alone or args[2:]:
@@ -54,20 +50,20 @@ def einsum_local(shard: Shard) -> Any:
     def flat(x: Any, term: str, *groups: list[str]) -> Any:
         x = ordered(call, x, term, "".join(letter for group in groups for letter in group))
         shape = [math.prod(local[letter] for letter in group) for group in groups]
-        return x if all(len(group) == 1 for group in groups) else call(aten.reshape.default, x, shape)
+        return x if all(len(group) == 1 for group in groups) else call("reshape", x, shape)
 
     lead = [batch] if batch else []
-    op = aten.bmm.default if batch else aten.mm.default
+    op = "bmm" if batch else "mm"
     made = call(op, flat(args[1][0], first, *lead, rows, inner), flat(args[1][1], second, *lead, inner, columns))
     names = [*batch, *rows, *columns]
     if any(len(group) != 1 for group in (*lead, rows, columns)):
-        made = call(aten.reshape.default, made, [local[letter] for letter in names])
+        made = call("reshape", made, [local[letter] for letter in names])
     return ordered(call, made, "".join(names), out)
 
 
 def ordered(call: Call, x: Any, before: str, after: str) -> Any:
     """x, whose dims are named `before`, with its dims in the order `after`."""
-    return x if before == after else call(aten.permute.default, x, [before.index(letter) for letter in after])
+    return x if before == after else call("permute", x, [before.index(letter) for letter in after])
 
 
 def grouped(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None:
@@ -90,13 +86,13 @@ def linear(given: Arguments, outputs: Any) -> str:
 
 def linear_local(shard: Shard) -> Any:
     """One mm or addmm over the rows of all leading dims."""
-    call, shape = shard.call, shard.shape()
+    call, shape = shard.aten, shard.shape()
     x, weight, bias = shard.given.values()
-    turned = call(aten.permute.default, weight, [1, 0])
+    turned = call("permute", weight, [1, 0])
     if len(shape) != 2:
-        x = call(aten.reshape.default, x, [math.prod(shape[:-1]), shard.local["k"]])
-    made = call(aten.addmm.default, bias, x, turned) if bias is not None else call(aten.mm.default, x, turned)
-    return made if len(shape) == 2 else call(aten.reshape.default, made, shape)
+        x = call("reshape", x, [math.prod(shape[:-1]), shard.local["k"]])
+    made = call("addmm", bias, x, turned) if bias is not None else call("mm", x, turned)
+    return made if len(shape) == 2 else call("reshape", made, shape)
 
 
 def two_per_point(m: Match) -> str:

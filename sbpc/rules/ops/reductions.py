@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import Arguments, Shard, Write
 from sbpc.rules.ops.dims import joined
 from sbpc.rules.registry import rule
-
-aten = torch.ops.aten
 
 
 def reduction(*clauses: str, empty: bool = True) -> Write:
@@ -39,8 +35,8 @@ def mean(shard: Shard) -> Any:
         return shard.plain()
     typed = {} if given["dtype"] is None else {"dtype": given["dtype"]}
     dims, keep = given.get("dim"), [given["keepdim"]] if given.get("keepdim") or given.get("dim") else []
-    total = shard.call(aten.sum.dim_IntList, given["self"], dims or list(range(len(sizes))), *keep, **typed)
-    return shard.call(aten.div.Scalar, total, math.prod(sizes[name] for name in reduced))
+    total = shard.aten("sum.dim_IntList", given["self"], dims or list(range(len(sizes))), *keep, **typed)
+    return shard.aten("div.Scalar", total, math.prod(sizes[name] for name in reduced))
 
 
 for function, names in {

@@ -17,7 +17,6 @@ from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Text, Write, overl
 from sbpc.rules.ops.dims import along, fix, joined, moved, numbered
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 FIRST_STRIDE = 10_000
 # A size of the whole dim is no local one.
 CUT_BY_SIZE = overloads("split.Tensor split_with_sizes unfold")
@@ -96,7 +95,7 @@ def _borders(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 def reshaped(shard: Shard) -> Any:
     """A reshape, which copies where strides forbid a view: what a collective returns has strides of its own."""
-    return shard.call(aten.reshape.default, shard.args[0], shard.shape())
+    return shard.aten("reshape", shard.args[0], shard.shape())
 
 
 # --- dims in another order or number ----------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
     An output dim of the stride and size of an input dim is that dim; one of stride 0 is new; all others are cut.
 
     >>> x = torch.ones(2, 3, 1)
-    >>> strided(aten.permute.default, {"self": x, "dims": [2, 0, 1]}, x.permute(2, 0, 1))
+    >>> strided(torch.ops.aten.permute.default, {"self": x, "dims": [2, 0, 1]}, x.permute(2, 0, 1))
     'd0 d1 d2 -> d2 d0 d1 ; lin(0)'
     """
     x = given["self"]
@@ -132,7 +131,7 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
 def squeeze_dims(shard: Shard) -> Any:
     """Removes the dims of GLOBAL size 1; a shard may have a single element as well."""
     dims = shard.match.bound.inputs[0].dims or ()
-    return shard.call(aten.squeeze.dims, shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
+    return shard.aten("squeeze.dims", shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
 
 
 # --- some dims are cut, all others are free ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sbpc.graph.operands import leaves, named_arguments, with_arguments
 from sbpc.mesh.states import P, Partial
 from sbpc.rules.binding import Signature, divides, flat_outputs
 from sbpc.rules.proof import user_rules
-from sbpc.rules.proof.brute_force import How, SearchResult, Size, confirm, search
+from sbpc.rules.proof.brute_force import SearchResult, Size, confirm, search
 from sbpc.rules.proof.infer import Evidence, Inferred, extent, infer, left_over, places_of
 from sbpc.rules.proof.prove import Case, short, swapped
 from sbpc.rules.proof.rule_files import UNREVIEWED, add_entries
@@ -42,7 +42,7 @@ from sbpc.rules.registry import row
 
 SECONDS = 5.0  # that one call may take
 PROOF = 120.0  # that a proof may take
-HOW = How(2, (P, Partial("max"), Partial("min")))
+REDUCTIONS = P, Partial("max"), Partial("min")
 CUT = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22)  # other sizes of split factors, uneven on 3 ranks or 4
 LED = 12  # another size of factors that lead a group
 WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
@@ -118,7 +118,7 @@ def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECO
     load_custom_ops()
     call, cases = first_that_runs(op, calls, seconds)
     for one, outputs in cases:
-        found = search(one, list(sizes_in(one)), seconds, HOW)
+        found = search(one, list(sizes_in(one)), seconds, REDUCTIONS)
         done = inferred(one, outputs, found, seconds)
         if not done.refused:  # else with values that tell more: whole numbers have no fractions
             break
@@ -288,7 +288,7 @@ class Facts:
     def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Sequence[int]) -> bool:
         """Try all signatures that seem valid on a call. Returns whether one fails that had not failed before."""
         before = dict(self.broken)
-        for signature, told in confirm(one, self.found.signatures, ranks, self.seconds, HOW).items():
+        for signature, told in confirm(one, self.found.signatures, ranks, self.seconds).items():
             cut = [extent(one, outputs, place) for place in places_of(signature, self.found.signatures[signature])]
             for number in (number for number, held in told.items() if not held):
                 even = all(size % number == 0 for size in cut)
