@@ -18,15 +18,15 @@ import torch
 
 from sbpc.boxing.steps import Step
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import Partial, Split, chunk_sizes
+from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
 def lower(
-    step: Step, x: Any, call: Callable[..., Any], shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int],
-    position: Sequence[Any], group: Callable[[tuple[int, ...]], str],
+    step: Step, x: Any, call: Callable[..., Any], shape: Numbers, sizes: Numbers, coordinates: Numbers,
+    position: Sequence[Any], group: Callable[[Axes], str],
 ) -> Any:  # fmt: skip
     """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
 
@@ -52,10 +52,10 @@ class Local:
 
     call: Callable[..., Any]
     x: Any
-    shape: tuple[int, ...]
+    shape: Shape
     solid: bool = False
 
-    def then(self, op: Any, shape: Sequence[int], *args: Any, solid: bool = True) -> Local:
+    def then(self, op: Any, shape: Numbers, *args: Any, solid: bool = True) -> Local:
         """What `op(x, *args)` gives."""
         return Local(self.call, self.call(op, self.x, *args), tuple(shape), solid)
 
@@ -63,12 +63,12 @@ class Local:
         """The same, contiguous; no copy if it is already."""
         return self if self.solid else self.then(aten.contiguous.default, self.shape)
 
-    def view(self, shape: Sequence[int]) -> Local:
+    def view(self, shape: Numbers) -> Local:
         """The same elements in another shape."""
         same = tuple(shape) == self.shape
         return self if same else self.then(aten.view.default, shape, list(shape), solid=self.solid)
 
-    def shuffle(self, apart: Sequence[int], dims: list[int], shape: Sequence[int]) -> Local:
+    def shuffle(self, apart: Numbers, dims: list[int], shape: Numbers) -> Local:
         """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
         if dims == sorted(dims):
             return self.contiguous().view(shape)
@@ -89,12 +89,12 @@ class Local:
         pads = [0] * (2 * (len(self.shape) - 1 - dim)) + [front, size - front - self.shape[dim]]
         return self.then(aten.constant_pad_nd.default, put(self.shape, dim, size), pads)
 
-    def collective(self, op: Any, shape: Sequence[int], *args: Any) -> Local:
+    def collective(self, op: Any, shape: Numbers, *args: Any) -> Local:
         """A functional collective, awaited."""
         return self.contiguous().then(op, shape, *args).then(c10d.wait_tensor.default, shape)
 
 
-def put(shape: Sequence[int], dim: int, *sizes: int) -> tuple[int, ...]:
+def put(shape: Numbers, dim: int, *sizes: int) -> Shape:
     """The shape with `sizes` in place of one dim.
 
     >>> put((2, 6, 4), 1, 3, 2)
@@ -118,11 +118,11 @@ class Cut:
 
     dim: int
     size: int
-    axes: tuple[int, ...]
+    axes: Axes
     ranks: dict[int, int]
 
     @classmethod
-    def of(cls, layout: Layout, axes: tuple[int, ...], shape: Sequence[int], sizes: Sequence[int]) -> Cut | None:
+    def of(cls, layout: Layout, axes: Axes, shape: Numbers, sizes: Numbers) -> Cut | None:
         """How `layout` cuts a tensor of `shape` along `axes`, the last cuts of their dim; None if they cut none."""
         state = layout.states[axes[0]]
         if not isinstance(state, Split):
@@ -162,11 +162,11 @@ class Site:
     """Where a step is emitted: this rank's shape after it, and how its group cuts the tensor before and after it."""
 
     step: Step
-    after: tuple[int, ...]
+    after: Shape
     left: Cut | None
     cut: Cut | None
     positions: Sequence[Any]
-    group_of: Callable[[tuple[int, ...]], str]
+    group_of: Callable[[Axes], str]
 
     @property
     def position(self) -> Any:
@@ -299,7 +299,7 @@ def divide(x: Local, cut: Cut) -> Local:
     return concatenate([part for _, part in sorted(zip(cut.members, parts), key=lambda item: item[0])], 0)
 
 
-def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
+def join(x: Local, block: Shape, cut: Cut) -> Local:
     """Blocks laid along dim 0 in the order of the ranks they came from, laid along one dim instead, without padding."""
     dim, count = cut.dim, len(cut.chunks)
     if cut.even:

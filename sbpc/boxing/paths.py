@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,13 +18,13 @@ from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Partial
+from sbpc.mesh.states import Axes, Numbers, Partial, Shape
 
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
 @functools.lru_cache(maxsize=4096)
-def path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+def path(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
     A pad and the slice of the same dim that follows it are then one step, a crop.
 
@@ -58,13 +57,13 @@ def path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, m
     return tuple(steps)
 
 
-def seconds(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> float:
+def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: Mesh) -> float:
     """What the cheapest path costs on the mesh's cluster. Raises LayoutError as `path` does."""
     prices, start, goal = _ends(before, after, tuple(shape), itemsize, mesh)
     return float(prices.row(start)[goal])
 
 
-def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) -> np.ndarray:
+def closure(codes: np.ndarray, shape: Numbers, itemsize: int, mesh: Mesh) -> np.ndarray:
     """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
     count = len(mesh.axes)
     states = states_of(codes, count)
@@ -82,7 +81,7 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
     return matrix
 
 
-def alike(shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+def alike(shape: Numbers, mesh: Mesh) -> Shape:
     """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are interchangeable."""
     even = all(size % mesh.ranks == 0 for size in shape)
     return tuple(sorted(shape)) if even else tuple(shape)
@@ -93,7 +92,7 @@ def _extremes(layout: Layout) -> tuple[str | None, ...]:
     return tuple(state.op if isinstance(state, Partial) and state.op != "sum" else None for state in layout.states)
 
 
-def _check(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
+def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
     if layout.axes != mesh.axes:
         over = ", ".join(layout.axes)
         raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
@@ -101,7 +100,7 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
 
 
-def _ends(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
+def _ends(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
     """The prices of the steps that a path may take, and the numbers of the two layouts it joins."""
     _check(before, shape, mesh)
     _check(after, shape, mesh)
@@ -152,7 +151,7 @@ class _Graph:
 class _Prices:
     """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
 
-    def __init__(self, extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
+    def __init__(self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh) -> None:
         self.graph = graph = _graph(len(shape), mesh.axes, extremes)
         self._rows: dict[int, np.ndarray] = {}
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
@@ -165,14 +164,14 @@ class _Prices:
     def row(self, source: int) -> np.ndarray:
         return self.rows([source])[0]
 
-    def rows(self, sources: Sequence[int]) -> np.ndarray:
+    def rows(self, sources: Numbers) -> np.ndarray:
         """The cheapest totals from each source to every layout."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))
         return np.stack([self._rows[at] for at in sources])
 
 
-def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float, float]:
+def _price(collective: str, axes: Axes, mesh: Mesh) -> tuple[float, float, float]:
     """Seconds of a step of no bytes, seconds more for each byte of its block, and seconds that it takes at least."""
     if collective not in WIRE:
         return 0.0, 0.0, 0.0

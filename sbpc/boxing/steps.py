@@ -18,7 +18,7 @@ import numpy as np
 
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.layout_codes import EXTREMES, ORDERS, SUM, WHOLE, decode, encode, joined, order_bits, pairs, states_of
-from sbpc.mesh.states import Broadcast
+from sbpc.mesh.states import Axes, Broadcast, Numbers
 
 KIND = "S" * WHOLE + "BPPP"  # by code of a state
 COLLECTIVE = {
@@ -38,7 +38,7 @@ WIRE = {
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
 }
-Kind = tuple[str, tuple[int, ...]]  # a collective, and the axes over which it goes
+Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Step:
     """
 
     collective: str
-    axes: tuple[int, ...]
+    axes: Axes
     before: Layout
     after: Layout
 
@@ -90,7 +90,7 @@ def steps(layout: Layout, rank: int) -> Iterator[Step]:
 
 
 def wire(
-    step: Step, shape: Sequence[int], itemsize: int, sizes: Sequence[int], symbols: Sequence[Any] | None = None,
+    step: Step, shape: Numbers, itemsize: int, sizes: Numbers, symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:  # fmt: skip
     """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
@@ -126,7 +126,7 @@ def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[np.ndarray, 
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def orders(cut: tuple[int, ...]) -> tuple[int, ...]:
+def orders(cut: Axes) -> Axes:
     """The bits of all orders in which axes may cut these dims, -1 for none; mesh order first."""
     groups = [[axis for axis, dim in enumerate(cut) if dim == wanted] for wanted in sorted({d for d in cut if d >= 0})]
     every = itertools.product(*(itertools.permutations(group) for group in groups))
@@ -156,7 +156,7 @@ def all_steps(rank: int, states: np.ndarray, bits: np.ndarray) -> Iterator[tuple
                     yield (COLLECTIVE[kind + KIND[target]], axes), sources[of_kind], codes[of_kind]
 
 
-def may_leave(states: np.ndarray, bits: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def may_leave(states: np.ndarray, bits: np.ndarray, axes: Axes) -> np.ndarray:
     """Which layouts hold one state on all of these neighbouring axes, and may leave it there.
 
     Only the last cuts of a dim can be undone: the blocks of an earlier one interleave. A sum of maxima is not a maximum
@@ -175,7 +175,7 @@ def may_leave(states: np.ndarray, bits: np.ndarray, axes: tuple[int, ...]) -> np
     return possible
 
 
-def cut_last(bits: np.ndarray, order: Sequence[int], count: int) -> np.ndarray:
+def cut_last(bits: np.ndarray, order: Numbers, count: int) -> np.ndarray:
     """The bits once these axes cut last, in this order."""
     changed = bits.copy()
     for bit, (a, b) in enumerate(pairs(count)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError, check_kinds
-from sbpc.mesh.states import B, Partial, Split, State, parse_state, shards, whole
+from sbpc.mesh.states import Axes, B, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Layout:
 
     axes: tuple[str, ...]
     states: tuple[State, ...]
-    order: tuple[int, ...] = ()
+    order: Axes = ()
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.states):
@@ -63,9 +63,9 @@ class Layout:
         return Layout, (self.axes, self.states, self.order)  # hashes of texts differ from process to process
 
     @functools.cached_property
-    def cuts(self) -> dict[int, tuple[int, ...]]:
+    def cuts(self) -> dict[int, Axes]:
         """By dim: the numbers of the axes that cut it, first cut first."""
-        found: dict[int, tuple[int, ...]] = {}
+        found: dict[int, Axes] = {}
         for axis in self.order:
             state = self.states[axis]
             assert isinstance(state, Split)
@@ -78,13 +78,13 @@ class Layout:
         kept = tuple(at for at in self.order if at not in changes)
         return Layout(self.axes, states, (*kept, *(at for at in range(len(self.axes)) if at not in kept)))
 
-    def local_shape(self, shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int]) -> tuple[int, ...]:
+    def local_shape(self, shape: Numbers, sizes: Numbers, coordinates: Numbers) -> Shape:
         """Returns the shape that the rank at `coordinates` holds of a tensor of `shape` on a mesh of `sizes`."""
         return tuple(chunk(size, self.cuts.get(dim, ()), sizes, coordinates)[1] for dim, size in enumerate(shape))
 
-    def shards(self, tensor: Tensor, sizes: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
+    def shards(self, tensor: Tensor, sizes: Numbers, generator: torch.Generator | None = None) -> list[Tensor]:
         """Returns what every rank, in row-major order, holds of `tensor` on a mesh of `sizes`."""
-        parts: dict[tuple[int, ...], Tensor] = {(): tensor}
+        parts: dict[Axes, Tensor] = {(): tensor}
         sequence = self._sequence
         for axis in sequence:
             parts = {
@@ -94,20 +94,20 @@ class Layout:
             }
         return [parts[tuple(at[axis] for axis in sequence)] for at in itertools.product(*map(range, sizes))]
 
-    def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
+    def shard(self, tensor: Tensor, sizes: Numbers, coordinates: Numbers) -> Tensor:
         """Returns what the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
         assert not self.partial, f"{self} has no one shard"
         for dim, axes in self.cuts.items():
             tensor = tensor.narrow(dim, *chunk(tensor.shape[dim], axes, sizes, coordinates))
         return tensor
 
-    def whole(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], sizes: Numbers) -> Tensor:
         """Returns the tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
         by_place = dict(zip(itertools.product(*map(range, sizes)), parts))
         live = list(range(len(self.axes)))
         for axis in reversed(self._sequence):
             at = live.index(axis)
-            groups: dict[tuple[int, ...], list[Tensor]] = {}
+            groups: dict[Axes, list[Tensor]] = {}
             for place in sorted(by_place):
                 groups.setdefault((*place[:at], *place[at + 1 :]), []).append(by_place[place])
             by_place = {place: whole(group, self.states[axis]) for place, group in groups.items()}
@@ -115,7 +115,7 @@ class Layout:
         return by_place[()]
 
     @property
-    def _sequence(self) -> tuple[int, ...]:
+    def _sequence(self) -> Axes:
         """All axes, those that split in the order of their cuts last."""
         return (*(at for at in range(len(self.axes)) if at not in self.order), *self.order)
 
@@ -162,7 +162,7 @@ def broadcast(axes: Sequence[str]) -> Layout:
     return Layout(tuple(axes), (B,) * len(axes))
 
 
-def chunk(size: int, axes: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int]) -> tuple[int, int]:
+def chunk(size: int, axes: Numbers, sizes: Numbers, coordinates: Numbers) -> tuple[int, int]:
     """Where the chunk begins that the rank at `coordinates` has of a dim that `axes` cut one after the other, and its length.
 
     >>> chunk(10, (0, 1), (2, 3), (1, 2))
@@ -196,7 +196,7 @@ def cut(size: Any, axes: Iterable[int], sizes: Any, symbols: Sequence[Any] | Non
 
 
 def numel(
-    shape: Sequence[int], cuts: Sequence[Sequence[int]], sizes: Any, symbols: Sequence[Any] | None = None,
+    shape: Numbers, cuts: Sequence[Numbers], sizes: Any, symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
     """The elements of the largest shard of a tensor. cuts: by dim the axes that cut it; see `cut`. dims: what stands for `shape`."""

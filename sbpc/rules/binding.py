@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Split, State
+from sbpc.mesh.states import B, P, Partial, Shape, Split, State
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -105,7 +105,7 @@ class Given(NamedTuple):
     operand: Operand
     value: Any
     name: str
-    shape: tuple[int, ...] | None
+    shape: Shape | None
 
     @classmethod
     def of(cls, number: int, operand: Operand, value: Any, name: str = "") -> Given:
@@ -266,7 +266,7 @@ def is_list(argument: Any) -> bool:
     return text.startswith("List[") and "Tensor" in text
 
 
-def _stars(rule: Rule, shaped: list[tuple[Operand, tuple[int, ...]]]) -> dict[str, int]:
+def _stars(rule: Rule, shaped: list[tuple[Operand, Shape]]) -> dict[str, int]:
     """How many dims each starred factor stands for."""
     lengths: dict[str, int] = {}
     for operand, shape in shaped * len(shaped):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sbpc.mesh.layout import Layout, chunk
-from sbpc.mesh.states import B, Split, State, chunk_sizes
+from sbpc.mesh.states import Axes, B, Numbers, Shape, Split, State, chunk_sizes
 from sbpc.rules import Match, Phases, Signature
 
 
@@ -16,11 +16,11 @@ class Choice:
     """One signature per mesh axis, and all axes (by number) in the order in which they cut."""
 
     signatures: tuple[Signature, ...]
-    order: tuple[int, ...]
+    order: Axes
 
-    def cuts(self) -> dict[str, tuple[int, ...]]:
+    def cuts(self) -> dict[str, Axes]:
         """By factor: the numbers of the axes that split it, first cut first."""
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Axes] = {}
         for axis in self.order:
             factor = self.signatures[axis].factor
             if factor is not None:
@@ -41,7 +41,7 @@ class Choice:
 
 
 @functools.lru_cache(maxsize=1 << 18)
-def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: tuple[int, ...]) -> Layout:
+def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: Axes) -> Layout:
     """The Layout of these fields, made once."""
     return Layout(axes, states, order)
 
@@ -62,7 +62,7 @@ class Candidates:
     mesh_order: bool = False
     phases: Phases | None = None
 
-    def legal(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+    def legal(self, choice: Choice, mesh_sizes: Numbers) -> bool:
         """Whether every cut of every factor keeps its condition, in the node and in all that it is taken apart into."""
         sizes = dict(self.sizes)
         for factor, axes in choice.cuts().items():
@@ -75,7 +75,7 @@ class Candidates:
         """Whether the node is taken apart under this choice."""
         return self.phases is not None and self.phases.apart(choice.signatures)
 
-    def legal_apart(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+    def legal_apart(self, choice: Choice, mesh_sizes: Numbers) -> bool:
         """Whether all axes go together in the small graph, and every cut of every part keeps its condition."""
         assert self.phases is not None
         if self.phases.along(choice.signatures) is None:
@@ -95,7 +95,7 @@ class Candidates:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
+def may_cut(size: int, ranks: Axes, divides: bool, nonempty: bool) -> bool:
     """Whether a factor of `size` may be cut by axes of `ranks` ranks, one after the other."""
     chunks = [size]
     for p in ranks:
@@ -108,7 +108,7 @@ def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) ->
 
 
 def local_sizes(
-    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]
+    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Numbers, coordinates: Numbers
 ) -> dict[str, int]:
     """The size of every factor on the rank at `coordinates`."""
     cuts = choice.cuts()
@@ -126,7 +126,7 @@ def of_replicated(inputs: int, outputs: int) -> Candidates:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def of_stored(shape: tuple[int, ...]) -> Candidates:
+def of_stored(shape: Shape) -> Candidates:
     """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
     split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
     sizes = {str(dim): size for dim, size in enumerate(shape)}

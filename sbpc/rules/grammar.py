@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from sbpc.errors import RuleError
+from sbpc.mesh.states import Ints
 from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
@@ -71,14 +72,14 @@ class Rule:
     maxed: tuple[str, ...] = ()
     minned: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
-    same: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
-    added: tuple[int, ...] = ()
-    linear: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    same: tuple[tuple[tuple[str, ...], Ints], ...] = ()
+    added: Ints = ()
+    linear: tuple[tuple[Ints, Ints], ...] = ()
     idx: tuple[tuple[str, int | None], ...] = ()
     via: tuple[tuple[tuple[str, ...], str], ...] = ()
     halo: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     rng: bool = False
-    mutated: tuple[int, ...] = ()
+    mutated: Ints = ()
     when: str | None = None
 
     def __str__(self) -> str:
@@ -274,10 +275,10 @@ class _Parser:
     def factors(self) -> tuple[str, ...]:
         return self.names(self.factor)
 
-    def operands(self) -> tuple[int, ...]:
+    def operands(self) -> Ints:
         return self.inside(lambda: self.numbers(self.inputs))
 
-    def numbers(self, operands: tuple[Operand, ...]) -> tuple[int, ...]:
+    def numbers(self, operands: tuple[Operand, ...]) -> Ints:
         if self.accept("all"):
             return tuple(at for at, operand in enumerate(operands) if operand.kind == "tensor")
         return self.several(lambda: self.number(operands))
@@ -292,16 +293,16 @@ class _Parser:
             self.fail(f"{side} {number} is no tensor of this rule", todo, at)
         return number
 
-    def same(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        def read() -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def same(self) -> tuple[tuple[str, ...], Ints]:
+        def read() -> tuple[tuple[str, ...], Ints]:
             factors = self.factors()
             self.expect("->", "after the factors")
             return factors, self.numbers(self.outputs)
 
         return self.inside(read)
 
-    def lin(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def lin(self) -> tuple[Ints, Ints]:
+        def read() -> tuple[Ints, Ints]:
             inputs = self.numbers(self.inputs)
             if not self.accept("->"):
                 return inputs, tuple(at for at, operand in enumerate(self.outputs) if operand.kind == "tensor")

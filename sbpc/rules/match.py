@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
-from sbpc.mesh.states import State
+from sbpc.mesh.states import Ints, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
 
@@ -54,7 +54,7 @@ class SubOp:
     match: Match
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[int, ...]
+    reads: Ints
     val: Tensor
 
     def arguments(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

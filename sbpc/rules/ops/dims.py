@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sbpc.mesh.states import Numbers
 from sbpc.rules.match import Write
 
 
@@ -17,7 +18,7 @@ def joined(names: Iterable[str]) -> str:
     return " ".join(names) or "()"
 
 
-def numbered(ndim: int, cut: Sequence[int], mark: str) -> list[str]:
+def numbered(ndim: int, cut: Numbers, mark: str) -> list[str]:
     """The names of so many dims: d0, d1, ..., with `mark` in the place of the d for those that are cut."""
     return [f"{mark}{at}" if at in cut else f"d{at}" for at in range(ndim)]
 
@@ -27,7 +28,7 @@ def fix(*names: str) -> str:
     return f" ; fix {' '.join(names)}" if names else ""
 
 
-def moved(sign: str, ndim: int, cut: Sequence[int], clause: str = "lin(0)") -> str:
+def moved(sign: str, ndim: int, cut: Numbers, clause: str = "lin(0)") -> str:
     """A rule whose operands have so many dims, of which those that are cut are fixed.
 
     sign: a letter, or a name, for each operand: x for dims of which the cut ones are called so, - for the others alone.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from sbpc.mesh.states import Numbers
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Write
 from sbpc.rules.ops.dims import aligned, along, fix, joined, moved, numbered
@@ -14,7 +14,7 @@ from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
 
-def _sides(shape: Sequence[int], other: Sequence[int], at: int) -> tuple[str, str, list[str]]:
+def _sides(shape: Numbers, other: Numbers, at: int) -> tuple[str, str, list[str]]:
     """Dims of a tensor and of its index: equal ones are shared, dim `at` is v and i, unequal ones (third) are fixed."""
     left = ["v" if d == at else f"d{d}" if size == other[d] else f"x{d}" for d, size in enumerate(shape)]
     right = ["i" if d == at else f"d{d}" if size == shape[d] else f"y{d}" for d, size in enumerate(other)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sbpc._compat import OpOverload
+from sbpc.mesh.states import Numbers
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Text, Write, overloads
 from sbpc.rules.ops.dims import along, fix, joined, moved, numbered
@@ -37,7 +37,7 @@ def reshape(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]]:
     return f"{joined(left)}, [{' '.join(right)}] -> {joined(right)} ; lin(0){fix(*factors.fixed)}", factors.sizes
 
 
-def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def _blocks(before: Numbers, after: Numbers) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of dims (of size other than 1) of both shapes with equal products."""
     ins, outs = ([at for at, size in enumerate(shape) if size != 1] for shape in (before, after))
     if 0 in before:
@@ -55,7 +55,7 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 class Factors:
     """The factors of a reshape, named block by block. texts: what each dim of both shapes is made of."""
 
-    shapes: tuple[Sequence[int], Sequence[int]]
+    shapes: tuple[Numbers, Numbers]
     texts: tuple[list[str], list[str]]
     sizes: dict[str, int] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Factors:
         return f"f{len(self.sizes) - 1}"
 
 
-def _borders(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+def _borders(shape: Numbers, dims: Numbers) -> list[int]:
     return [math.prod(shape[dim] for dim in dims[at:]) for at in range(len(dims) + 1)]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sbpc.errors import RuleError
 from sbpc.graph.operands import with_arguments
 from sbpc.mesh.layout import Layout, chunk
-from sbpc.mesh.states import B, P, Partial, Split, State, chunk_sizes, shards
+from sbpc.mesh.states import B, Numbers, P, Partial, Split, State, chunk_sizes, shards
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.proof.prove import AXES, BROKEN, Case, Refuted, call, compare, swapped
 from sbpc.rules.proof.worker import Lost, attempt
@@ -87,7 +87,7 @@ def search(
 
 
 def confirm(
-    one: Case, found: Mapping[Signature, Size | None], ranks: Sequence[int], seconds: float = 20.0
+    one: Case, found: Mapping[Signature, Size | None], ranks: Numbers, seconds: float = 20.0
 ) -> dict[Signature, dict[int, bool]]:
     """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not tried."""
 

@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves, named_arguments, with_arguments
-from sbpc.mesh.states import P, Partial
+from sbpc.mesh.states import Numbers, P, Partial, Shape
 from sbpc.rules.binding import Signature, divides, flat_outputs
 from sbpc.rules.proof import user_rules
 from sbpc.rules.proof.brute_force import SearchResult, Size, confirm, search
@@ -168,12 +168,12 @@ class Look(NamedTuple):
     """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how close they
     can be."""
 
-    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    outputs: list[tuple[Shape, torch.dtype] | None]
     finite: bool
     tolerance: float
 
 
-def on_meta(about: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Any, ...]:
+def on_meta(about: Sequence[tuple[Shape, torch.dtype] | None]) -> tuple[Any, ...]:
     """Outputs of these shapes and types, None for those that are no tensors."""
     return tuple(None if each is None else torch.empty(each[0], dtype=each[1], device="meta") for each in about)
 
@@ -285,7 +285,7 @@ class Facts:
         self.where: dict[Signature, str] = {}
         self.learn(one, outputs, (3, 4))
 
-    def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Sequence[int]) -> bool:
+    def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Numbers) -> bool:
         """Try all signatures that seem valid on a call. Returns whether one fails that had not failed before."""
         before = dict(self.broken)
         for signature, told in confirm(one, self.found.signatures, ranks, self.seconds).items():

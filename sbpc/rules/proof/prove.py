@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from sbpc.errors import LayoutError, RuleError, shown
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import B, P, Split, State, chunk_sizes
+from sbpc.mesh.states import Axes, B, Ints, Numbers, P, Split, State, chunk_sizes
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
@@ -45,7 +45,7 @@ class Case:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
-    zero: tuple[int, ...] = ()
+    zero: Ints = ()
     values: bool = True
 
     def run(self) -> Any:
@@ -99,7 +99,7 @@ class Count:
 
 
 def prove(
-    one: Case, ranks: Sequence[int] = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
+    one: Case, ranks: Numbers = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
 ) -> Count:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair.
 
@@ -112,7 +112,7 @@ def prove(
     return count
 
 
-def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[int], mutants: bool) -> Count:
+def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, mutants: bool) -> Count:
     """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
     count = Count(1)
     for number in ranks:
@@ -132,7 +132,7 @@ def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[i
     return count
 
 
-def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int] = ()) -> None:
+def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()) -> None:
     """Run `one` under one signature per axis on a mesh of `ranks`; raises Refuted if that is wrong, or Inapplicable.
 
     order: the order in which the axes cut a dim that several of them cut.
@@ -142,7 +142,7 @@ def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int]
 
 
 def run(
-    one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int] = ()
+    one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()
 ) -> list[list[Any]]:
     """The flat outputs of every rank, in row-major order."""
     axes, order = AXES[: len(ranks)], tuple(order)
@@ -156,7 +156,7 @@ def run(
 
 
 def run_call(
-    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int], given: Any
+    m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers, given: Any
 ) -> list[list[Any]]:
     """The flat outputs of one call on every rank. given: the arguments by rank."""
     places = itertools.product(*map(range, ranks))
@@ -171,7 +171,7 @@ def run_call(
 
 
 def run_apart(
-    m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Sequence[int], order: tuple[int, ...], held: Any
+    m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Numbers, order: Axes, held: Any
 ) -> list[list[Any]]:
     """The same of a call that is taken apart; where a value is read in other states than it comes out, it is boxed."""
     locate(m, chosen, ranks, (0,) * len(ranks), order or range(len(ranks)))
@@ -189,8 +189,8 @@ def run_apart(
 
 
 def agree(
-    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int],
-    order: Sequence[int] = (),
+    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Numbers,
+    order: Numbers = (),
 ) -> None:  # fmt: skip
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
@@ -200,7 +200,7 @@ def agree(
 
 
 def compare(
-    layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Sequence[int], one: Case, number: int = 0
+    layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Numbers, one: Case, number: int = 0
 ) -> None:
     """Raises Refuted unless the rejoined parts are the expected tensor, shape, dtype and all."""
     places = list(itertools.product(*map(range, ranks)))
@@ -233,7 +233,7 @@ def equal(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def locate(
-    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], at: Sequence[int], order: Sequence[int]
+    m: Match, chosen: Sequence[Signature], ranks: Numbers, at: Numbers, order: Numbers
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The local factor sizes, and offsets of the factors of `shifts`, of the rank at coordinates `at`."""
     local, start = dict(m.sizes), dict.fromkeys(m.sizes, 0)

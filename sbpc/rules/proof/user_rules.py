@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload, op_names, overload_of
 from sbpc.errors import RuleError, check_kinds, shown
 from sbpc.graph.operands import leaves
-from sbpc.mesh.states import chunk_sizes
+from sbpc.mesh.states import Ints, chunk_sizes
 from sbpc.rules import registry
 from sbpc.rules.binding import base, is_list
 from sbpc.rules.grammar import Operand, Rule, parse, refuse
@@ -248,7 +248,7 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
             raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
 
 
-def ranks_for(m: Match) -> tuple[int, ...]:
+def ranks_for(m: Match) -> Ints:
     """2, 3 and 4 ranks, and for each factor a number of ranks that leaves one of them without elements."""
     split = dict.fromkeys(s.factor for s in m.signatures if s.factor and s.factor not in (*m.divides, *m.nonempty))
     return tuple(sorted({*RANKS, *(ranks_beyond(m.sizes[factor]) for factor in split)}))
