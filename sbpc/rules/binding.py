@@ -158,7 +158,7 @@ def signatures(bound: Bound) -> tuple[Signature, ...]:
     rule = bound.rule
     derived = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
     for factor, size in bound.sizes.items():
-        if size > 1 and base(factor) not in rule.unsplit and not rule.rng:
+        if size > 1 and base(factor) not in rule.fixed:
             signature = _split(bound, factor)
             derived += [] if signature is None else [signature]
     for ins, outs in rule.linear:
@@ -218,12 +218,9 @@ def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State
 
 
 def _allowed(bound: Bound, signature: Signature) -> bool:
-    """P is never bool, and what is mutated keeps its layout."""
+    """P is never bool."""
     pairs = zip(bound.values, (*signature.inputs, *signature.outputs))
-    if any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs):
-        return False
-    states = {value.operand: state for value, state in zip(bound.inputs, signature.inputs)}
-    return all(states.get(number, output) == output for number, output in zip(bound.rule.mutated, signature.outputs))
+    return not any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs)
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------

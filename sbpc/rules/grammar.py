@@ -22,8 +22,7 @@ from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
 CLAUSES = (
-    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, halo f : g (...), "
-    "rng, mut(ins), when(...)"
+    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, when(...)"
 )
 GRAMMAR = "See the grammar in sbpc/rules/grammar.py."
 T = TypeVar("T")
@@ -77,18 +76,10 @@ class Rule:
     linear: tuple[tuple[Ints, Ints], ...] = ()
     idx: tuple[tuple[str, int | None], ...] = ()
     via: tuple[tuple[tuple[str, ...], str], ...] = ()
-    halo: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
-    rng: bool = False
-    mutated: Ints = ()
     when: str | None = None
 
     def __str__(self) -> str:
         return self.text
-
-    @property
-    def unsplit(self) -> set[str]:
-        """The factors that are never split."""
-        return {*self.fixed, *(factor for factor, *_ in self.halo)}
 
     @property
     def factors(self) -> list[str]:
@@ -187,7 +178,7 @@ class _Parser:
         if self.peek():
             self.expected("';' or the end", "Clauses are separated by ';'.")
         clauses: dict[str, Any] = {
-            key: found[0] if key in ("rng", "when") else tuple(found) for key, found in self.clauses.items()
+            key: found[0] if key == "when" else tuple(found) for key, found in self.clauses.items()
         }
         rule = Rule(self.text, self.inputs, self.outputs, **clauses)
         self.check_outputs(rule)
@@ -243,9 +234,8 @@ class _Parser:
         at, word = self.skip(), self.take()
         readers: dict[str, tuple[str, Callable[[], Any]]] = {
             "+": ("summed", self.factors), "max": ("maxed", self.factors), "min": ("minned", self.factors),
-            "fix": ("fixed", self.factors), "add": ("added", self.operands), "mut": ("mutated", self.operands),
-            "same": ("same", self.same), "lin": ("linear", self.lin), "idx": ("idx", self.index), "via": ("via", self.via),
-            "halo": ("halo", self.halo), "rng": ("rng", lambda: True), "when": ("when", self.when),
+            "fix": ("fixed", self.factors), "same": ("same", self.same), "add": ("added", self.operands),
+            "lin": ("linear", self.lin), "idx": ("idx", self.index), "via": ("via", self.via), "when": ("when", self.when),
         }  # fmt: skip
         if word not in readers:
             what = f"unknown clause {word!r}" if word else "expected a clause, found the end"
@@ -322,12 +312,6 @@ class _Parser:
             self.fail("a second decomposition", "All factors are split through one function.", at)
         return factors, name
 
-    def halo(self) -> tuple[str, str, tuple[str, ...]]:
-        factor = self.factor()
-        self.expect(":", "after the factor")
-        output = self.factor()
-        return factor, output, self.inside(lambda: self.several(self.take))
-
     def when(self) -> str:
         self.expect("(", "after the name of the clause")
         start, depth = self.skip(), 1
@@ -349,7 +333,7 @@ class _Parser:
         for factor in reduced:
             if reduced.count(factor) > 1:
                 self.fail(f"factor {factor!r} is reduced twice", "Keep one of +, max and min.", len(self.text))
-        stated = {*reduced, *rule.unsplit, *(factor for factors, _ in rule.via for factor in factors)}
+        stated = {*reduced, *rule.fixed, *(factor for factors, _ in rule.via for factor in factors)}
         read = [factor for operand in self.inputs if operand.kind == "tensor" for factor in operand.factors]
         for at, output in enumerate(self.outputs):
             same = {factor for factors, outs in rule.same if at in outs for factor in factors}

@@ -242,7 +242,7 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
             sizes[base(factor)] = max(size, sizes.get(base(factor), 0))
     if cases and isinstance(made.text, str):
         parsed = parse(made.text)
-        single = [f for f in parsed.factors if f not in parsed.unsplit and sizes.get(f, 0) < 2 and not parsed.rng]
+        single = [f for f in parsed.factors if f not in parsed.fixed and sizes.get(f, 0) < 2]
         if single:
             what = f"{made.op}: no example splits the factor {single[0]!r}, which has one element in all of them"
             raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
