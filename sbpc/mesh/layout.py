@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError, check_kinds
-from sbpc.mesh.states import Axes, B, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
+from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Layout:
     [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
 
-    axes: tuple[str, ...]
+    axes: Names
     states: tuple[State, ...]
     order: Axes = ()
 

@@ -18,6 +18,7 @@ from sbpc.errors import LayoutError
 Ints = tuple[int, ...]
 Axes = Ints  # of a mesh, by number
 Shape = Ints
+Names = tuple[str, ...]
 Numbers = Sequence[int]  # of axes, of dims; their sizes; coordinates
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sbpc.mesh.layout import Layout, chunk
-from sbpc.mesh.states import Axes, B, Numbers, Shape, Split, State, chunk_sizes
+from sbpc.mesh.states import Axes, B, Names, Numbers, Shape, Split, State, chunk_sizes
 from sbpc.rules import Match, Phases, Signature
 
 
@@ -27,11 +27,11 @@ class Choice:
                 found[factor] = (*found.get(factor, ()), axis)
         return found
 
-    def input(self, slot: int, axes: tuple[str, ...]) -> Layout:
+    def input(self, slot: int, axes: Names) -> Layout:
         """The layout in which the node reads its tensor operand number `slot`."""
         return layout_of(axes, tuple(s.inputs[slot] for s in self.signatures), self.order)
 
-    def output(self, index: int, axes: tuple[str, ...]) -> Layout:
+    def output(self, index: int, axes: Names) -> Layout:
         """The layout in which the node leaves its output number `index`."""
         return layout_of(axes, tuple(s.outputs[index] for s in self.signatures), self.order)
 
@@ -41,7 +41,7 @@ class Choice:
 
 
 @functools.lru_cache(maxsize=1 << 18)
-def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: Axes) -> Layout:
+def layout_of(axes: Names, states: tuple[State, ...], order: Axes) -> Layout:
     """The Layout of these fields, made once."""
     return Layout(axes, states, order)
 
@@ -88,7 +88,7 @@ class Candidates:
         assert self.phases is not None
         return Choice(tuple(self.phases.ways[s].signatures[at] for s in choice.signatures), choice.order)
 
-    def read(self, number: int, choice: Choice, axes: tuple[str, ...]) -> Layout:
+    def read(self, number: int, choice: Choice, axes: Names) -> Layout:
         """The layout in which value `number` of the small graph is read."""
         assert self.phases is not None
         return layout_of(axes, tuple(self.phases.ways[s].states[number] for s in choice.signatures), choice.order)

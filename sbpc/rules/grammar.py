@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import Ints
+from sbpc.mesh.states import Ints, Names
 from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Dim:
     """A dim: the row-major product of its factors; without any, of size `literal`; `star`: any number of dims."""
 
-    factors: tuple[str, ...] = ()
+    factors: Names = ()
     literal: int = 1
     star: bool = False
 
@@ -51,7 +51,7 @@ class Operand:
     at: int = field(default=0, compare=False)
 
     @property
-    def factors(self) -> tuple[str, ...]:
+    def factors(self) -> Names:
         """The names of all factors, in order."""
         return tuple(factor for dim in self.dims for factor in dim.factors)
 
@@ -67,15 +67,15 @@ class Rule:
     text: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    summed: tuple[str, ...] = ()
-    maxed: tuple[str, ...] = ()
-    minned: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
-    same: tuple[tuple[tuple[str, ...], Ints], ...] = ()
+    summed: Names = ()
+    maxed: Names = ()
+    minned: Names = ()
+    fixed: Names = ()
+    same: tuple[tuple[Names, Ints], ...] = ()
     added: Ints = ()
     linear: tuple[tuple[Ints, Ints], ...] = ()
     idx: tuple[tuple[str, int | None], ...] = ()
-    via: tuple[tuple[tuple[str, ...], str], ...] = ()
+    via: tuple[tuple[Names, str], ...] = ()
     when: str | None = None
 
     def __str__(self) -> str:
@@ -160,7 +160,7 @@ class _Parser:
             found.append(read())
         return tuple(found)
 
-    def names(self, read: Callable[[], str]) -> tuple[str, ...]:
+    def names(self, read: Callable[[], str]) -> Names:
         """One name or more, with blanks between them."""
         found = [read()]
         while self.at_name():
@@ -262,7 +262,7 @@ class _Parser:
             self.fail(f"no operand has the factor {factor!r}", "Name a factor of the signature.", at)
         return factor
 
-    def factors(self) -> tuple[str, ...]:
+    def factors(self) -> Names:
         return self.names(self.factor)
 
     def operands(self) -> Ints:
@@ -283,8 +283,8 @@ class _Parser:
             self.fail(f"{side} {number} is no tensor of this rule", todo, at)
         return number
 
-    def same(self) -> tuple[tuple[str, ...], Ints]:
-        def read() -> tuple[tuple[str, ...], Ints]:
+    def same(self) -> tuple[Names, Ints]:
+        def read() -> tuple[Names, Ints]:
             factors = self.factors()
             self.expect("->", "after the factors")
             return factors, self.numbers(self.outputs)
@@ -304,7 +304,7 @@ class _Parser:
         factor = self.factor()
         return factor, self.number(self.inputs) if self.accept("@") else None
 
-    def via(self) -> tuple[tuple[str, ...], str]:
+    def via(self) -> tuple[Names, str]:
         factors = self.factors()
         self.expect("=", "after the factors")
         at, name = self.skip(), self.name()

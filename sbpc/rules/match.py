@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
-from sbpc.mesh.states import Ints, State
+from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
 
@@ -103,7 +103,7 @@ class Entry:
     text: str | Write
     flops: str | Count | None = None
     local: Kernel | None = None
-    nonempty: tuple[str, ...] = ()
+    nonempty: Names = ()
     view: bool = False
     source: str = ""
 
@@ -160,16 +160,10 @@ class Match:
         return math.prod(self.sizes[factor] for factor in self.points)
 
     @cached_property
-    def points(self) -> tuple[str, ...]:
+    def points(self) -> Names:
         """The factors that some tensor of the call has."""
         of_tensors = {factor for value in self.bound.values for dim in value.dims or () for factor in dim.factors}
         return tuple(factor for factor in self.sizes if factor in of_tensors)
-
-    def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
-        """The local shape of output `at`."""
-        dims = self.bound.outputs[at].dims
-        assert dims is not None
-        return [dim.size(local) for dim in dims]
 
     def localize(
         self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int],
@@ -212,7 +206,9 @@ class Shard:
 
     def shape(self, at: int = 0) -> list[int]:
         """The local shape of output `at`."""
-        return self.match.output_shape(at, self.local)
+        dims = self.match.bound.outputs[at].dims
+        assert dims is not None
+        return [dim.size(self.local) for dim in dims]
 
     def zeros(self) -> Any:
         """All outputs as zeros, in the dtype of the first argument."""

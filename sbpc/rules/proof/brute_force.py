@@ -17,7 +17,7 @@ from torch import Tensor
 from sbpc.errors import RuleError
 from sbpc.graph.operands import with_arguments
 from sbpc.mesh.layout import Layout, chunk
-from sbpc.mesh.states import B, Numbers, P, Partial, Split, State, chunk_sizes, shards
+from sbpc.mesh.states import B, Names, Numbers, P, Partial, Split, State, chunk_sizes, shards
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.proof.prove import AXES, BROKEN, Case, Refuted, call, compare, swapped
 from sbpc.rules.proof.worker import Lost, attempt
@@ -52,7 +52,7 @@ class SearchResult:
     signatures: dict[Signature, Size | None]
     tried: int
     left: int
-    lost: tuple[str, ...]
+    lost: Names
 
 
 def search(

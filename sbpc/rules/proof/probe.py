@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves, named_arguments, with_arguments
-from sbpc.mesh.states import Numbers, P, Partial, Shape
+from sbpc.mesh.states import Names, Numbers, P, Partial, Shape
 from sbpc.rules.binding import Signature, divides, flat_outputs
 from sbpc.rules.proof import user_rules
 from sbpc.rules.proof.brute_force import SearchResult, Size, confirm, search
@@ -60,11 +60,11 @@ class Probe:
 
     op: OpOverload
     rule: str | None
-    seen: tuple[str, ...]
+    seen: Names
     valid: int
     tried: int
     left_out: tuple[tuple[Signature, str], ...]
-    remarks: tuple[str, ...]
+    remarks: Names
 
     def __str__(self) -> str:
         seen = "; again on ".join(self.seen)
@@ -230,14 +230,14 @@ class Outcome:
     rule: str | None
     cases: tuple[Case, ...]
     left_out: tuple[tuple[Signature, str], ...]
-    remarks: tuple[str, ...]
+    remarks: Names
     refused: bool = False
 
 
 def inferred(one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> Outcome:
     """The rule that derives most and that its proof accepts, first on other sizes too."""
     facts = Facts(one, outputs, found, seconds)
-    failed, texts = tuple[str, ...](), dict[str, None]()
+    failed, texts = Names(), dict[str, None]()
     for unread, (share, follow, again) in itertools.product((True, False), WAYS):
         made, second = facts.settle(share, follow, unread, again)
         if len(made.offered) == 1:
@@ -273,7 +273,7 @@ class Second:
 
     one: Case
     outputs: tuple[Any, ...]
-    kept: tuple[str, ...]
+    kept: Names
 
 
 class Facts:

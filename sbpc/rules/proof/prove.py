@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,36 +86,25 @@ class Refuted(Exception):
         self.expected, self.found = expected, found
 
 
-@dataclass
-class Count:
-    """What was proved: signatures, signatures at some number of ranks, rejected mutants, ordered pairs."""
-
-    signatures: int = 0
-    runs: int = 0
-    mutants: int = 0
-    pairs: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values())))
-
-
 def prove(
     one: Case, ranks: Numbers = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
-) -> Count:
+) -> Counter[str]:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair.
+
+    Returns how many signatures were proved, runs of one at some number of ranks, mutants that were rejected, and pairs.
 
     Raises RuleError with the signature, the inputs and both results for one that does not hold.
     """
     m = one.match()
-    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Count())
+    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Counter[str]())
     for first, second in itertools.product(m.signatures, repeat=2) if pairs else ():
-        count.pairs += prove_pair(one, m, first, second, pairs)
+        count["pairs"] += prove_pair(one, m, first, second, pairs)
     return count
 
 
-def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, mutants: bool) -> Count:
+def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, mutants: bool) -> Counter[str]:
     """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
-    count = Count(1)
+    count = Counter(signatures=1)
     for number in ranks:
         try:
             results = run(one, m, (signature,), (number,))
@@ -123,10 +113,10 @@ def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, m
             continue
         except Refuted as error:
             raise refusal(one, m, signature_on(signature, number), error) from error
-        count.runs += 1
-        if mutants and count.runs == 1:
-            count.mutants = reject(one, m, signature, number, results)
-    if not count.runs:
+        count["runs"] += 1
+        if mutants and count["runs"] == 1:
+            count["mutants"] = reject(one, m, signature, number, results)
+    if not count["runs"]:
         todo = f"Give sizes that one of {', '.join(map(str, ranks))} divides."
         raise RuleError(f"{one}: {signature} is never applicable\n  {m.rule}\n  {todo}")
     return count
@@ -160,7 +150,7 @@ def run_call(
 ) -> list[list[Any]]:
     """The flat outputs of one call on every rank. given: the arguments by rank."""
     places = itertools.product(*map(range, ranks))
-    sized = [locate(m, chosen, ranks, at, order or range(len(ranks))) for at in places]
+    sized = [locate(m, chosen, ranks, at, order) for at in places]
     results = []
     for rank, ((local, offsets), (args, kwargs)) in enumerate(zip(sized, given)):
         try:
@@ -174,7 +164,7 @@ def run_apart(
     m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Numbers, order: Axes, held: Any
 ) -> list[list[Any]]:
     """The same of a call that is taken apart; where a value is read in other states than it comes out, it is boxed."""
-    locate(m, chosen, ranks, (0,) * len(ranks), order or range(len(ranks)))
+    locate(m, chosen, ranks, (0,) * len(ranks), order)
     ways, axes, values = phases.along(chosen), AXES[: len(ranks)], dict(enumerate(held))
     if ways is None:
         raise Inapplicable("one of them has no way through the small graph")
@@ -237,7 +227,7 @@ def locate(
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The local factor sizes, and offsets of the factors of `shifts`, of the rank at coordinates `at`."""
     local, start = dict(m.sizes), dict.fromkeys(m.sizes, 0)
-    for axis in order:
+    for axis in order or range(len(ranks)):
         factor = chosen[axis].factor
         if factor is None:
             continue

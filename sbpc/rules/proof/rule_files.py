@@ -10,6 +10,7 @@ from typing import Any
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError, check_kinds, is_name
+from sbpc.mesh.states import Names
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
 from sbpc.rules.match import WRITTEN, Arguments, Entry
@@ -132,7 +133,7 @@ def at_line(file: Path, number: int) -> Iterator[None]:
 class Alternatives:
     """Rule strings of one op, of which a call takes the first that fits it."""
 
-    texts: tuple[str, ...]
+    texts: Names
     op: OpOverload
 
     def __call__(self, given: Arguments, outputs: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from sbpc.graph.operands import leaves
-from sbpc.mesh.states import Numbers
+from sbpc.mesh.states import Names, Numbers
 
 LARGE, MOST = 12, 1 << 18  # a dim that is scaled down; elements that brute force takes
 SMALL = (6, 8, 10, 14, 15, 16, 18, 20, 21, 22)  # what large dims become, in their order
@@ -24,7 +24,7 @@ class SmallCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    remarks: tuple[str, ...] = ()
+    remarks: Names = ()
 
 
 def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SmallCall]:
