@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sbpc.mesh.states import Numbers
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Write
 from sbpc.rules.ops.dims import aligned, along, fix, joined, moved, numbered
@@ -14,43 +13,30 @@ from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
 
-def _sides(shape: Numbers, other: Numbers, at: int) -> tuple[str, str, list[str]]:
-    """Dims of a tensor and of its index: equal ones are shared, dim `at` is v and i, unequal ones (third) are fixed."""
-    left = ["v" if d == at else f"d{d}" if size == other[d] else f"x{d}" for d, size in enumerate(shape)]
-    right = ["i" if d == at else f"d{d}" if size == shape[d] else f"y{d}" for d, size in enumerate(other)]
-    return " ".join(left), " ".join(right), [name for name in (*left, *right) if name[0] in "xy"]
+def addressing(sign: str, row: bool = False) -> Write:
+    """The rule of an op that reads or writes a tensor X along `dim` where an index of dims I says.
 
+    Equal dims are shared, dim `dim` is v and i, unequal ones are fixed. row: an index of one dim, and I those of what it selects.
+    """
 
-def gather(given: Arguments, outputs: Any) -> str | None:
-    x, index = given["self"], given["index"]
-    if x.dim() == 0 or index.dim() != x.dim():
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return f"{left}, _, {right} -> {right} ; +v ; idx v @ 2 ; lin(0){fix(*fixed)}"
+    def write(given: Arguments, outputs: Any) -> str | None:
+        x, index, source = given["self"], given["index"], given.get("src")
+        shape = x.shape if row else index.shape
+        alike = index.dim() == (1 if row else x.dim()) and (source is None or source.shape == shape)
+        if x.dim() == 0 or not alike:
+            return None
+        at = given["dim"] % x.dim()
+        left = ["v" if d == at else f"d{d}" if size == shape[d] else f"x{d}" for d, size in enumerate(x.shape)]
+        right = ["i" if d == at else f"d{d}" if size == x.shape[d] else f"y{d}" for d, size in enumerate(shape)]
+        fixed = fix(*(name for name in (*left, *right) if name[0] in "xy"))
+        zero = " ; lin(0)" if given.get("value") == 0 else ""  # what is written
+        return sign.replace("X", " ".join(left)).replace("I", " ".join(right)) + zero + fixed
+
+    return write
 
 
 def gather_local(shard: Shard, lookup: Lookup) -> Any:
     return shard.aten("masked_fill.Scalar", shard.plain(index=lookup.nearest), lookup.outside, 0)
-
-
-def scatter(given: Arguments, outputs: Any) -> str | None:
-    """What is written last counts, so the index stays whole."""
-    x, index, source = given["self"], given["index"], given.get("src")
-    if x.dim() == 0 or (source is not None and source.shape != index.shape):
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    fixed = ["v", "i", *fixed]
-    if source is None:
-        return f"{left}, _, {right} -> {left}{fix(*fixed)}" + " ; lin(0)" * (given["value"] == 0)
-    return f"{left}, _, {right}, {right} -> {left} ; lin(0,3){fix(*fixed)}"
-
-
-def scatter_add(given: Arguments, outputs: Any) -> str | None:
-    x, index, source = given["self"], given["index"], given["src"]
-    if x.dim() == 0 or source.shape != index.shape:
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return f"{left}, _, {right}, {right} -> {left} ; +i ; add(0) ; idx v @ 2 ; lin(0,3){fix(*fixed)}"
 
 
 def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
@@ -105,22 +91,6 @@ def index_put(given: Arguments, outputs: Any) -> str | None:
     return f"{dims}, {', '.join(indexed.operands)}, {values} -> {dims} ; {linear}{free}{fixed}"
 
 
-def _in_a_row(given: Arguments) -> tuple[str, str] | None:
-    """Dims of a tensor, and of another that is one of its dims long along an index of one dim; None for other indices."""
-    x = given["self"]
-    return None if given["index"].dim() != 1 or x.dim() == 0 else _sides(x.shape, x.shape, given["dim"] % x.dim())[:2]
-
-
-def index_add(given: Arguments, outputs: Any) -> str | None:
-    dims = _in_a_row(given)
-    return dims and f"{dims[0]}, _, i, {dims[1]} -> {dims[0]} ; +i ; add(0) ; fix v ; lin(0,3)"
-
-
-def index_select(given: Arguments, outputs: Any) -> str | None:
-    dims = _in_a_row(given)
-    return dims and f"{dims[0]}, _, i -> {dims[1]} ; fix v ; lin(0)"
-
-
 def scan(clause: str = "") -> Write:
     """The rule of an op along `dim` whose outputs may have another size there: that dim is fixed."""
 
@@ -138,10 +108,17 @@ rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
 rule("kthvalue median.dim mode sort sort.stable topk", scan())
 rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
 rule("cumsum", scan("lin(0)"), flops=WRITTEN)
-rule("gather", gather, local=addressed("v", "index", gather_local), flops=FREE)
+rule("gather", addressing("X, _, I -> I ; +v ; idx v @ 2 ; lin(0)"), local=addressed("v", "index", gather_local), flops=FREE)
 rule("glu_backward", along("x, y -> y"), flops=WRITTEN)
 rule("histc", "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
-rule("index_add", index_add, flops=WRITTEN)
-rule("index_select", index_select, flops=FREE)
-rule("scatter.src scatter.value", scatter, flops=WRITTEN)
-rule("scatter_add", scatter_add, local=addressed("v", "index", scatter_add_local), flops=WRITTEN)
+rule("index_add", addressing("X, _, i, I -> X ; +i ; add(0) ; fix v ; lin(0,3)", row=True), flops=WRITTEN)
+rule("index_select", addressing("X, _, i -> I ; fix v ; lin(0)", row=True), flops=FREE)
+# What is written last counts, so the index stays whole.
+rule("scatter.src", addressing("X, _, I, I -> X ; lin(0,3) ; fix v i"), flops=WRITTEN)
+rule("scatter.value", addressing("X, _, I -> X ; fix v i"), flops=WRITTEN)
+rule(
+    "scatter_add",
+    addressing("X, _, I, I -> X ; +i ; add(0) ; idx v @ 2 ; lin(0,3)"),
+    local=addressed("v", "index", scatter_add_local),
+    flops=WRITTEN,
+)

@@ -6,19 +6,15 @@ import math
 from typing import Any
 
 from sbpc.rules.grouped_product import GROUPED, grouped_local
-from sbpc.rules.match import Arguments, Call, Match, Shard
+from sbpc.rules.match import Arguments, Call, Match, Shard, Write
+from sbpc.rules.ops.dims import joined
 from sbpc.rules.registry import rule
 
 
-def addmm(given: Arguments, outputs: Any) -> str:
-    """The bias may lack the rows, or be a number."""
-    bias = " ".join(("m", "n")[2 - given["self"].dim() :]) or "()"
-    return f"{bias}, m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"
-
-
-def baddbmm(given: Arguments, outputs: Any) -> str:
-    bias = " ".join(("b", "m", "n")[3 - given["self"].dim() :]) or "()"
-    return f"{bias}, b m k, b k n -> b m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"
+def biased(dims: str, sign: str) -> Write:
+    """A product whose first operand may lack leading ones of these dims."""
+    names = dims.split()
+    return lambda given, outputs: f"{joined(names[len(names) - given['self'].dim() :])}, {sign}"
 
 
 def einsum(given: Arguments, outputs: Any) -> str | None:
@@ -28,10 +24,10 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
     twice = any(len(set(term)) < len(term) for term in (*terms, right))
     if not arrow or not (left + right).replace(",", "").isalpha() or twice:
         return None
-    operands = [" ".join(term) or "()" for term in terms]
+    operands = map(joined, terms)
     summed = "".join(f" {letter}" for letter in dict.fromkeys("".join(terms)) if letter not in right)
     linear = [f"lin({at + 1})" for at in range(len(terms))]
-    sign = f"_, {', '.join(operands)} -> {' '.join(right) or '()'}"
+    sign = f"_, {', '.join(operands)} -> {joined(right)}"
     return " ; ".join([sign, *([f"+{summed}"] if summed else []), *linear])
 
 
@@ -100,9 +96,10 @@ def two_per_point(m: Match) -> str:
 
 
 rule("_grouped_mm", grouped, flops=grouped_flops, local=grouped_local, nonempty="g m k n")
-rule("addmm", addmm, flops="2 m k n")
-rule("baddbmm", baddbmm, flops="2 b m k n")
-rule("bmm", "b m k, b k n -> b m n ; +k ; lin(0) ; lin(1)", flops="2 b m k n")
+rule("addmm", biased("m n", "m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 m k n")
+BATCHED = "b m k, b k n -> b m n ; +k"
+rule("baddbmm", biased("b m n", f"{BATCHED} ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 b m k n")
+rule("bmm", f"{BATCHED} ; lin(0) ; lin(1)", flops="2 b m k n")
 rule("dot", "k, k -> () ; +k ; lin(0) ; lin(1)", flops="2 k")
 rule("einsum", einsum, flops=two_per_point, local=einsum_local)
 rule("linear", linear, flops="2 *b n k", local=linear_local)

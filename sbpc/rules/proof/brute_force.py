@@ -91,16 +91,13 @@ def confirm(
 ) -> dict[Signature, dict[int, bool]]:
     """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not tried."""
 
-    def leaves_one_empty(signature: Signature, number: int) -> bool:
-        split = [(s, value) for s, value in zip(signature.inputs, one.operands) if isinstance(s, Split)]
-        return any(0 in chunk_sizes(value.shape[state.dim], number) for state, value in split)
-
     def holds_on(item: tuple[Signature, int]) -> bool:
         signature, number = item
         return holds(one, signature.inputs, found[signature], signature.outputs, number)
 
-    items = [(s, number) for s in found for number in ranks if not leaves_one_empty(s, number)]
     held: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
+    cut = {s: [v.shape[i.dim] for i, v in zip(s.inputs, one.operands) if isinstance(i, Split)] for s in found}
+    items = [(s, number) for s in found for number in ranks if not any(0 in chunk_sizes(n, number) for n in cut[s])]
     for (signature, number), result in attempt(holds_on, items, seconds):
         held[signature][number] = result is True
     return held

@@ -112,7 +112,7 @@ def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, m
         except Inapplicable:
             continue
         except Refuted as error:
-            raise refusal(one, m, signature_on(signature, number), error) from error
+            raise refusal(one, m, f"{short(signature)}, on {number} ranks", error) from error
         count["runs"] += 1
         if mutants and count["runs"] == 1:
             count["mutants"] = reject(one, m, signature, number, results)
@@ -264,7 +264,7 @@ def reject(one: Case, m: Match, signature: Signature, ranks: int, results: Seque
         except Refuted:
             count += 1
             continue
-        what = f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}"
+        what = f"{one}: with {short(signature)}, on {ranks} ranks output {at} passes as {other}\n  {m.rule}"
         raise RuleError(f"{what}\n  Give inputs that tell right from wrong: values that differ, none of them zero.")
     return count
 
@@ -288,11 +288,6 @@ def prove_pair(one: Case, m: Match, first: Signature, second: Signature, meshes:
 def short(signature: Signature) -> str:
     """A signature without alignment."""
     return str(signature).replace("    split", ", split")
-
-
-def signature_on(signature: Signature, ranks: int) -> str:
-    """Which signature, and on how many ranks."""
-    return f"{short(signature)}, on {ranks} ranks"
 
 
 def refusal(one: Case, m: Match, what: str, why: Refuted) -> RuleError:

@@ -16,12 +16,12 @@ from sbpc.errors import RuleError, check_kinds, shown
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import Ints, chunk_sizes
 from sbpc.rules import registry
-from sbpc.rules.binding import base, is_list
+from sbpc.rules.binding import Signature, base, is_list
 from sbpc.rules.grammar import Operand, Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
 from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove
-from sbpc.rules.proof.worker import Lost, attempt
+from sbpc.rules.proof.worker import attempt
 from sbpc.rules.registry import row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
@@ -274,20 +274,17 @@ def require_function(one: Case) -> None:
 def breaking(one: Case) -> Iterable[str]:
     """The factors that may leave no rank an empty shard, since the op fails on one: found in a worker, as it may crash."""
     m = one.match()
-    splits = [s for s in m.signatures if s.factor and s.factor not in m.divides]
-    if any(not operand.is_cpu for operand in one.operands):
-        results: Iterable[tuple[Any, Any]] = [(s, survives(one, m, s)) for s in splits]
-    else:
-        results = attempt(lambda s: survives(one, m, s), splits, SECONDS)
-    return [base(str(s.factor)) for s, fine in results if fine is False or isinstance(fine, Lost)]
 
-
-def survives(one: Case, m: Match, signature: Any) -> bool:
-    """Whether a signature holds where one rank has an empty shard."""
-    try:
-        check(one, m, (signature,), (ranks_beyond(m.sizes[signature.factor]),))
-    except Inapplicable:
-        return True
-    except Refuted:
+    def fails(signature: Signature) -> bool:
+        try:
+            check(one, m, (signature,), (ranks_beyond(m.sizes[str(signature.factor)]),))
+        except Refuted:
+            return True
+        except Inapplicable:
+            pass
         return False
-    return True
+
+    splits = [s for s in m.signatures if s.factor and s.factor not in m.divides]
+    forked = all(operand.is_cpu for operand in one.operands)
+    results = attempt(fails, splits, SECONDS) if forked else ((s, fails(s)) for s in splits)
+    return [base(str(s.factor)) for s, failed in results if failed]
