@@ -150,7 +150,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 def test_every_kind_of_number_that_a_forward_reads_is_guarded() -> None:
     for method in METHODS:
-        guards = sbpc.plan(Net(), (X,), Mesh(p=2), capture=method).options["guards"]
+        guards = sbpc.plan(Net(), (X,), Mesh(p=2), capture=method).options.guards
         for name, run in CHANGES.items():
             model = Net()
             kept = Guards(model, guards)
@@ -171,7 +171,7 @@ def test_every_kind_of_number_that_a_forward_reads_is_guarded() -> None:
 
 def test_a_number_that_is_set_back_is_fine_again() -> None:
     model = Net()
-    kept = Guards(model, sbpc.plan(model, (X,), Mesh(p=2)).options["guards"])
+    kept = Guards(model, sbpc.plan(model, (X,), Mesh(p=2)).options.guards)
     for beta, fine in ((0.0, True), (1.0, False), (1.0, False), (0.0, True)):
         model.beta = beta
         assert (kept.broken() is None) == fine
@@ -411,7 +411,7 @@ def test_scratch_that_is_reset_and_what_only_the_first_call_sets_are_planned(met
         plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
         assert vars(model) == before, name
         assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X)), name
-        kept = Guards(model, plan.options["guards"])  # on the model as its own call has left it
+        kept = Guards(model, plan.options.guards)  # on the model as its own call has left it
         assert kept.broken() is None, name
         if name == "sets once":
             model.first = 5
@@ -426,7 +426,7 @@ def test_a_forward_that_has_run_once_may_set_a_memo_again() -> None:
     with pytest.raises(CaptureError, match="run the model once before"):
         sbpc.plan(model, (X,), Mesh(p=2))
     model(X)
-    assert sbpc.plan(model, (X,), Mesh(p=2)).options["guards"]["cache"] == ["{'rows': 4}"]
+    assert sbpc.plan(model, (X,), Mesh(p=2)).options.guards["cache"] == ["{'rows': 4}"]
 
 
 class Keeping(nn.Module):
@@ -443,7 +443,7 @@ def test_a_loss_that_keeps_a_tensor_is_refused_and_its_numbers_are_no_guards() -
     with pytest.raises(CaptureError, match=r"as 'the loss.last'"):
         sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=Keeping())
     plan = sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=nn.HuberLoss(delta=0.5), targets=(X,))
-    assert plan.options["guards"] == {}
+    assert plan.options.guards == {}
 
 
 def test_layers_of_torch_may_keep_what_they_do() -> None:
@@ -451,7 +451,7 @@ def test_layers_of_torch_may_keep_what_they_do() -> None:
         plan = sbpc.plan(layer, (X,), Mesh(p=2))
         assert torch.allclose(sbpc.simulate(plan, layer, (X,)).outputs, layer(X))
     gru = nn.GRU(8, 8)
-    assert "hidden_size" in sbpc.plan(gru, (X,), Mesh(p=2), capture="aot").options["guards"]
+    assert "hidden_size" in sbpc.plan(gru, (X,), Mesh(p=2), capture="aot").options.guards
 
 
 class OneHot(nn.Module):
@@ -567,7 +567,7 @@ another model, planned too: ['']""")
 def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
     plan = sbpc.plan(Small(), (X,), Mesh(p=2))
     plan.save(tmp_path / "plan")
-    assert sbpc.load(tmp_path / "plan").options["guards"] == plan.options["guards"] == {"act": ["a LeakyReLU"]} | {
+    assert sbpc.load(tmp_path / "plan").options.guards == plan.options.guards == {"act": ["a LeakyReLU"]} | {
         "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
     }  # fmt: skip
     body = plan_file.read(tmp_path / "plan")
@@ -595,14 +595,14 @@ def test_a_number_that_is_written_before_it_is_read_belongs_to_no_plan(method: s
     model = Shaped()
     model(X[:2])
     plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
-    assert not {"b", "n", "began"} & plan.options["guards"].keys()
+    assert not {"b", "n", "began"} & plan.options.guards.keys()
     assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X))
 
 
 def test_a_bare_tree_of_weights_leaves_the_guards_of_a_plan() -> None:
     plan = sbpc.plan(Small(), (X,), Mesh(p=2))
-    guards = dict(plan.options["guards"])
-    assert unguarded(plan).options["guards"] == {} and plan.options["guards"] == guards != {}
+    guards = dict(plan.options.guards)
+    assert unguarded(plan).options.guards == {} and plan.options.guards == guards != {}
 
 
 class Drawn(nn.Module):
@@ -637,7 +637,7 @@ class OfClass(nn.Module):
 
 
 def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options["guards"]
+    planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options.guards
     model = OfClass()
     guards = Guards(model, planned)
     assert guards.broken() is None and model.scale == 0.5 and guards.broken() is None

@@ -24,7 +24,7 @@ from sbpc._compat import CHILDREN, TENSORS
 from sbpc.errors import PlanError
 
 COMPUTED = "a tensor"  # or what is computed when it is read: what it is computed from is guarded
-GUARDS = "guards"  # the key among the options of a plan: by path, the texts of values that may stand there
+GUARDS = "guards"  # in the meta of a captured graph, and among the options of a plan: by path, texts of values that may stand there
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.Size)
 RECORDS = (SimpleNamespace, argparse.Namespace)  # objects whose reads cannot be watched, or that are little else than a dict
 CONTAINERS = (tuple, list, dict, set, frozenset, *RECORDS)
