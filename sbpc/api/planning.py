@@ -71,8 +71,8 @@ def plan(
     loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
     from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
     parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
-    modules are in now, and for the numbers that a forward reads from attributes: with others it is refused, so make those that
-    change buffers or arguments. A forward that counts its calls in an attribute, or keeps a tensor in one, is refused.
+    modules are in now, and for the numbers that a forward reads from attributes, globals and free variables: with others it is
+    refused, so make those that change buffers or arguments. A forward that counts its calls there, or keeps a tensor, is refused.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
                pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.

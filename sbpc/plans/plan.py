@@ -180,11 +180,7 @@ class Plan:
 
         Raises PlanError for a name that is neither.
         """
-        check_kinds(PlanError, name=(name, "a text"))
-        if name not in self.layouts:
-            names = ", ".join(closest(name, list(self.layouts)))
-            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
-        return self.layouts[name]
+        return layout_of(self.layouts, name)
 
     def explain(self, name: str) -> Any:
         """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
@@ -384,6 +380,15 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def layout_of(layouts: Mapping[str, Layout], name: str) -> Layout:
+    """Returns one of some layouts. Raises PlanError for a name that is none of theirs."""
+    check_kinds(PlanError, name=(name, "a text"))
+    if name not in layouts:
+        names = ", ".join(closest(name, list(layouts)))
+        raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
+    return layouts[name]
 
 
 def no_model() -> Plan:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sbpc.errors import PlanError, VerifyError, check_kinds, closest
+from sbpc.errors import PlanError, VerifyError, check_kinds
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Terms
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
+from sbpc.plans.plan import Checked, Plan, Rewriter, layout_of, write_page
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
@@ -31,12 +31,8 @@ from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 
-CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
 OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve")  # a plan of one chunk has those of the chunk
 AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
-LACKING = {  # what a plan without stages has -> what to do instead
-    **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
-}  # fmt: skip
 
 
 @dataclass
@@ -153,10 +149,7 @@ class StagedPlan(Pipeline):
 
     def layout(self, name: str) -> Layout:
         """Returns the layout of a parameter or of a value on the mesh of its stage. Raises PlanError for a name that is neither."""
-        check_kinds(PlanError, name=(name, "a text"))
-        if name not in self.layouts:
-            raise PlanError(f"the plan has no {name!r}\n  The closest names are {', '.join(closest(name, list(self.layouts)))}.")
-        return self.layouts[name]
+        return layout_of(self.layouts, name)
 
     def sends_back(self, chunk: int) -> bool:
         """Returns whether another stage reads what the backward of a chunk makes."""
@@ -385,11 +378,11 @@ class StagedPlan(Pipeline):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in OF_CHUNKS and len(self.chunks) == 1:
-                return getattr(self.chunks[0].plan, name)
-            if name in LACKING:
-                raise PlanError(f"a plan with stages has no {name}\n  {LACKING[name]}")
-            raise AttributeError(f"a plan with stages has no {name!r}")
+            if name not in OF_CHUNKS:
+                raise AttributeError(f"a plan with stages has no {name!r}")
+            if len(self.chunks) > 1:
+                raise PlanError(f"a plan with stages has no {name}\n  Every chunk has one: plan.chunks[0].plan.{name}.")
+            return getattr(self.chunks[0].plan, name)
 
     def __str__(self) -> str:
         return self.rewriter.text(self)
