@@ -19,7 +19,6 @@ from sbpc.passes.canonicalize.normalize import result_of
 from sbpc.rules import match
 from sbpc.rules.binding import flat_outputs
 
-
 Table = Mapping[Any, Callable[..., Any]]  # of decompositions, by op
 
 
