@@ -157,8 +157,8 @@ def test_no_sweep_lowers_the_bound_whatever_parts_of_beliefs_go_along_paths(prob
     for _ in range(16):
         messages.follow_paths(bool(rng.integers(2)))
         messages.sweeps += 1
-        messages.forward()
-        bound = messages.backward()
+        messages.send(False)
+        bound = messages.send(True, messages.balance_from)
         assert bound >= messages.bound - 1e-9 * abs(bound) - 1e-15
         messages.bound = bound
 

@@ -46,10 +46,20 @@ class Value:
     @functools.cached_property
     def distinct(self) -> list[int]:
         """The numbers of the consumers that differ: one that is the same variable with the same `wants` counts once."""
-        found: dict[tuple[int, bytes], int] = {}
+        numbers: dict[tuple[int, bytes], int] = {}
         for number, (at, wants) in enumerate(self.consumers):
-            found.setdefault((at, wants.tobytes()), number)
-        return list(found.values())
+            numbers.setdefault((at, wants.tobytes()), number)
+        return list(numbers.values())
+
+    @property
+    def readers(self) -> list[tuple[int, np.ndarray]]:
+        """The consumers, equal ones once."""
+        return [self.consumers[number] for number in self.distinct]
+
+    @property
+    def has_alias(self) -> bool:
+        """Whether the star may need an alias: not if one other variable consumes the value."""
+        return len(self.distinct) > 1 or any(at == self.producer for at, _ in self.consumers)
 
 
 @dataclass(eq=False)

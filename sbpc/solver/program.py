@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.problem import Limit, Problem, Value, star_seconds
-from sbpc.solver.subsets import Subset, distinct, distinct_consumers
+from sbpc.solver.subsets import Subset, distinct
 
 
 @dataclass(eq=False)
@@ -88,18 +88,13 @@ class Detours:
     alias: np.ndarray
 
 
-def port_columns(columns: np.ndarray, layouts: np.ndarray) -> PortColumns:
-    """Returns the port of columns that have these layouts."""
-    return PortColumns(columns, *distinct(layouts))
-
-
 def add_value(program: Program, value: Value, out: PortColumns, heads: list[PortColumns], alias: np.ndarray | None) -> None:
     """Adds the columns and rows of one value: of its star, or of one flow if it has no alias."""
     if alias is None:
         for head in heads:
             flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head)
         return
-    middle = port_columns(program.choose(np.zeros(len(alias))), alias)
+    middle = PortColumns(program.choose(np.zeros(len(alias))), alias, np.arange(len(alias)))
     first = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in heads]
     if len(heads) <= 2:  # two never share a boxing: if both want one layout, the alias is that layout
@@ -175,11 +170,11 @@ def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> tuple[P
     x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, subset.labels)]
     first = [int(labels[0]) for labels in subset.labels]
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *distinct_consumers(value)]
+        ports = [(value.producer, value.out), *value.readers]
         if all(len(subset.labels[at]) == 1 for at, _ in ports):  # most values of a program that mixes a few labels
             program.constant += star_seconds(value, first)
             continue
-        ends = [port_columns(x[at], layouts[subset.labels[at]]) for at, layouts in ports]
+        ends = [PortColumns(x[at], *distinct(layouts[subset.labels[at]])) for at, layouts in ports]
         if all(len(end.layouts) == 1 for end in ends):
             program.constant += star_seconds(value, first)
         else:
@@ -205,7 +200,7 @@ def columns_of(problem: Problem, subset: Subset) -> int:
     """Returns about how many columns `build` makes."""
     count = sum(map(len, subset.labels))
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *distinct_consumers(value)]
+        ports = [(value.producer, value.out), *value.readers]
         out, *wanted = (len(distinct(layouts[subset.labels[at]])[0]) for at, layouts in ports)
         through = out if alias is None else len(alias)
         count += through * sum(wanted) * (2 if len(wanted) > 2 else 1) + (0 if alias is None else out * through)

@@ -23,17 +23,6 @@ class Subset:
         return sum(map(len, self.labels)) + sum(len(a) for a in self.aliases if a is not None)
 
 
-def distinct_consumers(value: Value) -> list[tuple[int, np.ndarray]]:
-    """Returns the consumers of `value`, equal ones once."""
-    return [value.consumers[number] for number in value.distinct]
-
-
-def has_alias(value: Value) -> bool:
-    """Returns whether the star of `value` may need an alias: not if one other variable consumes it."""
-    consumers = distinct_consumers(value)
-    return len(consumers) > 1 or any(at == value.producer for at, _ in consumers)
-
-
 def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its time."""
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
@@ -43,7 +32,7 @@ def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def everything(problem: Problem) -> Subset:
     """Returns all labels and all alias layouts."""
-    aliases = [np.arange(len(value.closure)) if has_alias(value) else None for value in problem.values]
+    aliases = [np.arange(len(value.closure)) if value.has_alias else None for value in problem.values]
     return Subset([np.arange(len(variable.costs)) for variable in problem.variables], aliases)
 
 
@@ -55,9 +44,9 @@ def around(problem: Problem, plans: Sequence[Sequence[int]], *labels: Sequence[n
 
 def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequence[int]]) -> np.ndarray | None:
     """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
-    if not has_alias(value):
+    if not value.has_alias:
         return None
-    layouts = [value.out[labels[value.producer]], *(wants[labels[at]] for at, wants in distinct_consumers(value))]
+    layouts = [value.out[labels[value.producer]], *(wants[labels[at]] for at, wants in value.readers)]
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 

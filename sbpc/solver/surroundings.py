@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sbpc.solver.problem import SLACK, Problem, Value, star_seconds, stars, total
-from sbpc.solver.subsets import distinct, distinct_consumers
+from sbpc.solver.subsets import distinct
 
 BOXING = 1e-9  # of the plan: what a boxing costs more when fewer are looked for
 PortLayouts = tuple[np.ndarray, np.ndarray]  # the distinct layouts at a port, and by label the place of its layout among them
@@ -33,7 +33,7 @@ class Surroundings:
         for value in problem.values:
             self.uses[value.producer].append(Use(value, True, [distinct(value.out)]))
             consumers: dict[int, list[PortLayouts]] = {}
-            for at, wants in distinct_consumers(value):
+            for at, wants in value.readers:
                 consumers.setdefault(at, []).append(distinct(wants))
             for at, ports in consumers.items():
                 if at != value.producer:

@@ -41,12 +41,10 @@ class Star:
     direct: list[np.ndarray]
     sent: list[np.ndarray]
 
-    def start_from(self, other: Star) -> None:
-        """Takes the messages and cost shares of a star with the same ports."""
-        self.made[:] = other.made
-        for name in ("shares", "over", "direct", "sent"):
-            for mine, theirs in zip(getattr(self, name), getattr(other, name)):
-                mine[:] = theirs
+    @property
+    def numbers(self) -> list[np.ndarray]:
+        """All that sweeps change: the messages and cost shares."""
+        return [self.made, *self.shares, *self.over, *self.direct, *self.sent]
 
     def belief(self) -> np.ndarray:
         """Returns seconds and messages [sources, aliases]."""
