@@ -20,7 +20,7 @@ from sbpc.passes.assign.space import Space
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Problem, Proof, Value, Variable, star, total
 from sbpc.solver.highs import cheapest
-from sbpc.solver.problem import SLACK, star_seconds
+from sbpc.solver.problem import SLACK, Labels, star_seconds
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, everything, least_reduced
 
@@ -56,7 +56,7 @@ class Solved:
     problem: Problem
     proof: Proof
     bound: float
-    labels: Sequence[int]
+    labels: Labels
     allowed: float = 0.0
 
     @cached_property
@@ -73,12 +73,12 @@ class Solved:
                 touching[at].append(number)
         return touching
 
-    def touched(self, labels: Sequence[int]) -> tuple[list[int], list[int]]:
+    def touched(self, labels: Labels) -> tuple[list[int], list[int]]:
         """Returns the variables that have other labels than in the plan, and the values that these make or read."""
         changed = [at for at, (mine, others) in enumerate(zip(labels, self.labels)) if mine != others]
         return changed, sorted({number for at in changed for number in self.touching[at]})
 
-    def assignment(self, base: Assignment, labels: Sequence[int]) -> Assignment:
+    def assignment(self, base: Assignment, labels: Labels) -> Assignment:
         """Returns the assignment of labels. base: that of the plan, of which most stays."""
         changed, numbers = self.touched(labels)
         space, choices, aliases, outputs = self.space, dict(base.choices), dict(base.aliases), list(base.outputs)
@@ -93,7 +93,7 @@ class Solved:
                 outputs[place] = space.tables[port].output(0, labels[port])
         return Assignment(choices, aliases, tuple(outputs))
 
-    def difference(self, problem: Problem, labels: Sequence[int]) -> float:
+    def difference(self, problem: Problem, labels: Labels) -> float:
         """Returns what labels cost more than the plan. problem: the one here, or the same with other costs of labels."""
         changed, numbers = self.touched(labels)
         costs = [problem.variables[at].costs for at in changed]

@@ -13,11 +13,12 @@ from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
 from sbpc.solver import star
+from sbpc.solver.problem import Labels
 
 Edge = tuple[int, int, int]  # a value, and the layouts from and to which it is boxed
 
 
-def only_in(space: Space, numbers: Sequence[int], labels: Sequence[int], other: Sequence[int]) -> tuple[Moved, ...]:
+def only_in(space: Space, numbers: Sequence[int], labels: Labels, other: Labels) -> tuple[Moved, ...]:
     """Returns the collectives of the plan of `labels` that the plan of `other` has not, dearest first.
 
     numbers: the values that meet a variable which has different labels in the two.
@@ -33,7 +34,7 @@ def only_in(space: Space, numbers: Sequence[int], labels: Sequence[int], other: 
     return tuple(sorted((each for each in moved if each.bytes_sent), key=lambda each: -each.seconds))
 
 
-def computing(space: Space, changed: Sequence[int], labels: Sequence[int], other: Sequence[int]) -> dict[str, float]:
+def computing(space: Space, changed: Sequence[int], labels: Labels, other: Labels) -> dict[str, float]:
     """Returns by module how many more seconds its ops take under `labels` than under `other`, where that differs.
 
     changed: the variables which have different labels in the two.
@@ -47,7 +48,7 @@ def computing(space: Space, changed: Sequence[int], labels: Sequence[int], other
     return seconds
 
 
-def edges(space: Space, number: int, labels: Sequence[int]) -> list[Edge]:
+def edges(space: Space, number: int, labels: Labels) -> list[Edge]:
     """Returns the boxings of a value in a plan."""
     value = space.values[number]
     source = int(value.out[labels[value.producer]])
@@ -64,7 +65,7 @@ def steps_of(space: Space, edge: Edge) -> tuple[Step, ...]:
     return path(decode(before, axes), decode(after, axes), *shape_of(*space.keys[number]), space.mesh)
 
 
-def moved_by(space: Space, edge: Edge, step: Step, labels: Sequence[int]) -> Moved:
+def moved_by(space: Space, edge: Edge, step: Step, labels: Labels) -> Moved:
     """Returns what a step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
     mesh, (node, index), share = space.mesh, space.keys[edge[0]], space.counted_parts[edge[0]]
     rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
@@ -76,7 +77,7 @@ def moved_by(space: Space, edge: Edge, step: Step, labels: Sequence[int]) -> Mov
     return Moved(step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken)
 
 
-def reader_of(space: Space, edge: Edge, labels: Sequence[int]) -> int:
+def reader_of(space: Space, edge: Edge, labels: Labels) -> int:
     """Returns the first variable that reads a value as it is boxed; the first of all where others box it on."""
     value = space.values[edge[0]]
     codes = space.codes[edge[0]]

@@ -19,7 +19,7 @@ from networkx.utils import UnionFind
 
 from sbpc.solver.fold import Folded, Slot, fold, repriced
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
-from sbpc.solver.problem import SLACK, Problem, Proof, Value, Variable
+from sbpc.solver.problem import SLACK, Array, Problem, Proof, Value, Variable
 from sbpc.solver.proof import checked_bound
 from sbpc.solver.subsets import Subset, distinct, everything
 
@@ -52,8 +52,8 @@ class Bounder:
         """Finds multipliers of the problem, which may have other label costs than the one before."""
         self.folded = repriced(self.folded, problem)
         part = blocks(self.folded)
-        self.multipliers: dict[Slot, np.ndarray] = {}
-        self.shares: dict[int, list[np.ndarray]] = {}  # of costs, by number of a bundle
+        self.multipliers: dict[Slot, Array] = {}
+        self.shares: dict[int, list[Array]] = {}  # of costs, by number of a bundle
         self.messages.reprice(part.problem)
         raise_bound(self.messages)
         self.take(part, self.messages)
@@ -76,7 +76,7 @@ class Bounder:
             if len(shares.get(number, ())) == len(bundle.slots) - 1 > 0:  # of all consumers
                 self.shares[at] = [share / unit for share in shares[number]]
 
-    def folded_reduced_costs(self) -> list[np.ndarray]:
+    def folded_reduced_costs(self) -> list[Array]:
         """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks. They go on from
         those of the blocks. Their bound is one only of plans in which a class has one label."""
         messages = self.messages_of(self.folded.problem)
@@ -124,7 +124,7 @@ class Bounder:
         for at, (bundle, value) in enumerate(zip(folded.bundles, folded.problem.values)):
             if all(slot[0] not in number for slot in bundle.slots) and (at in self.shares or len(bundle.slots) < 4):
                 continue  # its multipliers and shares are known
-            ports: list[tuple[int, np.ndarray]] = []
+            ports: list[tuple[int, Array]] = []
             places = []
             for place, (slot, layouts) in enumerate(zip(bundle.slots, [value.out, *(w for _, w in value.consumers)])):
                 if slot[0] in number:
@@ -200,7 +200,7 @@ def blocks(folded: Folded) -> SubProblem:
         Variable(v.name, v.costs if weight == size else weight / size * v.costs, v.digits)
         for v, weight, size in zip(folded.problem.variables, weights, folded.sizes)
     ]
-    part, closures = SubProblem(Problem(variables, [])), dict[tuple[int, float], np.ndarray]()
+    part, closures = SubProblem(Problem(variables, [])), dict[tuple[int, float], Array]()
     for at, (bundle, value, places) in enumerate(zip(folded.bundles, folded.problem.values, kept)):
         if 0 not in places or len(places) == 1:
             continue
@@ -233,7 +233,7 @@ def class_weights(folded: Folded, kept: list[list[int]]) -> list[int]:
     return [most[union[at]] for at in range(len(folded.sizes))]
 
 
-def stand_in(problem: Problem, layouts: np.ndarray, multipliers: np.ndarray) -> tuple[int, np.ndarray]:
+def stand_in(problem: Problem, layouts: Array, multipliers: Array) -> tuple[int, Array]:
     """Adds a variable for a port with these multipliers; returns its number and the layouts of its labels."""
     labels, at = distinct(layouts)
     most = np.full(len(labels), -np.inf)

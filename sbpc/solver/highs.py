@@ -16,7 +16,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from sbpc.solver.problem import Limit, Problem, total
+from sbpc.solver.problem import Array, Limit, Problem, total
 from sbpc.solver.program import Program, add_limits, build
 from sbpc.solver.subsets import Subset
 
@@ -48,7 +48,7 @@ class Relaxed:
 
     seconds: float
     prices: list[float]
-    fractions: list[np.ndarray]
+    fractions: list[Array]
 
 
 def cheapest(
@@ -72,7 +72,7 @@ def cheapest(
 
 
 def by_relaxation(
-    problem: Problem, program: Program, x: Sequence[np.ndarray], subset: Subset, scale: float, gap: float
+    problem: Problem, program: Program, x: Sequence[Array], subset: Subset, scale: float, gap: float
 ) -> Answer | None:
     """Returns what the relaxation alone tells: a plan if it is integral or rounds to one within the gap; else None."""
     point, seconds, _ = solve_lp(program, scale)
@@ -88,7 +88,7 @@ def by_relaxation(
 
 
 def by_branching(
-    problem: Problem, program: Program, x: Sequence[np.ndarray], subset: Subset, scale: float, gap: float
+    problem: Problem, program: Program, x: Sequence[Array], subset: Subset, scale: float, gap: float
 ) -> Answer:
     """Returns what branch and bound gives until it is optimal, within the gap, or out of ticks."""
     unit = unit_of(scale)
@@ -120,12 +120,12 @@ def relax(problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit
     return Relaxed(seconds, prices, [point[columns] for columns in x])
 
 
-def support(subset: Subset, relaxed: Relaxed) -> list[np.ndarray]:
+def support(subset: Subset, relaxed: Relaxed) -> list[Array]:
     """Returns, by variable, the labels whose fraction in the relaxation is not 0."""
     return [labels[fractions > INTEGRAL] for labels, fractions in zip(subset.labels, relaxed.fractions)]
 
 
-def solve_lp(program: Program, scale: float) -> tuple[np.ndarray | None, float, np.ndarray | None]:
+def solve_lp(program: Program, scale: float) -> tuple[Array | None, float, Array | None]:
     """Returns an optimal vertex, its seconds and the rows' duals in seconds; (None, inf, None) if infeasible, (None, 0, None) if
     it takes too many steps. Presolve and interior points take longer than they save here."""
     unit = unit_of(scale)
@@ -146,7 +146,7 @@ def unit_of(scale: float) -> float:
     return UNIT * scale if scale > 0 else 1.0
 
 
-def chosen(point: np.ndarray, x: Sequence[np.ndarray], subset: Subset) -> list[int]:
+def chosen(point: Array, x: Sequence[Array], subset: Subset) -> list[int]:
     """Returns the labels of a point. x: by variable the columns of its labels."""
     return [int(labels[point[columns].argmax()]) for columns, labels in zip(x, subset.labels)]
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray
+Labels = Sequence[int]  # one of each variable: a plan
 SLACK = 1e-12  # relative: costs that differ by less are ties
 
 
@@ -23,8 +25,8 @@ class Variable:
     """A choice of one label: `costs` [labels] in seconds; `digits` [labels, axes], the signature on each mesh axis."""
 
     name: str
-    costs: np.ndarray
-    digits: np.ndarray
+    costs: Array
+    digits: Array
 
 
 @dataclass(eq=False)
@@ -38,9 +40,9 @@ class Value:
     """
 
     producer: int
-    out: np.ndarray
-    consumers: list[tuple[int, np.ndarray]]
-    closure: np.ndarray
+    out: Array
+    consumers: list[tuple[int, Array]]
+    closure: Array
     places: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -52,7 +54,7 @@ class Value:
         return list(numbers.values())
 
     @property
-    def readers(self) -> list[tuple[int, np.ndarray]]:
+    def readers(self) -> list[tuple[int, Array]]:
         """The consumers, equal ones once."""
         return [self.consumers[number] for number in self.distinct]
 
@@ -88,10 +90,10 @@ def with_ports(problem: Problem) -> Problem:
 class Limit:
     """A linear constraint: `weights` [labels] by number of a variable, summed over a plan, are at most `most`."""
 
-    weights: Mapping[int, np.ndarray]
+    weights: Mapping[int, Array]
     most: float
 
-    def used(self, labels: Sequence[int]) -> float:
+    def used(self, labels: Labels) -> float:
         """Returns the left-hand side for a plan."""
         return math.fsum(float(weights[labels[at]]) for at, weights in self.weights.items())
 
@@ -105,8 +107,8 @@ class Proof:
     """
 
     classes: Sequence[int]
-    multipliers: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    shares: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
+    multipliers: Mapping[tuple[int, int], Array] = field(default_factory=dict)
+    shares: Mapping[tuple[Any, ...], Sequence[Array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -
     prices: seconds for all of a limit, so that a plan within the limits pays at most their sum. Costs that are equal for the
     same reasons are one array, as `fold` and the proof need it.
     """
-    sums: dict[tuple[object, ...], np.ndarray] = {}
+    sums: dict[tuple[object, ...], Array] = {}
     variables = []
     for at, variable in enumerate(problem.variables):
         terms = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
@@ -153,7 +155,7 @@ def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -
     return Problem(variables, problem.values)
 
 
-def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+def star(value: Value, labels: Labels) -> tuple[int, tuple[int, ...]]:
     """Returns the alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
 
     Ties go to the layout in which the value is made, then to the lowest number.
@@ -166,7 +168,7 @@ def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return alias, tuple(target for target in wanted if target != alias)
 
 
-def targets(value: Value, labels: Sequence[int]) -> list[int]:
+def targets(value: Value, labels: Labels) -> list[int]:
     """Returns the distinct layouts that consumers want and that differ from the one in which `value` is made."""
     source = int(value.out[labels[value.producer]])
     found = dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers)
@@ -174,7 +176,7 @@ def targets(value: Value, labels: Sequence[int]) -> list[int]:
     return list(found)
 
 
-def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray:
+def stars(closure: Array, source: int, wanted: Sequence[int]) -> Array:
     """Returns the seconds of the star from `source` to the `wanted` layouts, for every alias [layouts]."""
     found = closure[source].copy()
     for target in wanted:  # the diagonal is 0: an alias that is wanted costs nothing more
@@ -182,13 +184,13 @@ def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray
     return found
 
 
-def total(problem: Problem, labels: Sequence[int]) -> float:
+def total(problem: Problem, labels: Labels) -> float:
     """Returns the seconds of a plan: its labels and the stars of all values. This is the objective."""
     seconds = math.fsum(float(v.costs[label]) for v, label in zip(problem.variables, labels))
     return seconds + math.fsum(star_seconds(value, labels) for value in problem.values)
 
 
-def star_seconds(value: Value, labels: Sequence[int]) -> float:
+def star_seconds(value: Value, labels: Labels) -> float:
     """Returns the seconds of the cheapest star of `value`."""
     source = int(value.out[labels[value.producer]])
     wanted = targets(value, labels)

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from sbpc.solver.problem import Problem, Proof, Value
+from sbpc.solver.problem import Array, Problem, Proof, Value
 
 HUGE = 1e100  # multipliers beyond it are ignored: their sums may overflow
 Key = tuple[Any, ...]
-Groups = dict[tuple[int, int, int], list[tuple[int, np.ndarray]]]  # consumers and wanted layouts, by class, port and `id` of these
+Groups = dict[tuple[int, int, int], list[tuple[int, Array]]]  # consumers and wanted layouts, by class, port and `id` of these
 
 
 def checked_bound(problem: Problem, proof: Proof) -> float:
@@ -39,7 +39,7 @@ def checked_bound(problem: Problem, proof: Proof) -> float:
                 ports[at].append(place)
         key = share_key(value, proof.classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups)
         values.setdefault(key, []).append((value, groups))
-    variables: dict[Key, list[np.ndarray]] = {}
+    variables: dict[Key, list[Array]] = {}
     for number, places, variable in zip(proof.classes, ports, problem.variables):
         variables.setdefault((number, tuple(sorted(places)), id(variable.costs)), []).append(variable.costs)
     known: dict[tuple[int, ...], Any] = {}
@@ -56,7 +56,7 @@ def checked_bound(problem: Problem, proof: Proof) -> float:
 def consumers(value: Value, classes: Sequence[int]) -> Groups:
     """Returns the distinct consumers grouped by class, port and wanted layouts."""
     groups: Groups = {}
-    seen: dict[int, list[np.ndarray]] = {}
+    seen: dict[int, list[Array]] = {}
     for (at, wants), place in zip(value.consumers, value.places[1:]):
         before = seen.setdefault(at, [])
         if not any(np.array_equal(wants, other) for other in before):
@@ -71,7 +71,7 @@ def share_key(value: Value, classes: Sequence[int], groups: Groups) -> Key:
     return (classes[value.producer], value.places[0], kinds)
 
 
-def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray:
+def multiplier(proof: Proof, number: int, place: int, labels: int) -> Array:
     """Returns the multipliers of a port by label; zeros if there are none, or if some are not finite or absurdly large."""
     found = proof.multipliers.get((number, place))
     if found is None or found.shape != (labels,) or not np.abs(found).max(initial=0.0) < HUGE:
@@ -79,7 +79,7 @@ def multiplier(proof: Proof, number: int, place: int, labels: int) -> np.ndarray
     return found
 
 
-def distinct(layouts: np.ndarray, known: dict[tuple[int, ...], Any]) -> tuple[np.ndarray, np.ndarray]:
+def distinct(layouts: Array, known: dict[tuple[int, ...], Any]) -> tuple[Array, Array]:
     """Returns the distinct layouts, and for every label the place of its layout among them. known: what many ports share."""
     if (id(layouts),) not in known:
         known[id(layouts),] = *np.unique(layouts, return_inverse=True), layouts  # which is kept, so that no other has its id
@@ -115,7 +115,7 @@ def value_bound(value: Value, groups: Groups, proof: Proof, known: dict[tuple[in
     return float(reached.min())
 
 
-def feasible_shares(closure: np.ndarray, wanted: Sequence[np.ndarray], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+def feasible_shares(closure: Array, wanted: Sequence[Array], given: Sequence[Array] | None) -> list[Array]:
     """Returns cost shares that obey the rule above: the given ones, scaled down where they break it, or equal ones."""
     many = len(wanted)
     holds = np.zeros((many, closure.shape[1]), dtype=bool)

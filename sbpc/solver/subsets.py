@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbpc.solver.problem import Problem, Value, star
+from sbpc.solver.problem import Array, Labels, Problem, Value, star
 
 
 @dataclass(eq=False)
 class Subset:
     """The labels that each variable may take, and the alias layouts that each value with an alias may take (ascending)."""
 
-    labels: list[np.ndarray]
-    aliases: list[np.ndarray | None]
+    labels: list[Array]
+    aliases: list[Array | None]
 
     @property
     def size(self) -> int:
@@ -23,7 +23,7 @@ class Subset:
         return sum(map(len, self.labels)) + sum(len(a) for a in self.aliases if a is not None)
 
 
-def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct(layouts: Array) -> tuple[Array, Array]:
     """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its time."""
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
     seen[layouts] = True
@@ -36,13 +36,13 @@ def everything(problem: Problem) -> Subset:
     return Subset([np.arange(len(variable.costs)) for variable in problem.variables], aliases)
 
 
-def around(problem: Problem, plans: Sequence[Sequence[int]], *labels: Sequence[np.ndarray]) -> Subset:
+def around(problem: Problem, plans: Sequence[Labels], *labels: Sequence[Array]) -> Subset:
     """Returns the labels of all `plans` and those in `labels` (each a list by variable), with the aliases that they need."""
     union = [np.unique(np.concatenate([*map(np.atleast_1d, each)])) for each in zip(*plans, *labels)]
     return Subset(union, [aliases_for(value, union, plans) for value in problem.values])
 
 
-def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequence[int]]) -> np.ndarray | None:
+def aliases_for(value: Value, labels: Sequence[Array], plans: Sequence[Labels]) -> Array | None:
     """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
     if not value.has_alias:
         return None
@@ -50,7 +50,7 @@ def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequ
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 
-def least_reduced(reduced_costs: Sequence[np.ndarray], each: int) -> list[np.ndarray]:
+def least_reduced(reduced_costs: Sequence[Array], each: int) -> list[Array]:
     """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so many of one."""
     every, size = np.concatenate(reduced_costs), each * len(reduced_costs)
     limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)

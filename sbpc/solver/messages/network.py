@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sbpc.solver.messages.stars import Star
-from sbpc.solver.problem import Problem
+from sbpc.solver.problem import Array, Problem
 from sbpc.solver.subsets import distinct
 
 Name = tuple[int, int]  # of a node: (0, number of a variable), or (1, number of a value) for its alias
@@ -21,9 +21,9 @@ class NodePort:
     to the node by layout. The port of a star has no labels."""
 
     node: int
-    layouts: np.ndarray
-    at: np.ndarray
-    inbox: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    layouts: Array
+    at: Array
+    inbox: Array = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Edge:
 
     first: NodePort
     last: NodePort
-    seconds: np.ndarray
+    seconds: Array
     star: Star | None = None
     branch: int = 0
 
@@ -48,23 +48,23 @@ class Node:
     parts: by edge, how much of the node's belief it gets, at most 1 in all of those on one side.
     """
 
-    costs: np.ndarray
+    costs: Array
     earlier: list[Edge]
     later: list[Edge]
     star: Star | None
-    inbox: np.ndarray
-    gather: np.ndarray
+    inbox: Array
+    gather: Array
     parts: list[float] = field(default_factory=list)
 
     def side(self, back: bool) -> Iterator[tuple[Edge, float]]:
         """Returns the edges to earlier or to later nodes with their parts."""
         return zip(self.earlier, self.parts) if back else zip(self.later, self.parts[len(self.earlier) :])
 
-    def belief(self) -> np.ndarray:
+    def belief(self) -> Array:
         """Returns costs and messages by label; of a star [sources, aliases]."""
         return self.costs + np.add.reduce(self.inbox[self.gather], axis=0) if self.star is None else self.star.belief()
 
-    def message(self, port: NodePort, part: float, belief: np.ndarray) -> np.ndarray:
+    def message(self, port: NodePort, part: float, belief: Array) -> Array:
         """Returns what is sent from a port: the least part of the belief among the labels of each layout, less what came from there."""
         least = np.full(len(port.layouts), np.inf, belief.dtype)
         np.minimum.at(least, port.at, belief.dtype.type(part) * belief)
@@ -78,12 +78,12 @@ def order(problem: Problem) -> list[Name]:
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def port(node: int, layouts: np.ndarray) -> NodePort:
+def port(node: int, layouts: Array) -> NodePort:
     """Returns the port of a node whose labels have these layouts."""
     return NodePort(node, *distinct(layouts))
 
 
-def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: Star | None) -> Node:
+def node(costs: Array, earlier: list[Edge], later: list[Edge], star: Star | None) -> Node:
     """Returns a node, and gives its ports their parts of its inbox."""
     ports = [] if star else [edge.last for edge in earlier] + [edge.first for edge in later]
     starts = list(itertools.accumulate((len(port.layouts) for port in ports), initial=0))

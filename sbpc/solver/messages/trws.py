@@ -19,7 +19,7 @@ import numpy as np
 from sbpc.solver.messages.compiled import Tables, machine
 from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths, port
 from sbpc.solver.messages.stars import Star, star_of
-from sbpc.solver.problem import Problem, Value
+from sbpc.solver.problem import Array, Problem, Value
 
 BALANCE = 3  # cost shares are balanced in every so many sweeps
 
@@ -33,7 +33,7 @@ class Messages:
 
     def __init__(self, problem: Problem, big_m: float, real: type[np.floating] = np.float64):
         self.problem, self.big_m, self.real = problem, big_m, real
-        self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+        self.matrices: dict[tuple[int, bytes, bytes], Array] = {}
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
@@ -169,17 +169,17 @@ class Messages:
             return 0
         return 2 if self.sweeps % (2 * BALANCE) < BALANCE else 1
 
-    def beliefs(self) -> list[np.ndarray]:
+    def beliefs(self) -> list[Array]:
         """Returns, by node and label (or alias layout), how far its belief is above that of the best one."""
         beliefs = (at.belief() if at.star is None else at.belief().min(0) for at in self.nodes)
         return [belief - belief.min() for belief in beliefs]
 
-    def reduced_costs(self) -> list[np.ndarray]:
+    def reduced_costs(self) -> list[Array]:
         """Returns, by variable and label, about how far above the bound the best plan with that label is."""
         beliefs = self.beliefs()
         return [beliefs[self.place[0, at]] for at in range(len(self.problem.variables))]
 
-    def label_bounds(self) -> list[np.ndarray]:
+    def label_bounds(self) -> list[Array]:
         """Returns, after one more sweep, by node a bound of all plans that have a label (or alias layout).
 
         After a backward sweep the belief of a node is the sum of the min-marginals of the chains through it, and no step of a
@@ -206,7 +206,7 @@ class Messages:
             chosen.append(int((at.costs + sum(rows)).argmin()))
         return [chosen[self.place[0, at]] for at in range(len(self.problem.variables))]
 
-    def multipliers(self) -> list[list[np.ndarray]]:
+    def multipliers(self) -> list[list[Array]]:
         """Returns, by value and port (the producer's, then those of the distinct consumers), the multipliers by label.
 
         With them every variable alone and every value alone cost together at least what a sweep `back` has just returned: a node
@@ -220,7 +220,7 @@ class Messages:
                 by_layout |= {id(edge.last): -at.message(edge.last, part, belief) for edge, part in at.side(True)}
         return [[by_layout.get(id(p), np.zeros(len(p.layouts)))[p.at].astype(float) for p in ports] for ports in self.ports]
 
-    def shares(self) -> dict[int, list[np.ndarray]]:
+    def shares(self) -> dict[int, list[Array]]:
         """Returns, by number of a value with a star, the cost shares of its distinct consumers [layouts, their layouts]."""
         return {self.names[middle][1]: star.shares for middle, star in self.stars.items()}
 
