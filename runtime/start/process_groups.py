@@ -97,12 +97,13 @@ def check_ranks(mesh: Mesh) -> None:
 
 
 def bind(mesh: Mesh) -> None:
-    """Makes the process groups of a mesh that do not exist yet and binds each under its name.
+    """Makes the process groups of a mesh, or of each of its parts, that do not exist yet and binds each under its name.
 
     Every rank must call this at the same point: making groups is a collective.
     """
     for axes in mesh.runs():
-        bind_groups(mesh.group_name(axes), mesh.groups(axes))
+        parts = parts_of.get(mesh, [range(mesh.ranks)])
+        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
 
 
 def bind_groups(name: str, groups: Sequence[Sequence[int]]) -> None:
@@ -169,13 +170,7 @@ def bind_within(mesh: Mesh, parts: Sequence[Sequence[int]], kind: str) -> None:
     """
     if parts_of.setdefault(mesh, parts) != parts:
         raise MeshError(f"{mesh} stands for the ranks {parts_of[mesh]} in this process, and for {parts}\n  Run one such plan at a time.")
-    for axes in mesh.runs():
-        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
-    if (mesh, kind) not in meshes:
-        (mine,) = (part for part in parts if dist.get_rank() in part)
-        groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
-        ranks = torch.tensor(mine).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
+    device_mesh(mesh, kind)
 
 
 def is_part(mesh: DeviceMesh) -> bool:
@@ -183,11 +178,15 @@ def is_part(mesh: DeviceMesh) -> bool:
     return any(mesh == known for (planned, _), known in meshes.items() if planned in parts_of)
 
 
+def ranks_beside(mesh: Mesh) -> list[int]:
+    """Returns the ranks of the part that this rank is in, all where a mesh stands for all."""
+    (mine,) = (part for part in parts_of.get(mesh, [range(mesh.ranks)]) if dist.get_rank() in part)
+    return list(mine)
+
+
 def place(mesh: Mesh) -> tuple[int, ...]:
     """Returns where this rank stands on a mesh, or on that of its part."""
-    rank = dist.get_rank()
-    (mine,) = (part for part in parts_of.get(mesh, [range(mesh.ranks)]) if rank in part)
-    return mesh.coordinates(list(mine).index(rank))
+    return mesh.coordinates(ranks_beside(mesh).index(dist.get_rank()))
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
@@ -195,6 +194,6 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     if (mesh, kind) not in meshes:
         bind(mesh)
         groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
-        ranks = torch.arange(mesh.ranks).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=mesh.axes)
+        ranks = torch.tensor(ranks_beside(mesh)).view(mesh.sizes)
+        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
     return meshes[mesh, kind]
