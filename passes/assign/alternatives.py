@@ -17,8 +17,7 @@ import numpy as np
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
-from sbpc.plans.plan import Assignment
-from sbpc.solver import Problem, Proof, Value, Variable, star, total
+from sbpc.solver import Problem, Proof, Value, Variable, total
 from sbpc.solver.highs import cheapest
 from sbpc.solver.problem import SLACK, Labels, star_seconds
 from sbpc.solver.program import columns_of
@@ -77,21 +76,6 @@ class Solved:
         """Returns the variables that have other labels than in the plan, and the values that these make or read."""
         changed = [at for at, (mine, others) in enumerate(zip(labels, self.labels)) if mine != others]
         return changed, sorted({number for at in changed for number in self.touching[at]})
-
-    def assignment(self, base: Assignment, labels: Labels) -> Assignment:
-        """Returns the assignment of labels. base: that of the plan, of which most stays."""
-        changed, numbers = self.touched(labels)
-        space, choices, aliases, outputs = self.space, dict(base.choices), dict(base.aliases), list(base.outputs)
-        for at in changed:
-            if at < len(space.nodes):
-                choices[space.nodes[at].name] = space.tables[at].choice(labels[at])
-        for number in numbers:
-            (node, index), (alias, _) = space.keys[number], star(space.values[number], labels)
-            aliases[node.name, index] = decode(int(space.codes[number][alias]), space.mesh.axes)
-        for place, port in enumerate(space.output_variables):
-            if port in changed:
-                outputs[place] = space.tables[port].output(0, labels[port])
-        return Assignment(choices, aliases, tuple(outputs))
 
     def difference(self, problem: Problem, labels: Labels) -> float:
         """Returns what labels cost more than the plan. problem: the one here, or the same with other costs of labels."""

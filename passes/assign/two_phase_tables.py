@@ -30,11 +30,6 @@ class CallTable:
     read: Array
     masks: Mapping[str, Array]
 
-    def result_bytes(self, codes: Array, sizes: Sequence[int]) -> Array:
-        """Returns the bytes of the result in these layouts."""
-        itemsize, shape = self.tensors[-1]
-        return itemsize * elements(codes, shape, sizes)
-
 
 def may_run(table: Table) -> Array:
     """Returns which labels run the node in one phase, or in two with all axes together and all conditions kept."""
@@ -110,10 +105,12 @@ def two_phase_bytes(table: Table, tensors: Tensors, mask: int) -> Array:
     for at, each in enumerate(calls):
         number = each.part.number
         view = storage[number] != number
-        made = np.zeros(len(table)) if view else each.result_bytes(each.made, sizes)
+        itemsize, shape = each.tensors[-1]
+        made, seen = (itemsize * elements(codes, shape, sizes) for codes in (each.made, each.read))
+        made = 0 * made if view else made
         most = np.maximum(most, sum((size for other, size in alive.items() if last[other] >= at), made))
         if not view and number in last:
-            alive[number] = np.minimum(made, each.result_bytes(each.read, sizes))
+            alive[number] = np.minimum(made, seen)
     return most
 
 
