@@ -68,7 +68,7 @@ class Solved:
         """By variable, the values that it makes or reads."""
         touching: list[list[int]] = [[] for _ in self.problem.variables]
         for number, value in enumerate(self.problem.values):
-            for at in dict.fromkeys([value.producer, *(reader for reader, _ in value.consumers)]):
+            for at in dict.fromkeys(at for at, _ in value.ends):
                 touching[at].append(number)
         return touching
 
@@ -91,7 +91,7 @@ class Solved:
         costs = self.problem.variables[at].costs
         for number in self.touching[at]:
             value = self.problem.values[number]
-            for (reader, _), place in zip([(value.producer, None), *value.consumers], value.places):
+            for (reader, _), place in zip(value.ends, value.places):
                 given = self.proof.multipliers.get((self.proof.classes[at], place)) if reader == at else None
                 costs = costs if given is None else costs + given
         return costs - costs.min()
@@ -102,7 +102,7 @@ class Solved:
         for near in queue:
             for number in self.touching[near] if distance[near] < reach else ():
                 value = self.problem.values[number]
-                for other in (value.producer, *(reader for reader, _ in value.consumers)):
+                for other, _ in value.ends:
                     if other not in distance and len(distance) < MANY:
                         distance[other] = distance[near] + 1
                         queue.append(other)
@@ -112,8 +112,7 @@ class Solved:
         """Returns the values that touch free variables as a problem, and which variables it has, the free ones first."""
         numbers = sorted({number for at in free for number in self.touching[at]})
         values = [self.problem.values[number] for number in numbers]
-        ends = (at for value in values for at in (value.producer, *(reader for reader, _ in value.consumers)))
-        members = list(dict.fromkeys([*free, *ends]))
+        members = list(dict.fromkeys([*free, *(at for value in values for at, _ in value.ends)]))
         place = {at: number for number, at in enumerate(members)}
         moved = [
             Value(place[v.producer], v.out, [(place[at], wants) for at, wants in v.consumers], v.closure, v.places) for v in values

@@ -20,8 +20,8 @@ from networkx.utils import UnionFind
 from sbpc.solver.fold import Folded, Slot, fold, repriced
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
 from sbpc.solver.problem import SLACK, Array, Problem, Proof, Value, Variable
-from sbpc.solver.proof import checked_bound
-from sbpc.solver.subsets import Subset, distinct, everything
+from sbpc.solver.proof import checked_bound, largest
+from sbpc.solver.subsets import Subset, everything
 
 ROUNDS = 16  # each of as many sweeps as there are from one balance of cost shares to the next
 STALLED = 7.5e-4  # rounds end when one adds no more than this part to the bound
@@ -126,7 +126,7 @@ class Bounder:
                 continue  # its multipliers and shares are known
             ports: list[tuple[int, Array]] = []
             places = []
-            for place, (slot, layouts) in enumerate(zip(bundle.slots, [value.out, *(w for _, w in value.consumers)])):
+            for place, (slot, layouts) in enumerate(zip(bundle.slots, [layouts for _, layouts in value.ends])):
                 if slot[0] in number:
                     ports.append((number[slot[0]], layouts))
                     places.append(place)
@@ -235,9 +235,7 @@ def class_weights(folded: Folded, kept: list[list[int]]) -> list[int]:
 
 def stand_in(problem: Problem, layouts: Array, multipliers: Array) -> tuple[int, Array]:
     """Adds a variable for a port with these multipliers; returns its number and the layouts of its labels."""
-    labels, at = distinct(layouts)
-    most = np.full(len(labels), -np.inf)
-    np.maximum.at(most, at, multipliers)
+    labels, most = largest(layouts, multipliers, {})
     axes = problem.variables[0].digits.shape[1] if problem.variables else 1
     problem.variables.append(Variable("", most.max() - most, np.zeros((len(labels), axes), dtype=np.int64)))
     return len(problem.variables) - 1, labels

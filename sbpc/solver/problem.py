@@ -54,9 +54,14 @@ class Value:
         return list(numbers.values())
 
     @property
-    def readers(self) -> list[tuple[int, Array]]:
-        """The consumers, equal ones once."""
-        return [self.consumers[number] for number in self.distinct]
+    def ends(self) -> list[tuple[int, Array]]:
+        """The variables that meet the value, the producer first, with their layouts."""
+        return [(self.producer, self.out), *self.consumers]
+
+    @property
+    def distinct_ends(self) -> list[tuple[int, Array]]:
+        """The same, equal consumers once."""
+        return [(self.producer, self.out), *(self.consumers[number] for number in self.distinct)]
 
     @property
     def has_alias(self) -> bool:
@@ -221,7 +226,7 @@ def validate(problem: Problem) -> None:
         if new(closure):
             assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
             assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure < 0, or not 0 on the diagonal"
-        for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
+        for variable_at, layouts in value.ends:
             assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
             if new(layouts, closure):
                 assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"

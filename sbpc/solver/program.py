@@ -30,10 +30,13 @@ from sbpc.solver.subsets import Subset, distinct
 class Program:
     """Columns with costs, rows with lower and upper limits, and the entries of the matrix, all still in pieces.
 
-    column_costs: costs added to columns later. constant: seconds that every plan pays. boxing_cost: seconds added to a boxing that
-    costs nothing, so that of equal plans the one with fewer boxings wins.
+    x: by variable the columns of its labels in the subset. column_costs: costs added to columns later. constant: seconds that every
+    plan pays. boxing_cost: seconds added to a boxing that costs nothing, so that of equal plans the one with fewer boxings wins.
     """
 
+    problem: Problem
+    subset: Subset
+    x: list[Array] = field(default_factory=list)
     costs: list[Array] = field(default_factory=list)
     columns: int = 0
     rows: int = 0
@@ -164,35 +167,35 @@ def add_straight_flows(program: Program, detours: Detours, head: PortColumns, ba
     program.add(rows[which.reshape(-1)], detours.columns[usable], -1.0)
 
 
-def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> tuple[Program, list[Array]]:
-    """Returns the program of the problem on `subset`, and by variable the columns of its labels."""
-    program = Program(boxing_cost=boxing_cost)
-    x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, subset.labels)]
+def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> Program:
+    """Returns the program of the problem on `subset`."""
+    program = Program(problem, subset, boxing_cost=boxing_cost)
+    program.x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, subset.labels)]
     first = [int(labels[0]) for labels in subset.labels]
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *value.readers]
+        ports = value.distinct_ends
         if all(len(subset.labels[at]) == 1 for at, _ in ports):  # most values of a program that mixes a few labels
             program.constant += star_seconds(value, first)
             continue
-        ends = [PortColumns(x[at], *distinct(layouts[subset.labels[at]])) for at, layouts in ports]
+        ends = [PortColumns(program.x[at], *distinct(layouts[subset.labels[at]])) for at, layouts in ports]
         if all(len(end.layouts) == 1 for end in ends):
             program.constant += star_seconds(value, first)
         else:
             add_value(program, value, ends[0], ends[1:], alias)
-    return program, x
+    return program
 
 
-def add_limits(program: Program, x: Sequence[Array], subset: Subset, limits: Sequence[Limit]) -> Array:
-    """Adds a row for every limit, scaled to an upper limit of about 1; returns their numbers. x: see `build`."""
+def add_limits(program: Program, limits: Sequence[Limit]) -> Array:
+    """Adds a row for every limit, scaled to an upper limit of about 1; returns their numbers."""
     rows = program.add_rows(len(limits), -np.inf, 1.0)
     upper = program.upper[-1]  # of these rows
     for at, (row, limit) in enumerate(zip(rows, limits)):
         for number, weights in limit.weights.items():
-            part = weights[subset.labels[number]] / limit.most
+            part = weights[program.subset.labels[number]] / limit.most
             least = part.min()
             upper[at] -= least  # what every label uses
             more = np.flatnonzero(part > least)
-            program.entries.append((np.full(len(more), row), x[number][more], part[more] - least))
+            program.entries.append((np.full(len(more), row), program.x[number][more], part[more] - least))
     return rows
 
 
@@ -200,8 +203,7 @@ def columns_of(problem: Problem, subset: Subset) -> int:
     """Returns about how many columns `build` makes."""
     count = sum(map(len, subset.labels))
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *value.readers]
-        out, *wanted = (len(distinct(layouts[subset.labels[at]])[0]) for at, layouts in ports)
+        out, *wanted = (len(distinct(layouts[subset.labels[at]])[0]) for at, layouts in value.distinct_ends)
         through = out if alias is None else len(alias)
         count += through * sum(wanted) * (2 if len(wanted) > 2 else 1) + (0 if alias is None else out * through)
     return count

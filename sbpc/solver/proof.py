@@ -79,24 +79,23 @@ def multiplier(proof: Proof, number: int, place: int, labels: int) -> Array:
     return found
 
 
-def distinct(layouts: Array, known: dict[tuple[int, ...], Any]) -> tuple[Array, Array]:
-    """Returns the distinct layouts, and for every label the place of its layout among them. known: what many ports share."""
+def largest(layouts: Array, multipliers: Array, known: dict[tuple[int, ...], Any]) -> tuple[Array, Array]:
+    """Returns the distinct layouts of a port, and the largest multiplier of each. known: what many ports share."""
     if (id(layouts),) not in known:
         known[id(layouts),] = *np.unique(layouts, return_inverse=True), layouts  # which is kept, so that no other has its id
-    return known[id(layouts),][:2]  # type: ignore[no-any-return]
+    distinct, at, _ = known[id(layouts),]
+    most = np.full(len(distinct), -np.inf)
+    np.maximum.at(most, at, multipliers)
+    return distinct, most
 
 
 def value_bound(value: Value, groups: Groups, proof: Proof, known: dict[tuple[int, ...], Any]) -> float:
     """Returns the least that one value costs, less the multipliers that it receives."""
     ends = [(proof.classes[value.producer], value.places[0], 1, value.out)]
     ends += [(number, place, len(group), group[0][1]) for (number, place, _), group in groups.items()]
-    ports = []  # the distinct layouts of each, and the largest multiplier of each layout
-    for number, place, many, wants in ends:
-        layouts, at = distinct(wants, known)
-        most = np.full(len(layouts), -np.inf)
-        np.maximum.at(most, at, many * multiplier(proof, number, place, len(wants)))
-        ports.append((layouts, most))
-    (made, received), *taken = ports
+    (made, received), *taken = [
+        largest(wants, many * multiplier(proof, number, place, len(wants)), known) for number, place, many, wants in ends
+    ]
     if not taken:
         return -float(received.max())
     reached = value.closure[made] - received[:, None]  # from each source to each alias

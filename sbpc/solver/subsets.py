@@ -46,7 +46,7 @@ def aliases_for(value: Value, labels: Sequence[Array], plans: Sequence[Labels]) 
     """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
     if not value.has_alias:
         return None
-    layouts = [value.out[labels[value.producer]], *(wants[labels[at]] for at, wants in value.readers)]
+    layouts = [layouts[labels[at]] for at, layouts in value.distinct_ends]
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 

@@ -33,7 +33,7 @@ class Surroundings:
         for value in problem.values:
             self.uses[value.producer].append(Use(value, True, [distinct(value.out)]))
             consumers: dict[int, list[PortLayouts]] = {}
-            for at, wants in value.readers:
+            for at, wants in value.distinct_ends[1:]:
                 consumers.setdefault(at, []).append(distinct(wants))
             for at, ports in consumers.items():
                 if at != value.producer:
@@ -47,9 +47,8 @@ class Surroundings:
         arrays = [self.problem.variables[at].costs]
         layouts = []
         for use in self.uses[at]:
-            value, ends = use.value, [(use.value.producer, use.value.out), *use.value.consumers]
-            arrays += [value.closure, *(wants for other, wants in ends if other == at)]
-            layouts.append(tuple(-1 if other == at else int(wants[labels[other]]) for other, wants in ends))
+            arrays += [use.value.closure, *(wants for other, wants in use.value.ends if other == at)]
+            layouts.append(tuple(-1 if other == at else int(wants[labels[other]]) for other, wants in use.value.ends))
         return tuple(map(id, arrays)), tuple(layouts)
 
     def costs(self, at: int, labels: Labels) -> Array:

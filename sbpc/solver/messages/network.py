@@ -10,7 +10,6 @@ import numpy as np
 
 from sbpc.solver.messages.stars import Star
 from sbpc.solver.problem import Array, Problem
-from sbpc.solver.subsets import distinct
 
 Name = tuple[int, int]  # of a node: (0, number of a variable), or (1, number of a value) for its alias
 
@@ -76,11 +75,6 @@ def order(problem: Problem) -> list[Name]:
     names = [(at, 0, at) for at in range(len(problem.variables))]
     names += [(value.producer, 1, at) for at, value in enumerate(problem.values) if value.has_alias]
     return [(kind, at) for _, kind, at in sorted(names)]
-
-
-def port(node: int, layouts: Array) -> NodePort:
-    """Returns the port of a node whose labels have these layouts."""
-    return NodePort(node, *distinct(layouts))
 
 
 def node(costs: Array, earlier: list[Edge], later: list[Edge], star: Star | None) -> Node:

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from sbpc.solver.messages.compiled import Tables, machine
-from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths, port
+from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths
 from sbpc.solver.messages.stars import Star, star_of
 from sbpc.solver.problem import Array, Problem, Value
+from sbpc.solver.subsets import distinct
 
 BALANCE = 3  # cost shares are balanced in every so many sweeps
 
@@ -91,19 +92,18 @@ class Messages:
     def connect(self, number: int, value: Value) -> list[Edge]:
         """Returns the edges of a value: one if it has one consumer, else one from the producer to the alias and one to each
         consumer. Notes the value's ports and its star."""
-        out = port(self.place[0, value.producer], value.out)
-        wanted = [port(self.place[0, at], wants) for at, wants in value.readers]
-        self.ports.append([out, *wanted])
+        out, *wanted = ports = [NodePort(self.place[0, at], *distinct(layouts)) for at, layouts in value.distinct_ends]
+        self.ports.append(ports)
         if not value.has_alias:
             return [self.edge(value, out, wants) for wants in wanted]
         middle, alias = self.place[1, number], np.arange(len(value.closure))
         if len(wanted) < 3:
             ends = [self.edge(value, out, NodePort(middle, alias, alias))]
             return ends + [self.edge(value, NodePort(middle, alias, alias), wants) for wants in wanted]
-        layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
+        layouts, late = [p.layouts for p in ports], [p.node > middle for p in wanted]
         star = self.stars[middle] = star_of(value.closure, layouts, late, self.big_m, self.real)
         edges = []
-        for branch, end in enumerate((out, *wanted)):
+        for branch, end in enumerate(ports):
             center = NodePort(middle, alias[:0], alias[:0])
             edges.append(Edge(*((end, center) if end.node < middle else (center, end)), np.zeros((0, 0)), star, branch))
         return edges
