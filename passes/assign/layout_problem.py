@@ -57,7 +57,7 @@ class LayoutProblem:
         self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish],
         like: LayoutProblem | None = None,
     ) -> None:  # fmt: skip
-        self.gm, self.mesh = gm, mesh
+        self.gm, self.mesh, self.parts = gm, mesh, gm.meta.get(ONCE, {})
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {} if like is None else like.known  # see `once`
@@ -69,6 +69,7 @@ class LayoutProblem:
         self.counted_parts: list[float] = []
         self.output_variables: list[int | None] = []
         self.output_tensors: dict[int, Tensors] = {}
+        self.gradients = set[Key]()
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
@@ -137,6 +138,8 @@ class LayoutProblem:
                 self.output_tensors[reader] = (shape_of(*value_of(node))[::-1],)
                 self.variables.append(Variable(result_name(at), table.seconds, table.digits))
             self.output_variables.append(reader)
+            if port.kind == GRADIENT:
+                self.gradients.add(value_of(node))
             readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at[reader]))
             outputs_at[reader] += 1
         return readers
@@ -164,23 +167,10 @@ class LayoutProblem:
 
     def seconds_of(self, node: Node, table: Table) -> Array:
         """Returns the seconds of a node by label: a part of them where it runs once for all micro-batches of a loop."""
-        part = self.gm.meta.get(ONCE, {}).get(PARAMETER, 1.0)
+        part = self.parts.get(PARAMETER, 1.0)
         if part == 1.0 or node.op == "placeholder" or node not in self.fixed:
             return table.seconds
         return self.once((id(table), "once"), lambda: part * table.seconds)
-
-    def counted_part(self, producer: Node, readers: list[Reader]) -> float:
-        """Returns what part of its seconds a boxing counts: less than 1 where it is done once for all micro-batches of a loop."""
-        once = self.gm.meta.get(ONCE, {})
-        if producer in self.fixed:
-            return float(once.get(PARAMETER, 1.0))
-        return float(once.get(GRADIENT, 1.0)) if all(place < 0 for _, place in readers) else 1.0
-
-    @cached_property
-    def gradients(self) -> set[Key]:
-        """The values that are gradients of parameters."""
-        ends = zip(self.gm.meta["ports"].outputs, results(self.gm))
-        return {value_of(node) for port, node in ends if port.kind == GRADIENT and node is not None}
 
     @cached_property
     def fixed(self) -> set[Node]:
@@ -222,7 +212,8 @@ class LayoutProblem:
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
-        share = self.counted_part(key[0], readers)
+        kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""
+        share = float(self.parts.get(kind, 1.0))  # less than 1 where it is boxed once for all micro-batches of a loop
         if share != 1.0:
             full = seconds
             seconds = self.once((id(full), share), lambda: full * share)

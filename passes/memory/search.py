@@ -25,8 +25,7 @@ import numpy as np
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
-from sbpc.passes.memory.limit_error import shortage
-from sbpc.passes.memory.limited_space import LimitedSpace, PricedBound, by_class
+from sbpc.passes.memory.limited_space import LimitedSpace, PricedBound, by_class, shortage
 from sbpc.passes.memory.live_bytes import (
     Moment,
     at_optimizer,
