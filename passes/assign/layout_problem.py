@@ -270,12 +270,8 @@ class LayoutProblem:
         labels = [label or 0 for label in known]
         if None in known:
             surroundings = Surroundings(self.problem)
-            cheapest: dict[Any, int] = {}  # by what a variable sees: in equal blocks that is the same
             for at in (at for at, label in enumerate(known) if label is None):
-                seen = surroundings.seen(at, labels)
-                if seen not in cheapest:
-                    cheapest[seen] = int(surroundings.costs(at, labels).argmin())
-                labels[at] = cheapest[seen]
+                labels[at] = int(surroundings.costs(at, labels).argmin())
         return labels
 
     def assignment(self, labels: list[int]) -> Assignment:

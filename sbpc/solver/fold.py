@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.proof import consumers, share_key
+from sbpc.solver.proof import by_term, share_key
 
 Slot = tuple[int, int]  # a class, and the number of the port where its members meet a value
 
@@ -78,17 +78,10 @@ def fold(problem: Problem, classes: Sequence[int]) -> Folded:
     members: list[list[int]] = [[] for _ in numbers]
     for at, number in enumerate(classes):
         members[number].append(at)
-    bundles: dict[tuple[object, ...], list[Value]] = {}
-    for value in problem.values:
-        groups = consumers(value, classes)
-        multiplicity = tuple(map(len, groups.values()))
-        key = (classes[value.producer], value.places[0], id(value.closure), id(value.out), tuple(groups), multiplicity)
-        bundles.setdefault(key, []).append(value)
     scaled: dict[tuple[int, int], np.ndarray] = {}  # one array for equal closures, as the messages look for them
     pairs = []
-    for values in bundles.values():
-        one, count = values[0], len(values)
-        groups = consumers(one, classes)
+    for (one, groups), *others in by_term(problem.values, classes):
+        count = 1 + len(others)
         if (id(one.closure), count) not in scaled:
             scaled[id(one.closure), count] = count * one.closure if count > 1 else one.closure
         slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]

@@ -206,27 +206,11 @@ def star_seconds(value: Value, labels: Labels) -> float:
 
 def validate(problem: Problem) -> None:
     """Asserts that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
-    count = [len(v.costs) for v in problem.variables]
-    checked: set[tuple[int, ...]] = set()  # arrays by number: equal variables and values share them
-
-    def new(*of: object) -> bool:
-        found = tuple(map(id, of))
-        seen = found in checked
-        checked.add(found)
-        return not seen
-
-    for variable in problem.variables:
-        assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
+    for variable in {id(v.costs): v for v in problem.variables}.values():
         costs = variable.costs
-        if new(costs):
-            assert np.isfinite(costs).all() and (costs >= 0).all(), f"{variable.name} has a cost that is not finite or < 0"
-        assert variable.digits.shape[:1] == variable.costs.shape and variable.digits.ndim == 2, variable.name
+        assert len(costs) and np.isfinite(costs).all() and costs.min() >= 0, f"{variable.name}: no label, or a cost not finite or < 0"
+    for value in {id(v.closure): v for v in problem.values}.values():
+        assert (value.closure >= 0).all() and not value.closure.diagonal().any(), "a closure < 0, or not 0 on the diagonal"
     for value in problem.values:
-        at, closure = f"a value of {problem.variables[value.producer].name}", value.closure
-        if new(closure):
-            assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
-            assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure < 0, or not 0 on the diagonal"
-        for variable_at, layouts in value.ends:
-            assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
-            if new(layouts, closure):
-                assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"
+        same = all(len(layouts) == len(problem.variables[at].costs) for at, layouts in value.ends)
+        assert same, f"a value of {problem.variables[value.producer].name}: one layout per label is needed"

@@ -30,20 +30,17 @@ Groups = dict[tuple[int, int, int], list[tuple[int, Array]]]  # consumers and wa
 def checked_bound(problem: Problem, proof: Proof) -> float:
     """Returns seconds that no plan costs less than, whatever the multipliers of the proof are."""
     ports: list[list[int]] = [[] for _ in problem.variables]  # by variable, where it meets values
-    values: dict[Key, list[tuple[Value, Groups]]] = {}  # equal ones together, so that equal terms are computed once
-    for value in problem.values:
-        groups = consumers(value, proof.classes)
+    values = by_term(problem.values, proof.classes)
+    for value, groups in (pair for same in values for pair in same):
         ports[value.producer].append(value.places[0])
         for (_, place, _), group in groups.items():
             for at, _ in group:
                 ports[at].append(place)
-        key = share_key(value, proof.classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups)
-        values.setdefault(key, []).append((value, groups))
     variables: dict[Key, list[Array]] = {}
     for number, places, variable in zip(proof.classes, ports, problem.variables):
         variables.setdefault((number, tuple(sorted(places)), id(variable.costs)), []).append(variable.costs)
     known: dict[tuple[int, ...], Any] = {}
-    total = [len(same) * value_bound(*same[0], proof, known) for same in values.values()]
+    total = [len(same) * value_bound(*same[0], proof, known) for same in values]
     for (number, places, _), (costs, *others) in variables.items():
         for place in places:
             costs = costs + multiplier(proof, number, place, len(costs))
@@ -51,6 +48,16 @@ def checked_bound(problem: Problem, proof: Proof) -> float:
     if not all(map(math.isfinite, total)):
         return math.inf if min(total) > -math.inf and not any(map(math.isnan, total)) else 0.0
     return max(math.fsum(total) - 1e-12 * math.fsum(map(abs, total)), 0.0)
+
+
+def by_term(values: Sequence[Value], classes: Sequence[int]) -> list[list[tuple[Value, Groups]]]:
+    """Returns the values with their consumers, those together whose terms of the bound are equal."""
+    terms: dict[Key, list[tuple[Value, Groups]]] = {}
+    for value in values:
+        groups = consumers(value, classes)
+        key = share_key(value, classes, groups), id(value.closure), id(value.out), *(key[2] for key in groups)
+        terms.setdefault(key, []).append((value, groups))
+    return list(terms.values())
 
 
 def consumers(value: Value, classes: Sequence[int]) -> Groups:

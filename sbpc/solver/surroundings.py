@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,15 +40,6 @@ class Surroundings:
             touched = list(dict.fromkeys([value.producer, *consumers]))
             for at in touched:
                 self.neighbours[at] += [other for other in touched if other != at]
-
-    def seen(self, at: int, labels: Labels) -> Hashable:
-        """Returns what the costs of variable `at` depend on, all other labels as they are."""
-        arrays = [self.problem.variables[at].costs]
-        layouts = []
-        for use in self.uses[at]:
-            arrays += [use.value.closure, *(wants for other, wants in use.value.ends if other == at)]
-            layouts.append(tuple(-1 if other == at else int(wants[labels[other]]) for other, wants in use.value.ends))
-        return tuple(map(id, arrays)), tuple(layouts)
 
     def costs(self, at: int, labels: Labels) -> Array:
         """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they are."""
