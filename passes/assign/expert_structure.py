@@ -6,11 +6,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, Port, placeholders, results
+from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, placeholders, results
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.rules import Signature
 
@@ -69,18 +70,16 @@ class Model:
         ports = placeholders(gm)
         self.parameters = [node for port, node in ports.items() if port.kind == PARAMETER]
         self.inputs = [node for port, node in ports.items() if port.kind == INPUT and node.meta["val"].dim()]
-        outputs = dict(zip(gm.meta["ports"].outputs, results(gm)))
-        self.results = [value_of(node) for port, node in outputs.items() if node is not None and port.kind == OUTPUT]
-        self.tangents = {
-            node: value_of(result)
-            for port, node in ports.items()
-            if port.kind == TANGENT and (result := outputs.get(Port(OUTPUT, port.name))) is not None
-        }
+        named = zip(gm.meta["ports"].outputs, results(gm))
+        outputs = {port.name: value_of(node) for port, node in named if node is not None and port.kind == OUTPUT}
+        self.results = list(outputs.values())
+        tangents = [(port.name, node) for port, node in ports.items() if port.kind == TANGENT]
+        self.tangents = {node: outputs[name] for name, node in tangents if name in outputs}
         self.views: dict[Node, tuple[Node, tuple[Node, ...]]] = {node: (node, ()) for node in self.parameters}
         for node in self.forward:
             match, reads = node.meta.get("match"), nodes_read(node)
-            several = isinstance(node.meta["val"], (tuple, list))
-            if match is not None and match.view and not several and len(reads) == 1 and reads[0] in self.views:
+            one = isinstance(node.meta["val"], Tensor) and len(reads) == 1
+            if match is not None and match.view and one and reads[0] in self.views:
                 parameter, views = self.views[reads[0]]
                 self.views[node] = (parameter, (node, *views))
 
