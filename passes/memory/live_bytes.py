@@ -199,11 +199,11 @@ def slices_of(key: Key) -> Sequence[Key] | None:
 
 def disjoint(one: Sequence[Key], other: Sequence[Key]) -> bool:
     """Whether values with these slices of one storage have no element in common, as different outputs of one call."""
-    first, second = next(((a, b) for a, b in zip(one, other) if a != b), (None, None))
-    if first is None or second is None or first[0] is not second[0]:
-        return False
-    pieces = sum(numel((first[0], index)) for index in range(outputs_of(first[0])))
-    return pieces <= numel(value_of(operands(first[0])[0]))
+    for (call, at), (other_call, other_at) in zip(one, other):
+        if (call, at) != (other_call, other_at):
+            pieces = sum(numel((call, index)) for index in range(outputs_of(call)))
+            return call is other_call and pieces <= numel(value_of(operands(call)[0]))
+    return False
 
 
 def storage_of(key: Key) -> Key:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -268,13 +269,13 @@ class Message:
         """Returns the function that starts it."""
         p, block, group = self.grouping.ranks, self.block, self.grouping.group
         given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
-        calls: dict[str, Callable[[], torch.Tensor]] = {
-            "all_gather": lambda: c10d.all_gather_into_tensor(given, p, group),
-            "all_reduce": lambda: c10d.all_reduce(given, "sum", group),
-            "all_to_all": lambda: c10d.all_to_all_single(given, [block] * p, [block] * p, group),
-            "reduce_scatter": lambda: c10d.reduce_scatter_tensor(given, "sum", p, group),
-        }
-        return calls[self.collective]
+        op, *options = {
+            "all_gather": (c10d.all_gather_into_tensor, p),
+            "all_reduce": (c10d.all_reduce, "sum"),
+            "all_to_all": (c10d.all_to_all_single, [block] * p, [block] * p),
+            "reduce_scatter": (c10d.reduce_scatter_tensor, "sum", p),
+        }[self.collective]
+        return partial(op, given, *options, group)
 
 
 def wire_bytes() -> int:

@@ -25,14 +25,15 @@ from sbpc.runtime.state.blocks import TensorBlock, groups_of, merged_groups, sta
 from sbpc.runtime.state.weight_files import weights_of
 
 FORMAT, VERSION, MARKER = "sbpc checkpoint", 2, "state.json"
+Record = dict[str, Any]  # what `state.json` says, or a part of that
 
 
 def describe(
     step: int, blocks: Mapping[str, TensorBlock], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> dict[str, Any]:
+) -> Record:
     """Returns what this rank knows of what `state.json` says of a checkpoint."""
     tensors = {name: dtype_and_shape(block) for name, block in blocks.items()}
-    groups: list[dict[str, Any]] = []
+    groups: list[Record] = []
     of_group = [] if optimizer is None else zip(groups_of(model, optimizer), optimizer.param_groups)
     for names, group in of_group:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -64,13 +65,13 @@ def without_tensors(value: Any, what: str) -> Any:
     return structure
 
 
-def progress(record: Mapping[str, Any], blocks: Mapping[str, TensorBlock], steps: int | None) -> dict[str, Any]:
+def progress(record: Record, blocks: Mapping[str, TensorBlock], steps: int | None) -> Record:
     """Returns the numbers that must be the same on all ranks, None for what this rank has not.
 
     They are the step that is saved, how many training steps the module has run in this process, its place among random numbers,
     and how often the optimizer has updated each of its groups: stages hold other parameters of the same groups.
     """
-    numbers: dict[str, Any] = {"step": record["step"], "training steps run": steps}
+    numbers: Record = {"step": record["step"], "training steps run": steps}
     numbers |= {f"{key} of random numbers": number for key, number in (record["random"] or {}).items()}
     for at, group in enumerate(record["optimizer"]["groups"]):
         names = [name for name in group["names"] if name is not None]
@@ -80,7 +81,7 @@ def progress(record: Mapping[str, Any], blocks: Mapping[str, TensorBlock], steps
     return numbers
 
 
-def check_progress(of_ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_progress(of_ranks: Sequence[Record]) -> None:
     """Raises CheckpointError that says which ranks have which numbers if they have others."""
     for key in joined(of_ranks):
         ranks: dict[Any, list[int]] = {}
@@ -104,9 +105,9 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(records: Sequence[Record]) -> Record:
     """Returns what `state.json` says, of what each rank knows: of pipeline stages every rank has the parameters of its own alone."""
-    known: list[list[dict[str, Any]]] = [record["optimizer"]["groups"] for record in records]
+    known: list[list[Record]] = [record["optimizer"]["groups"] for record in records]
     names = merged_groups([[group["names"] for group in groups] for groups in known])
     longest = max(known, key=lambda groups: len(groups))
     groups = [group | {"names": whole} for group, whole in zip(longest, names)]
@@ -115,7 +116,7 @@ def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**records[0], **whole, "optimizer": {**records[0]["optimizer"], "groups": groups, "plain": plain}}
 
 
-def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(parts: Iterable[Record]) -> Record:
     """Returns what is in any of several mappings."""
     return {key: value for part in parts for key, value in part.items()}
 
@@ -125,9 +126,9 @@ def dtype_and_shape(block: TensorBlock) -> list[Any]:
     return [str(block.local.dtype).removeprefix("torch."), list(block.shape)]
 
 
-def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tensors_of_state(record: Record) -> dict[str, Record]:
     """Returns dtype and shape of the tensors of an optimizer's state in a checkpoint, by parameter and key."""
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Record] = {}
     for full, dtype_and_shape in record["tensors"].items():
         kind, _, name_and_key = full.partition("/")
         if kind == "optimizer":
@@ -136,12 +137,12 @@ def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def digest(record: Mapping[str, Any]) -> str:
+def digest(record: Record) -> str:
     """Returns the SHA-256 of what `state.json` says."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
+def read_marker(folder: Path) -> Record:
     """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder holds none."""
     try:
         record = json.loads((folder / MARKER).read_text())
@@ -161,7 +162,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return record | {"blocks": pieces}
 
 
-def check_record(record: dict[str, Any], folder: Path) -> None:
+def check_record(record: Record, folder: Path) -> None:
     """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the files."""
     wrong = [key for key, check in FIELDS.items() if key not in record or check(record[key]) is not None]
     if wrong or f"step-{record['step']:09d}" != folder.name:

@@ -74,9 +74,7 @@ class Search:
         """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the folded problem,
         which knows the ends."""
         reduced_costs = [bounder.reduced_costs, *([] if self.folded.trivial else [bounder.folded_reduced_costs()])]
-        labels = restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale)
-        if labels is not None:
-            self.offer(labels)
+        self.offer(restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale) or self.labels)
 
     def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:
         """Looks for a better bound with one partition into classes after the other while the gap is large; returns the last bounder."""
