@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -269,12 +270,13 @@ class Message:
         """Returns the function that starts it."""
         p, block, group = self.grouping.ranks, self.block, self.grouping.group
         given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
-        op, *options = {
-            "all_gather": (c10d.all_gather_into_tensor, p),
-            "all_reduce": (c10d.all_reduce, "sum"),
-            "all_to_all": (c10d.all_to_all_single, [block] * p, [block] * p),
-            "reduce_scatter": (c10d.reduce_scatter_tensor, "sum", p),
-        }[self.collective]
+        calls: dict[str, list[Any]] = {
+            "all_gather": [c10d.all_gather_into_tensor, p],
+            "all_reduce": [c10d.all_reduce, "sum"],
+            "all_to_all": [c10d.all_to_all_single, [block] * p, [block] * p],
+            "reduce_scatter": [c10d.reduce_scatter_tensor, "sum", p],
+        }
+        op, *options = calls[self.collective]
         return partial(op, given, *options, group)
 
 
