@@ -20,8 +20,8 @@ from sbpc.cli.commands.sweep import refused_lines
 from sbpc.cli.main import main
 from sbpc.errors import MemoryLimitError, SbpcError
 from sbpc.mesh.cluster import Cluster
+from sbpc.plans.cost import Cost
 from sbpc.plans.staged.estimate import even_ends
-from sbpc.plans.staged.pipeline_cost import StagedCost
 from tests import models
 from tests.compare import compare, eager
 
@@ -147,7 +147,7 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
         def row(self, each: Candidate) -> StrategyRow:
             seen.append((each.mesh.sizes[2], each.microbatches))
             seconds = each.guess * each.mesh.sizes[2]
-            figures = StagedCost(seconds, seconds, 0.0, 0.0, {}, {"total": 1}, 1.0, 0.0)
+            figures = Cost(seconds, 0.0, 1.0, 1.0, {}, {"total": 1}, 0.0)
             return StrategyRow(each.mesh, 1, each.schedule, each.microbatches, "none", figures, refuse)
 
     def refuse() -> Any:

@@ -15,7 +15,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.loop.recompute import block_of, recompute
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of, work_at
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.options import OPTIMIZER_STATE
 from sbpc.plans.staged.estimate import even_ends
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 

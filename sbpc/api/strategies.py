@@ -17,21 +17,21 @@ from torch.fx import GraphModule
 
 from sbpc.api.candidates import PIPE, Candidate, block_times
 from sbpc.api.planning import Task
-from sbpc.api.recompute import AUTO, forms_of
+from sbpc.api.recompute import forms_of
 from sbpc.api.staging import SPARING, plan_stages, units_of
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, block_of
+from sbpc.passes.loop.recompute import block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.cost import Cost
+from sbpc.plans.options import AUTO, FULL, NONE, OPTIMIZER_STATE, SELECTIVE, Options
 from sbpc.plans.staged.chunk_cost import ChunkCost
 from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.estimate import Estimate, Unit
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", (SPARING,)  # kinds of layouts inside a stage, see `kinds`
@@ -66,7 +66,7 @@ class StrategyRow:
     schedule: str
     microbatches: int
     recompute: str
-    figures: StagedCost
+    figures: Cost
     make: Callable[[], StagedPlan] = field(repr=False)
     lower_bound: float = 0.0
     refused: tuple[Refused, ...] = field(default=(), repr=False)
@@ -209,7 +209,7 @@ class Search:
                 if kind in EXPERT:  # whose scheme does not fit the model
                     return
                 raise
-            options = {"optimizer": self.optimizer}
+            options = Options(optimizer=self.optimizer)
             made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, each.floor, options)
             if len(made.row) < len(made.owners):
                 raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
@@ -254,8 +254,8 @@ class Search:
     def planned(self, each: Candidate, form: str) -> StagedPlan:
         """Returns the plan of a row."""
         task = self.task()
-        about = (task.gm, task.stages, task.about, each.mesh, PIPE, each.schedule, each.microbatches)
-        return plan_stages(*about, form, self.optimizer, self.memory, {})
+        asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
+        return plan_stages(task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form))
 
 
 def refusal(each: Candidate, reason: str, needed: int | None = None) -> Refused:

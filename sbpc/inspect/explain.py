@@ -120,7 +120,7 @@ class Explanation:
         sure = "exact" if each.exact else f"at least {quantity(each.at_least, unit, sign=True)}" if each.at_least > 0 else ""
         sent, held = math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone), ""
         if full:
-            cost, mine, limit = each.cost, self.plan.cost, self.plan.options.get("memory")
+            cost, mine, limit = each.cost, self.plan.cost, self.plan.options.memory
             held = quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)
             sure += " over the limit" if limit is not None and cost.memory["total"] > limit else ""
         difference = quantity(each.difference, unit, sign=True)

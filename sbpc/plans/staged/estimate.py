@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.options import Options
 from sbpc.plans.staged.chunk_cost import ChunkCost, together
 from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, owners
@@ -46,7 +46,7 @@ class Estimate(Pipeline):
     schedule: str
     micro_batches: int
     bound: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
 
     @property
     def count(self) -> int:
