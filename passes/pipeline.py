@@ -19,7 +19,6 @@ from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.report import report
-from sbpc.inspect.staged_report import staged_page
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
@@ -209,7 +208,7 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
 def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
     if isinstance(plan, StagedPlan):
-        return staged_page(plan, losses, measured)
+        return page_html(plan, {}, losses, measured)
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 

@@ -11,19 +11,21 @@ from markupsafe import Markup
 from sympy.printing.mathml import mathml
 from torch.fx import Node
 
-from sbpc.boxing.steps import WIRE, wire
+from sbpc.boxing.steps import wire
 from sbpc.graph.operands import value_of
 from sbpc.inspect.explain import Alternative
 from sbpc.inspect.graph_rows import ValueRow, graph_rows
 from sbpc.inspect.model_map import MapRow, model_map
 from sbpc.inspect.page_charts import curves, memory, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
+from sbpc.inspect.page_stages import chunk_rows, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
-from sbpc.inspect.report import collectives, numberless
+from sbpc.inspect.report import AnyPlan, boxings, chips_of, collectives, least, mesh_of, numberless
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import collective_seconds
-from sbpc.mesh.layout import Layout
+from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.timeline import Event
 
 FORMULAS = 6  # collectives whose bytes are typeset, those that send most
@@ -37,61 +39,78 @@ ABOUT = {
 
 
 def page_html(
-    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
+    plan: AnyPlan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
     measured: Sequence[Event] = (),
 ) -> str:  # fmt: skip
-    """Returns the page of a plan. alternatives: by name of a parameter. losses: by name of a run, the loss of every step.
+    """Returns the page of a plan: of one with stages the schedule, memory and chunks by stage, of others the model, time, memory and graph.
 
-    measured: the events of a step that ran.
+    alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a step that ran.
     """
-    mesh, cost = plan.mesh, plan.cost
-    rows = graph_rows(plan.boxed, mesh)
-    folded = fold(rows)
-    curve = memory(plan.memory_curve(), mesh.cluster.memory)
-    homes = {str(layout): chips_of(layout) for layout in plan.parameters.values()}
-    places = {node.name: folded.shown[at] for at, node in enumerate(plan.boxed.graph.nodes)}
-    for moment in curve["moments"]:
-        moment.append(places.get(moment[2]))
+    about = of_stages(plan, measured) if isinstance(plan, StagedPlan) else of_graph(plan, alternatives, measured)
+    titles = [*(["Losses"] if losses else []), *about["titles"]]
+    mesh = mesh_of(plan)
     page = {
-        "model": clean(plan.options.model), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
+        "model": clean(plan.options.model), "mesh": str(plan.mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
-        "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
-        "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline(plan.timeline(), places, measured),
-        "formulas": formulas(plan),
-        "losses": curves(losses) if losses else None, "groups": groups(plan, rows, folded), "titles": TITLES, "about": ABOUT,
-        "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups), "sections": sections(plan, losses),
-        "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows), "chip": chip_of,
-        "overlaps": cost.exposed_seconds < cost.comm_seconds,
-        "links": list(links(plan)), "seconds": quantity(cost.seconds, "s"),
+        "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "losses": curves(losses) if losses else None,
+        "traffic": traffic(plan), "formulas": formulas(plan), "links": list(links(plan)), "chip": chip_of,
+        "seconds": quantity(plan.cost.seconds, "s"), "sections": [(title.lower(), title) for title in titles], **about,
     }  # fmt: skip
     return template("page.html.j2").render(page)
 
 
-def asked(plan: Plan) -> list[str]:
+def of_graph(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]) -> dict[str, Any]:
+    """Returns what the template draws of a plan without stages alone."""
+    mesh, cost = plan.mesh, plan.cost
+    rows = graph_rows(plan.boxed, mesh)
+    folded = fold(rows)
+    curve = memory(plan.memory_curve(), mesh.cluster.memory)
+    places = {node.name: folded.shown[at] for at, node in enumerate(plan.boxed.graph.nodes)}
+    for moment in curve["moments"]:
+        moment.append(places.get(moment[2]))
+    return {
+        "titles": ["Model", "Collectives", "Time", "Memory", "Graph", "Cost"], "schedule": None,
+        "map": [map_row(row, alternatives) for row in model_map(plan)],
+        "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()}, "curve": curve,
+        "timeline": timeline(plan.timeline(), places, measured), "groups": groups(plan, rows, folded), "of_section": TITLES, "about": ABOUT,
+        "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups),
+        "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows),
+        "overlaps": cost.exposed_seconds < cost.comm_seconds,
+    }  # fmt: skip
+
+
+def of_stages(plan: StagedPlan, measured: Sequence[Event]) -> dict[str, Any]:
+    """Returns what the template draws of a plan with stages, or of a loop, alone."""
+    cost = plan.cost
+    return {
+        "titles": ["Schedule", "Memory", "Chunks", "Collectives", "Cost"], "schedule": schedule(plan, measured),
+        "memory": stage_memory(plan), "chunks": [chunk_rows(plan, at) for at in range(len(plan.chunks))],
+        "bubble": f"{100 * cost.bubble_seconds / cost.seconds:.1f} %" if cost.seconds else "0 %",
+    }  # fmt: skip
+
+
+def asked(plan: AnyPlan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
-    options, cluster = plan.options, plan.mesh.cluster.name
-    texts = [f"{plan.mesh.ranks} ranks", f"cluster {cluster}", "training" if options.train else "forward alone"]
+    options = plan.options
+    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", "training" if options.train else "forward alone"]
+    texts += [plan.way] if isinstance(plan, StagedPlan) else []
     texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)]
-    if options.memory is not None:
-        texts.append(f"at most {quantity(options.memory, 'B')} a rank")
-    texts += [f"pin {name} = {layout}" for name, layout in options.pin.items()]
-    return [clean(text) for text in texts]
+    texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
+    texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
+    return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 
 
-def sections(plan: Plan, losses: Any) -> list[tuple[str, str]]:
-    """Returns the sections of the page, by id."""
-    titles = (["Losses"] if losses else []) + ["Model", "Collectives", "Time"]
-    return [(title.lower(), title) for title in (*titles, "Memory", "Graph", "Cost")]
-
-
-def cards(plan: Plan) -> list[dict[str, Any]]:
+def cards(plan: AnyPlan) -> list[dict[str, Any]]:
     """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
     cost, mesh = plan.cost, plan.mesh
-    unit, device, total = "B" if cost.objective == "bytes" else "s", mesh.cluster.memory, cost.memory["total"]
+    unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
     hidden = cost.comm_seconds - cost.exposed_seconds
     overlap = f"{quantity(hidden, 's')} of moving data are hidden" if hidden > 0 else ""
     again = cost.recompute_seconds
-    times = {"computing": cost.compute_seconds - again, "computing again": again, "communicating": cost.exposed_seconds}
+    times = {
+        "computing": cost.compute_seconds - again, "computing again": again, "communicating": cost.exposed_seconds,
+        "bubble": cost.bubble_seconds,
+    }  # fmt: skip
     kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
     proof = [("bound", quantity(cost.lower_bound, unit), 100 * (1 - cost.gap)), ("gap", f"{100 * cost.gap:.2f} %", 100 * cost.gap)]
@@ -102,7 +121,7 @@ def cards(plan: Plan) -> list[dict[str, Any]]:
         ("a step", quantity(cost.seconds, "s"), overlap, parts(times, "s")),
         ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
         ("peak memory of a rank", quantity(total, "B"), of_device, parts(kinds, "B")),
-        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no plan {'sends' if unit == 'B' else 'takes'} less than the bound", proof),
+        ("gap to the bound", f"{100 * cost.gap:.2f} %", f"no {least(plan)}", proof),
         ("flops of a rank", quantity(cost.flops, ""), f"{share:.1f} % of one device's; 1/{mesh.ranks} is {100 / mesh.ranks:.1f} %", []),
     ]  # fmt: skip
     return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
@@ -121,12 +140,6 @@ def chip_of(state: str) -> str:
     return "p" if state.startswith("P") else "b"
 
 
-def chips_of(layout: Layout) -> list[str]:
-    """Returns the states of a layout, then the order of its splits where that is not the order of the mesh."""
-    count = len(layout.states)
-    return [*map(str, layout.states), " ".join(str(layout).split()[count:])]
-
-
 def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
     """Returns a row of the map as the template draws it."""
     others = [
@@ -142,17 +155,15 @@ def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> d
     return vars(row) | {"label": clean(row.label), "name": clean(row.name), "home": home, "bytes": size, "others": others}
 
 
-def traffic(plan: Plan) -> list[dict[str, Any]]:
+def traffic(plan: AnyPlan) -> list[dict[str, Any]]:
     """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the longest."""
-    found: dict[tuple[str, str, str, str], list[float]] = {}
-    for node in plan.boxed.graph.nodes:
-        step, value = node.meta.get("step"), node.meta.get("val")
-        if step is None or step.collective not in WIRE:
-            continue
-        rounds, sent = wire(step, tuple(value.shape), value.element_size(), plan.mesh.sizes)
-        taken = float(collective_seconds(rounds, sent, *plan.mesh.link(step.axes, step.collective))) if rounds else 0.0
-        key = numberless(module_of(node)), node.meta.get("phase", "forward"), step.collective, plan.mesh.key(step.axes)
-        found[key] = [a + b for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, float(sent), taken))]
+    found, mesh = dict[tuple[str, str, str, str], list[float]](), mesh_of(plan)
+    for node, times in boxings(plan):
+        step, value = node.meta["step"], node.meta["val"]
+        rounds, sent = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
+        taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
+        key = numberless(module_of(node)), node.meta.get("phase", "forward"), step.collective, mesh.key(step.axes)
+        found[key] = [a + b * times for a, b in zip(found.get(key, [0.0, 0.0, 0.0]), (1, float(sent), taken))]
     order = sorted(found.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
     most = order[0][1][2] or 1.0 if order else 1.0
     return [
@@ -167,25 +178,26 @@ def module_of(node: Node) -> str:
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
 
 
-def links(plan: Plan) -> list[tuple[str, str, str]]:
+def links(plan: AnyPlan) -> list[tuple[str, str, str]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
-    found = {}
+    found, mesh = {}, mesh_of(plan)
     for transfer, _ in plan.cost.transfers:
-        latency, bandwidth, _ = plan.mesh.link(transfer.step.axes, transfer.step.collective)
-        found[plan.mesh.key(transfer.step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
+        latency, bandwidth, _ = mesh.link(transfer.step.axes, transfer.step.collective)
+        found[mesh.key(transfer.step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
     return [(axis, *figures) for axis, figures in found.items()]
 
 
-def formulas(plan: Plan) -> list[dict[str, Any]]:
+def formulas(plan: AnyPlan) -> list[dict[str, Any]]:
     """Returns the collectives that send most, with the bytes of one as a typeset formula in the sizes of the axes."""
-    sizes, found = plan.mesh.sizes, []
-    for transfer, count in plan.cost.transfers:
-        _, sent = wire(transfer.step, transfer.shape, transfer.itemsize, sizes)
+    cost, mesh, found = plan.cost, mesh_of(plan), []
+    for transfer, times in cost.transfers:
+        _, sent = wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes)
+        count = cost.counted(times)
         found.append((count * float(sent), count, transfer))
     found.sort(key=lambda item: -item[0])
     return [
-        {"count": count, "collective": t.step.collective, "axis": plan.mesh.key(t.step.axes), "sent": quantity(whole / count, "B"),
-         "shape": str(list(t.shape)), "math": Markup(mathml(sympy.factor(plan.cost.wire_expr(t)[1]), printer="presentation"))}
+        {"count": count, "collective": t.step.collective, "axis": mesh.key(t.step.axes), "sent": quantity(whole / count, "B"),
+         "shape": str(list(t.shape)), "math": Markup(mathml(sympy.factor(cost.wire_expr(t)[1]), printer="presentation"))}
         for whole, count, t in found[:FORMULAS]
     ]  # fmt: skip
 

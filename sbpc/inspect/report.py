@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from sbpc.boxing.steps import WIRE, wire
 from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
 from sbpc.plans.options import BYTES
@@ -123,6 +124,12 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def chips_of(layout: Layout) -> list[str]:
+    """Returns the states of a layout, then the order of its splits where that is not the order of the mesh."""
+    count = len(layout.states)
+    return [*map(str, layout.states), " ".join(str(layout).split()[count:])]
 
 
 def plans_in(plan: AnyPlan) -> list[Plan]:

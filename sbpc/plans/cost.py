@@ -194,9 +194,12 @@ class Cost:
         for transfer, count in self.transfers:
             step = transfer.step
             _, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
-            times = float(sympy.sympify(count).subs(self.numbers))
-            traffic[mesh.key(step.axes)] += times * float(sent) * mesh.rate(step.axes, step.collective).traffic
+            traffic[mesh.key(step.axes)] += self.counted(count) * float(sent) * mesh.rate(step.axes, step.collective).traffic
         return traffic
+
+    def counted(self, times: Any) -> int:
+        """Returns how often a kernel or a transfer of `terms` runs, as a number."""
+        return int(sympy.sympify(times).xreplace({self.symbols[name]: number for name, number in self.numbers.items()}))
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:

@@ -1,17 +1,14 @@
-"""Writes a plan with pipeline stages as one HTML page that loads nothing."""
+"""What a page tells of stages: the schedule with its bubbles, memory by stage, chunks with their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sbpc.graph.ports import PARAMETER
-from sbpc.inspect.page import chip_of, chips_of, parts
-from sbpc.inspect.page_charts import curves
-from sbpc.inspect.picture import clean, template
-from sbpc.inspect.report import numberless, some, span_of
+from sbpc.inspect.picture import clean
+from sbpc.inspect.report import chips_of, numberless, some, span_of
 from sbpc.inspect.tables import quantity
-from sbpc.plans.options import NONE
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
@@ -24,51 +21,7 @@ ONCE = {BEFORE: "what is done before the loop", AFTER: "what is done after the l
 ROOM = 16.0  # units of a bar in which a number can be read
 
 
-def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None = None, measured: Sequence[Event] = ()) -> str:
-    """Returns one HTML page about a plan: figures, the schedule with its bubbles, memory by stage, chunks with their parameters.
-
-    losses: by name of a run, the loss of every step. measured: the events of a step that rank 0 ran.
-    """
-    page = {
-        "title": clean(f"{plan.options.model} on {plan.mesh}"),
-        "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
-        "losses": curves(losses) if losses else None, "cards": cards(plan), "schedule": picture(plan, measured), "memory": memory(plan),
-        "chunks": [chunk(plan, at) for at in range(len(plan.chunks))],
-        "axes": list(zip(plan.inner.axes, plan.inner.sizes)), "chip": chip_of, "seconds": quantity(plan.cost.seconds, "s"),
-        "bubble": f"{100 * plan.cost.bubble_seconds / plan.cost.seconds:.1f} %" if plan.cost.seconds else "0 %",
-    }  # fmt: skip
-    return template("staged.html.j2").render(page)
-
-
-def asked(plan: StagedPlan) -> list[str]:
-    """Returns what was asked of the plan, as short texts."""
-    options = plan.options
-    texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}"]
-    texts += [f"{plan.stages} stages along {plan.axis}", plan.schedule] if plan.axis else []
-    texts.append(f"{plan.count} micro-batches")
-    texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer") if getattr(options, name)]
-    if options.recompute != NONE:
-        texts.append(f"recompute {options.recompute}")
-    if options.memory is not None:
-        texts.append(f"at most {quantity(options.memory, 'B')} a rank")
-    return texts + [f"pin {name} = {layout}" for name, layout in options.pin.items()]
-
-
-def cards(plan: StagedPlan) -> list[dict[str, Any]]:
-    """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
-    cost = plan.cost
-    times = {"computing": cost.compute_seconds, "communicating": max(0.0, cost.exposed_seconds), "bubble": cost.bubble_seconds}
-    kinds = {kind: float(size) for kind, size in cost.memory.items() if kind != "total"}
-    figures: Sequence[tuple[str, str, str, list[Any]]] = [
-        ("a step", quantity(cost.seconds, "s"), "of the busiest rank", parts(times, "s")),
-        ("sent by a rank", quantity(sum(cost.bytes_sent.values()), "B"), "", parts(cost.bytes_sent, "B")),
-        ("peak memory of a rank", quantity(cost.memory["total"], "B"), "", parts(kinds, "B")),
-        ("gap to the bound", f"{100 * cost.gap:.1f} %", "bubble and uneven stages are in it", []),
-    ]
-    return [dict(zip(("title", "number", "about", "parts"), each)) for each in figures]
-
-
-def picture(plan: StagedPlan, measured: Sequence[Event] = ()) -> dict[str, Any]:
+def schedule(plan: StagedPlan, measured: Sequence[Event] = ()) -> dict[str, Any]:
     """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a bubble.
 
     measured: the events of a step that rank 0 ran, whose lane is the last.
@@ -98,7 +51,7 @@ def bar(plan: StagedPlan, event: Event, y: Any, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def memory(plan: StagedPlan) -> list[dict[str, Any]]:
+def stage_memory(plan: StagedPlan) -> list[dict[str, Any]]:
     """Returns by stage its bytes by kind, as percents of those of the busiest stage."""
     by_stage = [plan.memory_of(stage) for stage in range(plan.stages)]
     most = max(each["total"] for each in by_stage) or 1
@@ -109,7 +62,7 @@ def memory(plan: StagedPlan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def chunk(plan: StagedPlan, at: int) -> dict[str, Any]:
+def chunk_rows(plan: StagedPlan, at: int) -> dict[str, Any]:
     """Returns a chunk with its parameters, as the template draws it."""
     chunk, part = plan.chunks[at], plan.parts[at]
     shapes = {port.name: value for port, value in chunk.plan.shapes.items() if port.kind == PARAMETER}
