@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, rename
+from sbpc._compat import rename
 from sbpc.boxing.buckets import COLLECTIVES, Bucket
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
+from sbpc.graph.about import PLACE, about
 from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
@@ -26,7 +27,6 @@ from sbpc.rules.choices import local_sizes
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-ABOUT = ("phase", "stack_trace", "module")
 
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
@@ -46,8 +46,7 @@ class Localizer:
 
     def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
         self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
-        self.graph = Graph()
-        self.local: dict[Node, Any] = {}
+        self.local = Copies()  # of a boxing that is awaited, the calls before its collective; of several results a tuple
         self.positions: list[Node] = []
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
         self.about: dict[str, Any] = {}
@@ -61,11 +60,10 @@ class Localizer:
             if node.op == "placeholder":
                 self.local[node] = self.copy(node)
         for axis in self.mesh.axes:
-            self.positions.append(self.graph.placeholder(f"position_{axis}"))
-            self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
+            value = torch.empty(1, dtype=torch.int64, device="meta")
+            self.positions.append(self.local.given(f"position_{axis}", val=value, local_shape=(1,)))
         for node in nodes:
-            self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
-            self.about["boxed"] = operands(node)[0].name if "awaits" in node.meta else node.name
+            self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
             if "step" in node.meta:
                 self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
@@ -74,14 +72,12 @@ class Localizer:
                 self.local[node] = self.call_op(node)
             elif node.op in ("call_function", "get_attr"):
                 self.local[node] = self.copy(node)
-        self.graph.output(tuple(None if node is None else self.local[node] for node in results(self.gm)))
-        result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run
-        result.meta.update(self.gm.meta)
-        return result
+        self.local.left(results(self.gm))
+        return self.local.module(self.gm)
 
     def copy(self, node: Node) -> Node:
         """Copies a node as it is, with local inputs."""
-        copy = copied(self.graph, node, lambda n: self.local[n])
+        copy = self.local.copy(node)
         put(copy, "meta", {})
         return self.described(copy, node)
 
@@ -89,8 +85,8 @@ class Localizer:
         """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        kept = {key: value for key, value in {**self.about, **local.meta}.items() if key == "boxed"}
-        put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta} | kept)
+        boxed = {key: value for key, value in {**self.about, **local.meta}.items() if key == "boxed"}
+        put(local, "meta", about(node, (*PLACE, "sbp", "choice")) | boxed)
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -101,7 +97,7 @@ class Localizer:
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Writes one call."""
-        node = called(self.graph, op, args, kwargs)
+        node = called(self.local.graph, op, args, kwargs)
         put(node, "meta", dict(self.about))
         return node
 
@@ -126,8 +122,7 @@ class Localizer:
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
         dense = iter([self.in_order(operand) for operand in operands(node)])
-        copy = copied(self.graph, node, lambda n: self.local[n])
-        copy.args, copy.kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(dense))
+        copy = self.local.copy(node, lambda _: next(dense))
         put(copy, "meta", {})
         return self.described(copy, node)
 

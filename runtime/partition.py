@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
-from sbpc.graph.operands import ancestors, is_sum, nodes_in
+from sbpc.graph.operands import ancestors, is_late, is_sum, nodes_in
 from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
-from sbpc.graph.rewrite import copied
+from sbpc.graph.rewrite import Copies
 
 aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
@@ -96,7 +96,7 @@ def backward_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        marked = node.meta.get("phase") == "backward" and node.target is not operator.getitem and node not in needed
+        marked = is_late(node) and node.target is not operator.getitem and node not in needed
         if marked or any(used in late for used in node.all_input_nodes):
             late.add(node)
     return late
@@ -164,14 +164,7 @@ def memory_of(node: Node) -> Node:
 
 def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:
     """Returns the program that computes `outputs` from `inputs` by the calls in `body`."""
-    graph = Graph()
-    made: dict[Node, Node] = {}
+    copies = Copies()
     for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = node.meta
-    for node in body if is_scheduled(gm) else late_waits(body):
-        if node.op not in ("placeholder", "output") and node not in made:
-            made[node] = copied(graph, node, lambda n: made[n])
-    graph.output(tuple(None if node is None else made[node] for node in outputs))
-    graph.eliminate_dead_code()
-    return GraphModule(gm, graph)
+        copies[node] = copies.given(node.name, **node.meta)
+    return copies.extracted(gm, body if is_scheduled(gm) else late_waits(body), outputs)

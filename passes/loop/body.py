@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, LoopError, PinError, PlanError, at_node
 from sbpc.graph.operands import ancestors, depending_on, operands, value_of
@@ -34,7 +32,7 @@ from sbpc.graph.ports import (
     results,
 )
 from sbpc.graph.pytree import flatten
-from sbpc.graph.rewrite import copied, put
+from sbpc.graph.rewrite import Copies
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both
@@ -43,7 +41,7 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, wishes
 from sbpc.passes.box import box
-from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, batch_of, without_joins
+from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, without_joins
 from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
@@ -132,18 +130,8 @@ class BodyWriter(Unroller):
             if node.op in ("placeholder", "output") or node in early or node in late:
                 continue
             self.about(node)
-            self.values[node] = [self.constant(node)] if node.op == "get_attr" else self.written(node)
+            self.values[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
         return self.finished(early, late)
-
-    def about(self, node: Node) -> None:
-        """Makes a node of the boxed graph the one that is being rewritten."""
-        self.writer.about = SimpleNamespace(target=node.target, meta={key: node.meta[key] for key in KEPT if key in node.meta})
-
-    def constant(self, node: Node) -> Node:
-        """Copies a constant."""
-        copy = copied(self.writer.graph, node, lambda used: used)
-        put(copy, "meta", dict(self.writer.about.meta))
-        return copy
 
     # --- which node is in which part ---------------------------------------------------------------------------------
     def early_joins(self) -> set[Node]:
@@ -174,7 +162,7 @@ class BodyWriter(Unroller):
         numbers = iter(range(1 << 20))
         for port, node in placeholders(self.boxed).items():
             self.about(node)
-            copy = copied(self.writer.graph, node, lambda used: used)
+            copy = self.copied(node)
             value, dim = node.meta["val"], None
             if port.kind == INPUT:
                 state = node.meta["sbp"].states[0]
@@ -184,21 +172,15 @@ class BodyWriter(Unroller):
                 self.sources.append((port, Source("argument", number, dim)))
             else:
                 self.sources.append((port, Source(port.kind, 0)))
-            put(copy, "meta", {**self.writer.about.meta, "val": value})
+            copy.meta["val"] = value
             self.values[node] = [copy]
         for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self.values[join] = [self.placeholder(f"whole_{place}", join.meta["val"])]
+            self.values[join] = [self.writer.given(f"whole_{place}", val=join.meta["val"])]
             self.sources.append((Port(INPUT, str(next(numbers))), Source("before", place)))
         with self.writer.mode:
             zero = torch.empty((), dtype=torch.int64)
-        self.index = self.placeholder(INDEX, zero)
+        self.index = self.writer.given(INDEX, val=zero)
         self.sources.append((Port(INPUT, str(next(numbers))), Source("index", 0)))
-
-    def placeholder(self, name: str, value: Any) -> Node:
-        """Writes a placeholder that the step does not have."""
-        node = self.writer.graph.placeholder(name)
-        put(node, "meta", {"val": value})
-        return node
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it."""
@@ -264,9 +246,7 @@ class BodyWriter(Unroller):
             nodes.append(self.left(node))
         self.writer.graph.output(tuple(nodes)).meta.update(self.boxed.graph.output_node().meta)
         self.writer.graph.eliminate_dead_code()  # what is computed before the loop
-        body = LazyGraphModule(self.gm, self.writer.graph)
-        body.meta.update(self.gm.meta)
-        body.meta["ports"] = self.ports(outputs, nodes)
+        body = self.writer.module(self.gm, self.gm.meta | {"ports": self.ports(outputs, nodes)})
         whole = [source_of(node) for node in self.boxed.graph.nodes if node in early]
         before = extracted(self.gm, [next(n for n in self.gm.graph.nodes if n.name == node.name) for node in whole])
         inputs = {port.name: source for port, source in self.sources if port.kind == INPUT}
@@ -308,8 +288,6 @@ class After:
 
     def __init__(self, writer: BodyWriter) -> None:
         self.writer = writer
-        self.written = Graph()
-        self.copies: dict[Node, Node] = {}
         self.reads: list[Node] = []  # nodes of the boxed graph: joins, and what is the same for all micro-batches
         self.ends: list[tuple[Port, Node | None]] = []
 
@@ -330,29 +308,19 @@ class After:
 
     def graph(self) -> GraphModule:
         """Returns the graph: what was read of the loop, in order -> the results."""
+        copies = Copies()
         for at, node in enumerate(self.reads):
-            self.copies[node] = self.written.placeholder(f"loop_{at}")
-            self.copies[node].meta["val"] = node.meta["val"]
-        needed = ancestors([node for _, node in self.ends if node is not None], self.copies)
-        for node in self.writer.boxed.graph.nodes:
-            if node in needed and node not in self.copies:
-                self.copies[node] = copied(self.written, node, self.copies.__getitem__)
-        self.written.output(tuple(None if node is None else self.copies[node] for _, node in self.ends))
-        return GraphModule(self.writer.gm, self.written)
+            copies[node] = copies.given(f"loop_{at}", val=node.meta["val"])
+        return copies.extracted(self.writer.boxed, self.writer.boxed.graph.nodes, [node for _, node in self.ends])
 
 
 def extracted(gm: GraphModule, ends: list[Node]) -> GraphModule:
     """Returns the program that computes nodes of a graph from its inputs and buffers; all of its placeholders stay."""
-    graph, copies = Graph(), dict[Node, Node]()
-    needed = ancestors(ends)
+    copies = Copies()
     for port, node in placeholders(gm).items():
         if port.kind in (INPUT, BUFFER):
-            copies[node] = copied(graph, node, copies.__getitem__)
-    for node in gm.graph.nodes:
-        if node in needed and node not in copies:
-            copies[node] = copied(graph, node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in ends))
-    return GraphModule(gm, graph)
+            copies.copy(node)
+    return copies.extracted(gm, gm.graph.nodes, ends)
 
 
 def is_join(node: Node) -> bool:

@@ -19,16 +19,16 @@ from typing import Any
 
 import networkx
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, rename
+from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.graph.about import ORIGIN, about, awaited_gradients
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
-from sbpc.graph.rewrite import Writer, copied, mode_of, put
+from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
 from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Partial, Split, chunk_sizes
@@ -42,7 +42,6 @@ from sbpc.rules.match import Shard
 
 aten = torch.ops.aten
 AXIS = "copy"
-KEPT = ("val", "phase", "stack_trace", "module", "decomposed", RECOMPUTES)  # of a node's meta
 PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
 JOINS = "all_gather", "all_to_all"  # which need the parts of all copies at once
 ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
@@ -100,14 +99,7 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     def priority(node: Node) -> tuple[int, int]:
         return needed[node] if node.name in copy_of else -1, number[node]
 
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in networkx.lexicographical_topological_sort(order, key=priority):
-        if node.op != "output":  # which is last
-            copies[node] = copied(graph, node, copies.__getitem__)
-    copied(graph, gm.graph.output_node(), copies.__getitem__)
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+    return rebuild(gm, order=networkx.lexicographical_topological_sort(order, key=priority))
 
 
 class Unroller:
@@ -124,22 +116,26 @@ class Unroller:
         for node in self.boxed.graph.nodes:
             if node.op == "output":
                 break
-            self.writer.about = SimpleNamespace(
-                target=node.target, meta={key: node.meta[key] for key in KEPT if key in node.meta}
-            )
+            self.about(node)
             self.values[node] = self.written(node)
         ends = [None if node is None else self.values[node][0] for node in results(self.boxed)]
         self.writer.graph.output(tuple(ends)).meta.update(self.boxed.graph.output_node().meta)
-        result = LazyGraphModule(self.gm, self.writer.graph)
-        result.meta.update(self.gm.meta)
-        return result
+        return self.writer.module(self.gm)
+
+    def about(self, node: Node) -> None:
+        """Makes a node of the boxed graph the one that is being rewritten."""
+        self.writer.about = SimpleNamespace(target=node.target, meta=about(node, ("val", *ORIGIN)))
+
+    def copied(self, node: Node) -> Node:
+        """Copies a placeholder or a constant."""
+        copy = self.writer.copy(node)
+        put(copy, "meta", dict(self.writer.about.meta))
+        return copy
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it in each copy."""
         if node.op in ("placeholder", "get_attr"):
-            copy = copied(self.writer.graph, node, self.values.__getitem__)
-            put(copy, "meta", self.writer.about.meta)
-            return [copy] * self.count
+            return [self.copied(node)] * self.count
         if "step" in node.meta:
             return MOVES[node.meta["step"].collective](self, node.meta["step"], self.values[operands(node)[0]])
         choice = node.meta.get("choice")

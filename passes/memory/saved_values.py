@@ -7,14 +7,13 @@ read it, or split further. A gathered parameter is kept in this way, or stored i
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import MutableMapping
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
+from sbpc.graph.about import about
 from sbpc.graph.operands import is_late
-from sbpc.graph.rewrite import copied
+from sbpc.graph.rewrite import Copies, called, put, rebuild
 from sbpc.passes.memory.live_bytes import STORED
 
 
@@ -30,22 +29,17 @@ def store(gm: GraphModule) -> GraphModule:
         early = [reader for reader in node.users if reader.op != "output" and not is_late(reader)]
         if keeps(node) and not is_late(node) and any(map(is_late, node.users)) and (early or node.op != "placeholder"):
             behind.setdefault(max(early, key=order.__getitem__, default=node), []).append(node)
-    graph = Graph()
-    copies: dict[Node, Node] = {}
     kept: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        read: MutableMapping[Node, Node] = ChainMap(kept, copies) if is_late(node) else copies
-        copies[node] = copied(graph, node, read.__getitem__)
+
+    def write(copies: Copies, node: Node) -> Node:
+        copy = copies.copy(node, (ChainMap(kept, copies) if is_late(node) else copies).__getitem__)
         for value in behind.get(node, ()):
-            kept[value] = graph.create_node(
-                "call_function", torch.ops.aten.alias.default, (copies[value],), name=f"{value.name}_stored"
-            )
-            about = node.meta if value.op == "placeholder" else value.meta
-            kept[value].meta = {key: about[key] for key in ("module", "stack_trace") if key in about}
-            kept[value].meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+            kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored")
+            place = about(node if value.op == "placeholder" else value)
+            put(kept[value], "meta", place | {"val": value.meta["val"], "phase": "forward", STORED: value.name})
+        return copy
+
+    return rebuild(gm, write)
 
 
 def keeps(node: Node) -> bool:

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule
+from sbpc.graph.about import ORIGIN, PANEL_OF, about
 from sbpc.graph.operands import operands
-from sbpc.graph.panels import PANEL_OF
-from sbpc.graph.recomputed import RECOMPUTES
-from sbpc.graph.rewrite import called, copied, mode_of, put
+from sbpc.graph.rewrite import Copies, called, mode_of, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import Split, State
 from sbpc.passes.annotate import annotate_call, lines_about_rules
@@ -29,7 +27,6 @@ from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Candidates, Choice
 
 aten = torch.ops.aten
-ABOUT = ("phase", "stack_trace", "module", "decomposed", RECOMPUTES)
 ADDED: dict[Any, Any] = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}  # products that add to an operand
 
 
@@ -50,9 +47,8 @@ class PanelWriter:
         self.choices, self.aliases = dict(plan.assignment.choices), dict(plan.assignment.aliases)
         self.outputs = plan.assignment.outputs
         self.moves = {(node, slot): move for move in found if dim_of(move, decided) is not None for node, slot in move.ends}
-        self.graph, self.mode = Graph(), mode_of(plan.graph)
+        self.copies, self.mode = Copies(), mode_of(plan.graph)
         self.names = {node.name for node in plan.graph.graph.nodes}
-        self.copies: dict[Node, Node] = {}
         self.pieces: dict[Any, list[Node]] = {}
         self.known: dict[int, Candidates] = {}
         self.about: Node
@@ -61,9 +57,8 @@ class PanelWriter:
         """Writes node by node."""
         for node in self.gm.graph.nodes:
             self.about = node
-            self.copies[node] = self.product(node) if node in self.decided else copied(self.graph, node, self.copies.__getitem__)
-        result = LazyGraphModule(self.gm, self.graph)
-        result.meta.update(self.gm.meta)
+            self.copies[node] = self.product(node) if node in self.decided else self.copies.copy(node)
+        result = self.copies.module(self.gm)
         result.meta["notes"], result.meta["remarks"] = lines_about_rules(result)
         return result, Assignment(self.choices, self.aliases, self.outputs)
 
@@ -168,11 +163,11 @@ class PanelWriter:
         while name in self.names and name != self.about.name:
             name += "_"
         self.names.add(name)
-        node = called(self.graph, op, args, kwargs, name)
+        node = called(self.copies.graph, op, args, kwargs, name)
         given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
         with self.mode, torch.no_grad():
             value: Tensor = op(*given, **named)
-        put(node, "meta", {"val": value} | {key: self.about.meta[key] for key in ABOUT if key in self.about.meta})
+        put(node, "meta", about(self.about, ORIGIN) | {"val": value})
         annotate_call(node, self.known)
         return node
 

@@ -12,18 +12,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
-from sbpc.graph.operands import tensors_of, value_of
+from sbpc.graph.operands import is_late, tensors_of, value_of
 from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import block_of
 
 Places = dict[Node, int]
-
-
-def is_late(node: Node) -> bool:
-    """Returns whether a call belongs to the backward."""
-    return node.op == "call_function" and value_of(node)[0].meta.get("phase") == "backward"
 
 
 def places_of(gm: GraphModule) -> Places:

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
 from sbpc.errors import PlanError, at_node
-from sbpc.graph.operands import made_of
+from sbpc.graph.operands import is_late, made_of
 from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
 from sbpc.graph.pytree import flatten
-from sbpc.graph.rewrite import copied
-from sbpc.passes.stages.balance import Places, is_late, stage_at
+from sbpc.graph.rewrite import Copies
+from sbpc.passes.stages.balance import Places, stage_at
 
 aten = torch.ops.aten
 
@@ -128,14 +127,12 @@ class Cutter:
 
     def piece(self, stage: int, inside: set[Node], received: list[Node], sent: list[Node]) -> Piece:
         """Writes the graph of a stage."""
-        graph, copies = Graph(), dict[Node, Node]()
-        piece = Piece(self.body)
+        copies, piece = Copies(), Piece(self.body)
         takes: list[Port] = []
 
         def take(port: Port, node: Node, name: str) -> None:
             takes.append(port)
-            copies[node] = graph.placeholder(name)
-            copies[node].meta.update({key: node.meta[key] for key in ("val",)})
+            copies[node] = copies.given(name, val=node.meta["val"])
 
         inputs = 0
         for port, node in placeholders(self.body).items():
@@ -154,12 +151,11 @@ class Cutter:
             take(Port(TANGENT, str(at)), node, node.name)
         for node in self.body.graph.nodes:
             if node in inside and node.op != "placeholder":
-                copies[node] = copied(graph, node, copies.__getitem__)
+                copies.copy(node)
         outputs = self.leave(piece, stage, sent)
-        graph.output(tuple(copies[node] for _, node in outputs)).meta.update(self.body.graph.output_node().meta)
-        piece.graph = LazyGraphModule(self.body, graph)
-        piece.graph.meta.update(self.body.meta)
-        piece.graph.meta["ports"] = self.ports(takes, [port for port, _ in outputs], inputs)
+        copies.left([node for _, node in outputs], **self.body.graph.output_node().meta)
+        ports = self.ports(takes, [port for port, _ in outputs], inputs)
+        piece.graph = copies.module(self.body, self.body.meta | {"ports": ports})
         return piece
 
     def comes_late(self, node: Node, stage: int) -> bool:

@@ -14,7 +14,8 @@ from sbpc.errors import PlanError
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
-from sbpc.passes.annotate import annotate, duplicate
+from sbpc.graph.rewrite import rebuild
+from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans.plan import Assignment, Plan
@@ -106,7 +107,7 @@ def again(plan: Plan, **other: Any) -> Plan:
     asked |= {"recompute": options.get("recompute", "none"), "forms": {}}  # what is computed again is in the graph
     asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
     asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
-    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
+    return Task(rebuild(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
 
 
 def check_loaded(plan: Plan) -> None:

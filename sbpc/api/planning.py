@@ -22,12 +22,12 @@ from sbpc.api.staging import check_schedule, check_staged, plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.rewrite import rebuild
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
-from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
@@ -233,7 +233,7 @@ class Task:
         }  # fmt: skip
         if recompute == AUTO and forms is None:
             def planned(**other: Any) -> Plan:
-                return Task(duplicate(self.gm), self.stages, self.about).plan(mesh, **{**asked_for, **other})
+                return Task(rebuild(self.gm), self.stages, self.about).plan(mesh, **{**asked_for, **other})
 
             quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
             return least_recompute(self.gm, memory, planned, quick)
@@ -322,7 +322,7 @@ class Task:
 
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
-        return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
+        return Task(rebuild(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
 def may_gain(plan: Plan) -> bool:

@@ -14,9 +14,9 @@ from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, Sbpc
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
@@ -93,7 +93,7 @@ def search(whole: Plan, requests: Requests, count: int, clocks: Stages) -> Calla
 
     whole: the plan of the body without a limit.
     """
-    body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+    body, free = rebuild(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
     body.meta[ONCE] = {GRADIENT: 1 / count}
     asked = wishes(body, free.mesh, requests)
     found = searched(body, free, asked.nodes, asked.outputs, clocks)
@@ -143,7 +143,7 @@ def units_of(
     baseline: the expert to follow.
     """
     options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
-    body = duplicate(body)
+    body = rebuild(body)
     body.meta[ONCE] = dict.fromkeys(once, 1 / count)
     asked = wishes(body, inner, Requests({}, baseline=baseline)).nodes
     if spread:

@@ -133,5 +133,5 @@ def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
 
 
 def is_late(node: Node) -> bool:
-    """Returns whether a node is a call of the backward."""
-    return node.op == "call_function" and node.meta.get("phase") == "backward"
+    """Returns whether a node is a call or a constant of the backward; one of several results is where its producer is."""
+    return node.op in ("call_function", "get_attr") and value_of(node)[0].meta.get("phase") == "backward"

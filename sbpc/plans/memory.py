@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
+from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, nodes_in, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
@@ -277,11 +278,6 @@ def is_view(node: Node) -> bool:
     """Returns whether what a call gives lies in the memory of its first operand: a view, or a sum to which it adds."""
     match = node.meta.get("match")
     return is_sum(node) or (node.op == "call_function" and match is not None and match.view and bool(operands(node)))
-
-
-def is_boxing(node: Node) -> bool:
-    """Returns whether a node starts a boxing step, or waits for one."""
-    return "step" in node.meta or "awaits" in node.meta
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import ancestors, value_of
+from sbpc.graph.operands import ancestors, is_late, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
@@ -45,7 +45,7 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
             parts[node] = FREE if node in loose else BEFORE if reads_loose or BEFORE in given else FREE
         else:
             parts[node] = FORWARD
-        if kind == TANGENT or (parts[node] == FORWARD and is_late(node, late)):
+        if kind == TANGENT or (parts[node] == FORWARD and (is_late(node) or any(used in late for used in node.all_input_nodes))):
             late.add(node)
     sent = [node for port, node in zip(gm.meta["ports"].outputs, results(gm)) if port.kind == OUTPUT and node in late]
     needed = ancestors(sent)
@@ -75,11 +75,6 @@ def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
         if its in which and node.op != "placeholder":
             place(node)
     return list(placed)
-
-
-def is_late(node: Node, late: set[Node]) -> bool:
-    """Returns whether a node of a micro-batch is of the backward."""
-    return node.meta.get("phase") == "backward" or any(used in late for used in node.all_input_nodes)
 
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
