@@ -72,7 +72,7 @@ class Boxer:
             if producer in self.parts:
                 self.copies[node] = self.parts[producer][index]
                 return
-            self.copies.copy(node).meta["sbp"] = self.copies[producer].meta["sbp"][index]
+            self.copies.keep(node).meta["sbp"] = self.copies[producer].meta["sbp"][index]
             return
         choice = self.assignment.choices[node.name]
         boxed = [self.at(operand, choice.input(slot, axes), node) for slot, operand in enumerate(operands(node))]
@@ -80,7 +80,7 @@ class Boxer:
             self.take_apart(node, choice, boxed)
             return
         reads = iter(boxed)
-        copy = self.copies.copy(node, lambda _: next(reads))
+        copy = self.copies.keep(node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0], "call": node.name}

@@ -77,7 +77,7 @@ class Localizer:
 
     def copy(self, node: Node) -> Node:
         """Copies a node as it is, with local inputs."""
-        copy = self.local.copy(node)
+        copy = self.local.keep(node)
         put(copy, "meta", {})
         return self.described(copy, node)
 
@@ -122,7 +122,7 @@ class Localizer:
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
         dense = iter([self.in_order(operand) for operand in operands(node)])
-        copy = self.local.copy(node, lambda _: next(dense))
+        copy = self.local.keep(node, lambda _: next(dense))
         put(copy, "meta", {})
         return self.described(copy, node)
 

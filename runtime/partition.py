@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from sbpc.graph.rewrite import Copies
 aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
 BACKWARD = (GRADIENT, INPUT_GRADIENT)
+Results = Sequence[Node | None]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,9 @@ def partition(gm: GraphModule) -> Partition:
     saved = saved_for(gm, late, late_results)
     inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
-    forward = extract(gm, inputs, body, [*early_results, *saved])
-    inference = extract(gm, inputs, body, early_results)
-    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    for program in (forward, inference):
-        separate(program, range(len(early_results)), aten.alias.default, lambda node: node)
-    separate(backward, range(len(late_results)), aten.clone.default, memory_of)
-    return Partition(forward, backward, inference)
+    forward = extract(gm, inputs, body, early_results, [], saved)
+    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], [], late_results)
+    return Partition(forward, backward, extract(gm, inputs, body, early_results, []))
 
 
 def saved_for(gm: GraphModule, late: set[Node], late_results: list[Node | None]) -> list[Node]:
@@ -64,11 +61,7 @@ def joint(gm: GraphModule) -> GraphModule:
     nodes = list(gm.graph.nodes)
     tangents, early_results, late_results = ends(gm)
     inputs = [node for node in nodes if node.op == "placeholder" and node not in tangents]
-    program = extract(gm, [*inputs, *tangents], nodes, [*early_results, *late_results])
-    first = len(early_results)
-    separate(program, range(first), aten.alias.default, lambda node: node)
-    separate(program, range(first, first + len(late_results)), aten.clone.default, memory_of)
-    return program
+    return extract(gm, [*inputs, *tangents], nodes, early_results, late_results)
 
 
 def ends(gm: GraphModule) -> tuple[list[Node], list[Node | None], list[Node | None]]:
@@ -162,9 +155,15 @@ def memory_of(node: Node) -> Node:
     return node
 
 
-def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:
-    """Returns the program that computes `outputs` from `inputs` by the calls in `body`."""
+def extract(
+    gm: GraphModule, inputs: list[Node], body: list[Node], early: Results, late: Results, rest: Results = ()
+) -> GraphModule:
+    """Returns the program that computes from `inputs`, by the calls in `body`, results of the forward, of the backward, and others."""
     copies = Copies()
     for node in inputs:
         copies[node] = copies.given(node.name, **node.meta)
-    return copies.extracted(gm, body if is_scheduled(gm) else late_waits(body), outputs)
+    program = copies.extracted(gm, body if is_scheduled(gm) else late_waits(body), [*early, *late, *rest])
+    first = len(early)
+    separate(program, range(first), aten.alias.default, lambda node: node)
+    separate(program, range(first, first + len(late)), aten.clone.default, memory_of)
+    return program

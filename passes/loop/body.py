@@ -8,7 +8,7 @@ What all micro-batches read of the whole batch, such as a count of targets, is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import Step
-from sbpc.errors import LayoutError, LoopError, PinError, PlanError, at_node
+from sbpc.errors import LoopError, PlanError, at_node
+from sbpc.graph.about import maker_of
 from sbpc.graph.operands import ancestors, depending_on, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
@@ -27,21 +28,18 @@ from sbpc.graph.ports import (
     PARAMETER,
     TANGENT,
     Port,
-    Ports,
     placeholders,
     results,
 )
-from sbpc.graph.pytree import flatten
+from sbpc.graph.pytree import structures
 from sbpc.graph.rewrite import Copies
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.pins import Wish, both
+from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
-from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Requests, wishes
-from sbpc.passes.box import box
-from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, without_joins
+from sbpc.passes.assign.wishes import Requests
+from sbpc.passes.loop.micro_batches import AXIS, Unroller, batch_of, boxed_for, without_joins
 from sbpc.passes.loop.one_loss import one_loss
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
@@ -72,13 +70,8 @@ def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     cut_evenly(gm)
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
-    try:
-        asked = wishes(gm, mesh, Requests({}, inputs=cut, baseline="data"))
-        nodes = both(asked.nodes, partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}, mesh)
-        assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
-    except (PinError, LayoutError, PlanError) as error:
-        raise LoopError(f"the step cannot run in {count} micro-batches: {error}") from error
-    return BodyWriter(gm, box(gm, assignment, mesh), count).loop()
+    more = partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}
+    return BodyWriter(gm, boxed_for(gm, mesh, Requests({}, inputs=cut, baseline="data"), more, LoopError), count).loop()
 
 
 def cut_evenly(gm: GraphModule) -> None:
@@ -116,9 +109,9 @@ class BodyWriter(Unroller):
 
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
         super().__init__(gm, boxed, count)
-        self.shared: set[Node] = set()  # nodes that are the same for all micro-batches
         self.starts: dict[int, Node] = {}
-        self.sources: list[tuple[Port, Source]] = []
+        self.ports: list[Port] = []  # of the placeholders
+        self.inputs: dict[str, Source] = {}
         self.index: Node
 
     def loop(self) -> Loop:
@@ -127,10 +120,9 @@ class BodyWriter(Unroller):
         late = self.after_joins(early)
         self.placeholders(early)
         for node in self.boxed.graph.nodes:
-            if node.op in ("placeholder", "output") or node in early or node in late:
-                continue
-            self.about(node)
-            self.values[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
+            if node.op not in ("placeholder", "output") and node not in early and node not in late:
+                self.turn_to(node)
+                self[node] = [self.copied(node)] if node.op == "get_attr" else self.written(node)
         return self.finished(early, late)
 
     # --- which node is in which part ---------------------------------------------------------------------------------
@@ -142,10 +134,10 @@ class BodyWriter(Unroller):
         for join in joins:
             reads, ports = ancestors([join]), placeholders(self.boxed).items()
             wrong = [f"depends on {p.kind} {p.name}" for p, node in ports if node in reads and p.kind not in (INPUT, BUFFER)]
-            wrong += [] if source_of(join).name in known else ["runs in two phases"]  # as batch norm: the step has no such value
+            wrong += [] if maker_of(join).name in known else ["runs in two phases"]  # as batch norm: the step has no such value
             if wrong:
                 what = f"each micro-batch needs the whole batch's value of this op, which {wrong[0]}"
-                raise LoopError(at_node(what, source_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
+                raise LoopError(at_node(what, maker_of(join), "Plan without stages=, or leave such an op (batch statistics) out."))
         return set(joins)
 
     def after_joins(self, early: set[Node]) -> set[Node]:
@@ -159,48 +151,49 @@ class BodyWriter(Unroller):
     # --- the body ----------------------------------------------------------------------------------------------------
     def placeholders(self, early: Iterable[Node]) -> None:
         """Writes all placeholders: those of the step, with inputs as a micro-batch has them, early joins, and the micro-batch's number."""
-        numbers = iter(range(1 << 20))
         for port, node in placeholders(self.boxed).items():
-            self.about(node)
+            self.turn_to(node)
             copy = self.copied(node)
-            value, dim = node.meta["val"], None
-            if port.kind == INPUT:
-                state = node.meta["sbp"].states[0]
-                dim = state.dim if isinstance(state, Split) else None
-                port, number = Port(INPUT, str(next(numbers))), int(port.name)
-                value = value if dim is None else part(value, dim, self.count)
-                self.sources.append((port, Source("argument", number, dim)))
-            else:
-                self.sources.append((port, Source(port.kind, 0)))
-            copy.meta["val"] = value
-            self.values[node] = [copy]
+            self[node] = [copy]
+            if port.kind != INPUT:
+                self.ports.append(port)
+                continue
+            (state,) = node.meta["sbp"].states
+            dim = state.dim if isinstance(state, Split) else None
+            if dim is not None:
+                copy.meta["val"] = part(node.meta["val"], dim, self.count)
+            self.take(Source("argument", int(port.name), dim))
         for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self.values[join] = [self.writer.given(f"whole_{place}", val=join.meta["val"])]
-            self.sources.append((Port(INPUT, str(next(numbers))), Source("before", place)))
-        with self.writer.mode:
-            zero = torch.empty((), dtype=torch.int64)
-        self.index = self.writer.given(INDEX, val=zero)
-        self.sources.append((Port(INPUT, str(next(numbers))), Source("index", 0)))
+            self[join] = [self.given(f"whole_{place}", val=join.meta["val"])]
+            self.take(Source("before", place))
+        with self.mode:
+            self.index = self.given(INDEX, val=torch.empty((), dtype=torch.int64))
+        self.take(Source("index", 0))
+
+    def take(self, source: Source) -> None:
+        """Notes an input of the body."""
+        self.ports.append(Port(INPUT, str(len(self.inputs))))
+        self.inputs[self.ports[-1].name] = source
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it."""
         if "step" in node.meta:
-            return MOVES[node.meta["step"].collective](self, node.meta["step"], self.values[operands(node)[0]])
+            return self.moved(node)
         if (match := node.meta.get("match")) is not None:
             for factor in node.meta["choice"].cuts():
                 self.check_even(match.sizes[factor], node)
-        return [self.call(node, 0)]
+        return [self.part_of(node, 0)]
 
     def check_even(self, size: int, node: Node) -> None:
         """Raises LoopError if a dim does not come out even."""
         if size % self.count:
             what = f"a dim of {size} cannot be cut into {self.count} equal parts, one for each micro-batch"
-            raise LoopError(at_node(what, source_of(node), "Give a number of micro-batches that divides it."))
+            raise LoopError(at_node(what, maker_of(node), "Give a number of micro-batches that divides it."))
 
     def first(self, size: int, at: int) -> Any:
         """Writes where a micro-batch's part of a dim of `size` begins: a 0-dim int64."""
         if size not in self.starts:
-            self.starts[size] = self.writer.call(aten.mul.Scalar, self.index, size // self.count)
+            self.starts[size] = self.call(aten.mul.Scalar, self.index, size // self.count)
         return self.starts[size]
 
     def cut(self, step: Step, copies: list[Any]) -> list[Any]:
@@ -209,9 +202,9 @@ class BodyWriter(Unroller):
         assert isinstance(state, Split)
         size = copies[0].meta["val"].shape[state.dim]
         self.check_even(size, copies[0])
-        places = self.writer.call(aten.arange.default, size // self.count, dtype=torch.int64, device=torch.device("cpu"))
-        places = self.writer.call(aten.add.Tensor, places, self.first(size, 0))
-        return [self.writer.call(aten.index_select.default, copies[0], state.dim, places)]
+        places = self.call(aten.arange.default, size // self.count, dtype=torch.int64, device=torch.device("cpu"))
+        places = self.call(aten.add.Tensor, places, self.first(size, 0))
+        return [self.call(aten.index_select.default, copies[0], state.dim, places)]
 
     def kept(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes a whole value as a partial one: zeros in all micro-batches but the first."""
@@ -219,9 +212,9 @@ class BodyWriter(Unroller):
 
     def masked(self, value: Node) -> Node:
         """Writes a value in the first micro-batch, zeros in the others."""
-        mask = self.writer.call(aten.eq.Scalar, self.index, 0)
-        mask = self.writer.call(aten._to_copy.default, mask, dtype=value.meta["val"].dtype)
-        return self.writer.call(aten.mul.Tensor, value, mask)
+        mask = self.call(aten.eq.Scalar, self.index, 0)
+        mask = self.call(aten._to_copy.default, mask, dtype=value.meta["val"].dtype)
+        return self.call(aten.mul.Tensor, value, mask)
 
     def padded(self, step: Step, copies: list[Any]) -> list[Any]:
         """Raises LoopError: a part among zeros has the size of the whole batch."""
@@ -231,96 +224,58 @@ class BodyWriter(Unroller):
     # --- what is done once ---------------------------------------------------------------------------------------------
     def finished(self, early: set[Node], late: set[Node]) -> Loop:
         """Returns the loop: the body with its outputs, and the graphs around it."""
-        ports, ends = self.gm.meta["ports"], results(self.boxed)
-        outputs: list[Port] = []
-        nodes: list[Node | None] = []
-        after = After(self)
-        for port, node in zip(ports.outputs, ends):
-            if port.kind == GRADIENT:
-                outputs.append(port)
-                nodes.append(None if node is None else self.summed(port, node, late))
-            else:
-                after.leave(port, node, late)
-        for at, node in enumerate(after.reads):
-            outputs.append(Port(OUTPUT, str(at)))
-            nodes.append(self.left(node))
-        self.writer.graph.output(tuple(nodes)).meta.update(self.boxed.graph.output_node().meta)
-        self.writer.graph.eliminate_dead_code()  # what is computed before the loop
-        body = self.writer.module(self.gm, self.gm.meta | {"ports": self.ports(outputs, nodes)})
-        whole = [source_of(node) for node in self.boxed.graph.nodes if node in early]
-        before = extracted(self.gm, [next(n for n in self.gm.graph.nodes if n.name == node.name) for node in whole])
-        inputs = {port.name: source for port, source in self.sources if port.kind == INPUT}
-        return Loop(self.count, annotate(body), before, after.graph(), inputs, tuple(map(how, after.reads)), ports, {})
+        ports = self.gm.meta["ports"]
+        ends = list(zip(ports.outputs, results(self.boxed)))
+        once = [node for port, node in ends if port.kind != GRADIENT]
+        reads = read_behind(once, late)
+        outputs = {port: None if node is None else self.summed(port, node, late) for port, node in ends if port.kind == GRADIENT}
+        outputs |= {Port(OUTPUT, str(at)): self.left(node) for at, node in enumerate(reads)}
+        given = replace(ports, inputs=tuple(self.ports), outputs=tuple(outputs), **structures(len(self.inputs), len(reads)))
+        body = self.ended(list(outputs.values()), self.gm.meta | {"ports": given})
+        body.graph.eliminate_dead_code()  # what is computed before the loop
+        before = Copies()
+        for port, node in placeholders(self.gm).items():
+            if port.kind in (INPUT, BUFFER):
+                before.keep(node)
+        after = Copies()
+        for at, node in enumerate(reads):
+            after[node] = after.given(f"loop_{at}", val=node.meta["val"])
+        by_name = {node.name: node for node in self.gm.graph.nodes}
+        whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
+        return Loop(
+            self.count, annotate(body), before.extracted(self.gm, self.gm.graph.nodes, whole),
+            after.extracted(self.boxed, self.boxed.graph.nodes, once), self.inputs, tuple(map(how, reads)), ports, {},
+        )  # fmt: skip
 
     def left(self, node: Node) -> Node:
         """Returns what the body leaves of a node that is read behind it: a copy of what is given to the body."""
-        (value, *_) = self.values[joined(node)]
-        self.about(node)
-        return self.writer.call(aten.clone.default, value) if value.op in ("placeholder", "get_attr") else value
+        self.turn_to(node)
+        (value,) = self[operands(node)[0] if is_join(node) else node]
+        return self.call(aten.clone.default, value) if value.op in ("placeholder", "get_attr") else value
 
     def summed(self, port: Port, node: Node, late: set[Node]) -> Node:
         """Returns what adds up to a gradient over the micro-batches; of one that they all have, the first one's."""
         if self.count == 1:
-            return self.values[node][0]
+            return self[node][0]
         if is_join(node) and how(node) == "sum":
-            return self.values[operands(node)[0]][0]
+            return self[operands(node)[0]][0]
         if node not in late and is_whole(node):
-            self.about(node)
-            return self.masked(self.values[node][0])
+            self.turn_to(node)
+            return self.masked(self[node][0])
         what = f"the gradient of {port.name} is not a sum over the micro-batches"
-        raise LoopError(at_node(what, source_of(node), "Plan without stages=."))
-
-    def ports(self, outputs: list[Port], nodes: list[Node | None]) -> Ports:
-        """Returns the ports of the body."""
-        leaves = [torch.empty(0) for port, _ in self.sources if port.kind == INPUT]
-        count = sum(port.kind == OUTPUT for port in outputs)
-        old = self.gm.meta["ports"]
-        arguments = flatten((tuple(leaves), {}))[1]
-        given = flatten(tuple(torch.empty(0) for _ in range(count)))[1]
-        return Ports(tuple(port for port, _ in self.sources), tuple(outputs), arguments, given, old.tied, old.unused, old.frozen)
+        raise LoopError(at_node(what, maker_of(node), "Plan without stages=."))
 
 
-MOVES = {"slice": BodyWriter.cut, "keep": BodyWriter.kept, "pad": BodyWriter.padded}
-
-
-class After:
-    """Writes what is done once, behind the loop: from joined values to the results of the step."""
-
-    def __init__(self, writer: BodyWriter) -> None:
-        self.writer = writer
-        self.reads: list[Node] = []  # nodes of the boxed graph: joins, and what is the same for all micro-batches
-        self.ends: list[tuple[Port, Node | None]] = []
-
-    def leave(self, port: Port, node: Node | None, late: set[Node]) -> None:
-        """Notes a result, and what it reads of the loop."""
-        self.ends.append((port, node))
-        todo = [] if node is None else [node]
-        seen = set(self.reads)
-        while todo:
-            each = todo.pop()
-            if each in seen:
-                continue
-            seen.add(each)
-            if each in late and not is_join(each):
-                todo += reversed(each.all_input_nodes)
-            else:
-                self.reads.append(each)
-
-    def graph(self) -> GraphModule:
-        """Returns the graph: what was read of the loop, in order -> the results."""
-        copies = Copies()
-        for at, node in enumerate(self.reads):
-            copies[node] = copies.given(f"loop_{at}", val=node.meta["val"])
-        return copies.extracted(self.writer.boxed, self.writer.boxed.graph.nodes, [node for _, node in self.ends])
-
-
-def extracted(gm: GraphModule, ends: list[Node]) -> GraphModule:
-    """Returns the program that computes nodes of a graph from its inputs and buffers; all of its placeholders stay."""
-    copies = Copies()
-    for port, node in placeholders(gm).items():
-        if port.kind in (INPUT, BUFFER):
-            copies.copy(node)
-    return copies.extracted(gm, gm.graph.nodes, ends)
+def read_behind(ends: Iterable[Node | None], late: Container[Node]) -> list[Node]:
+    """Returns what is read of the loop for results, in order: joins, and what is the same for all micro-batches."""
+    todo = [node for node in ends if node is not None][::-1]
+    inner: dict[Node, bool] = {}  # by node whether it is computed behind the loop
+    while todo:
+        node = todo.pop()
+        if node not in inner:
+            inner[node] = node in late and not is_join(node)
+            todo += reversed(node.all_input_nodes) if inner[node] else ()
+    return [node for node, computed in inner.items() if not computed]
 
 
 def is_join(node: Node) -> bool:
@@ -335,11 +290,6 @@ def is_whole(node: Node) -> bool:
     return not any(layout.partial or layout.cuts for layout in layouts) and (choice is None or not choice.cuts())
 
 
-def joined(node: Node) -> Node:
-    """Returns what the loop has of a node that is read behind it: of a join, what goes into it."""
-    return operands(node)[0] if is_join(node) else node
-
-
 def how(node: Node) -> Any:
     """Returns how the micro-batches' values come together: "sum", "max", "min", the dim along which they are put, or "same"."""
     if not is_join(node):  # the gradient of an argument may be left in parts
@@ -347,15 +297,8 @@ def how(node: Node) -> Any:
         return state.dim if isinstance(state, Split) else "same"
     (before,), (after,) = node.meta["step"].before.states, node.meta["step"].after.states
     if isinstance(after, Split):
-        raise LoopError(at_node("micro-batches exchange parts of this value", source_of(node), "Plan without stages=."))
+        raise LoopError(at_node("micro-batches exchange parts of this value", maker_of(node), "Plan without stages=."))
     return before.op if isinstance(before, Partial) else before.dim
-
-
-def source_of(node: Node) -> Node:
-    """Returns the op whose value a boxing moves."""
-    while "step" in node.meta:
-        node = operands(node)[0]
-    return node
 
 
 def part(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ def recompute(gm: GraphModule, forms: Mapping[str, str]) -> GraphModule:
 
         for needed in sorted(closure(node.all_input_nodes, own - second.keys()), key=place.__getitem__):
             second[needed] = called_again(first.graph, needed, read)
-        return first.copy(node, read)
+        return first.keep(node, read)
 
     return annotate(rebuild(gm, write))
 

@@ -32,7 +32,7 @@ def store(gm: GraphModule) -> GraphModule:
     kept: dict[Node, Node] = {}
 
     def write(copies: Copies, node: Node) -> Node:
-        copy = copies.copy(node, (ChainMap(kept, copies) if is_late(node) else copies).__getitem__)
+        copy = copies.keep(node, (ChainMap(kept, copies) if is_late(node) else copies).__getitem__)
         for value in behind.get(node, ()):
             kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored")
             place = about(node if value.op == "placeholder" else value)

@@ -57,7 +57,7 @@ class PanelWriter:
         """Writes node by node."""
         for node in self.gm.graph.nodes:
             self.about = node
-            self.copies[node] = self.product(node) if node in self.decided else self.copies.copy(node)
+            self.copies[node] = self.product(node) if node in self.decided else self.copies.keep(node)
         result = self.copies.module(self.gm)
         result.meta["notes"], result.meta["remarks"] = lines_about_rules(result)
         return result, Assignment(self.choices, self.aliases, self.outputs)

@@ -89,15 +89,15 @@ def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buc
     copies = Copies()
     for node in boxed.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            copies.copy(node)
+            copies.keep(node)
     for node, waits in order:
         if waits:
             about = {key: value for key, value in node.meta.items() if key not in ("step", "bucket")}
             copies[node] = called(copies.graph, wait, (copies[node],), {}, f"wait_{node.name}")
             put(copies[node], "meta", about | {"awaits": node.meta["step"]})
         else:
-            copies.copy(node)
+            copies.keep(node)
             if buckets and node in buckets:
                 put(copies[node], "meta", node.meta | {"bucket": copies[buckets[node]].name})
-    copies.copy(boxed.graph.output_node())
+    copies.keep(boxed.graph.output_node())
     return copies.module(boxed)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from sbpc.errors import PlanError, at_node
 from sbpc.graph.operands import is_late, made_of
 from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
-from sbpc.graph.pytree import flatten
+from sbpc.graph.pytree import structures
 from sbpc.graph.rewrite import Copies
 from sbpc.passes.stages.balance import Places, stage_at
 
@@ -151,7 +151,7 @@ class Cutter:
             take(Port(TANGENT, str(at)), node, node.name)
         for node in self.body.graph.nodes:
             if node in inside and node.op != "placeholder":
-                copies.copy(node)
+                copies.keep(node)
         outputs = self.leave(piece, stage, sent)
         copies.left([node for _, node in outputs], **self.body.graph.output_node().meta)
         ports = self.ports(takes, [port for port, _ in outputs], inputs)
@@ -183,9 +183,6 @@ class Cutter:
         """Returns the ports of a stage."""
         old, names = self.body.meta["ports"], {port.name for port in takes}
         outputs = sum(port.kind == OUTPUT for port in leaves)
-        arguments = flatten((tuple(torch.empty(0) for _ in range(inputs)), {}))[1]
-        given = flatten(tuple(torch.empty(0) for _ in range(outputs)))[1]
         tied = {name: first for name, first in old.tied.items() if first in names}
         frozen = tuple(name for name in old.frozen if name in names)
-        return Ports(tuple(takes), tuple(leaves), arguments, given, tied, (), frozen)
-
+        return Ports(tuple(takes), tuple(leaves), **structures(inputs, outputs), tied=tied, frozen=frozen)

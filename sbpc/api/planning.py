@@ -31,8 +31,7 @@ from sbpc.mesh.pins import conflict
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
-from sbpc.passes.loop.halves import in_halves
-from sbpc.passes.loop.micro_batches import micro_batches
+from sbpc.passes.loop.micro_batches import in_halves, micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan

@@ -28,7 +28,7 @@ class Copies(dict[Node, Any]):
         super().__init__()
         self.graph = Graph()
 
-    def copy(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:
+    def keep(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:
         """Copies a node. read: what stands for each of its operands, where that is not what stands here for all readers."""
         self[node] = made = copied(self.graph, node, read or self.__getitem__)
         return made
@@ -54,7 +54,7 @@ class Copies(dict[Node, Any]):
         needed = ancestors([node for node in outputs if node is not None], self)
         for node in nodes:
             if node in needed and node not in self:
-                self.copy(node)
+                self.keep(node)
         self.left(outputs)
         return self.module(gm, {})
 
@@ -70,7 +70,7 @@ def rebuild(
     for node in gm.graph.nodes if order is None else order:
         if node.op != "output":
             copies[node] = write(copies, node) or copied(copies.graph, node, copies.__getitem__)
-    copies.copy(gm.graph.output_node())
+    copies.keep(gm.graph.output_node())
     return copies.module(gm)
 
 
@@ -127,7 +127,7 @@ def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> Grap
             args, kwargs = map_arg((node.args, node.kwargs), writer.__getitem__)
             writer[node] = write(writer, *args, **kwargs)
         if writer.get(node) is None:
-            writer.copy(node)
+            writer.keep(node)
     for node in reversed(writer.graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             writer.graph.erase_node(node)

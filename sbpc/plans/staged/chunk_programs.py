@@ -213,7 +213,7 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     for node in sums:
         totals[node] = copies.given(f"sum_{node.name}", **value_meta(node))
     for node in body:
-        copies.copy(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
+        copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
             totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}")
             put(totals[node], "meta", about(node) | value_meta(node))
@@ -252,7 +252,7 @@ def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Progra
         if is_sum(node) and node.args[0] in dropped:
             copies[node] = first[dropped[node.args[0]]] = copies[node.args[1]]
         elif node.op != "output" and node not in dropped:
-            copies.copy(node)
+            copies.keep(node)
     ends = {name: copies[node] for name, node in zip(program.gives, results(program.gm)) if node is not None}
     homes = {node.name for node in chunk.homes}  # of these some gradients are the sums themselves
     ends |= {name: node for name, node in first.items() if AFTER not in which or name in homes}
