@@ -12,7 +12,7 @@ from sbpc.boxing.paths import path
 from sbpc.graph.about import ORIGIN, about
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.rewrite import Copies, called, put
+from sbpc.graph.rewrite import Copies, called
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Assignment
@@ -36,12 +36,12 @@ def boxing(x: Tensor, step: str) -> Tensor:
     return x
 
 
-class Boxer:
+class Boxer(Copies):
     """Writes the boxed graph, and knows which values stand in which layouts already."""
 
     def __init__(self, gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
+        super().__init__()
         self.gm, self.assignment, self.mesh = gm, assignment, mesh
-        self.copies = Copies()
         self.parts: dict[Node, list[Any]] = {}  # the results of a node of several outputs that is taken apart
         self.boxed: dict[tuple[Node, int, Layout], Node] = {}
         self.due: dict[Node, list[Layout]] = {}  # by result: the layouts in which it is left
@@ -57,22 +57,22 @@ class Boxer:
                     None if result is None or layout is None else self.at(result, layout)
                     for result, layout in zip(results(self.gm), self.assignment.outputs)
                 ]
-                self.copies.graph.output(tuple(outputs)).meta.update(node.meta)
+                self.graph.output(tuple(outputs)).meta.update(node.meta)
                 continue
-            self.copy(node)
+            self.write(node)
             for layout in self.due.get(node, ()):
                 self.at(node, layout)
-        return self.copies.module(self.gm)
+        return self.module(self.gm)
 
-    def copy(self, node: Node) -> None:
+    def write(self, node: Node) -> None:
         """Copies one node with its operands in the layouts that its choice reads."""
         axes = self.mesh.axes
         if node.target is operator.getitem:
             producer, index = value_of(node)
             if producer in self.parts:
-                self.copies[node] = self.parts[producer][index]
+                self[node] = self.parts[producer][index]
                 return
-            self.copies.keep(node).meta["sbp"] = self.copies[producer].meta["sbp"][index]
+            self.keep(node).meta["sbp"] = self[producer].meta["sbp"][index]
             return
         choice = self.assignment.choices[node.name]
         boxed = [self.at(operand, choice.input(slot, axes), node) for slot, operand in enumerate(operands(node))]
@@ -80,7 +80,7 @@ class Boxer:
             self.take_apart(node, choice, boxed)
             return
         reads = iter(boxed)
-        copy = self.copies.keep(node, lambda _: next(reads))
+        copy = self.keep(node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0], "call": node.name}
@@ -95,10 +95,10 @@ class Boxer:
         for at, part in enumerate(candidates.phases.parts):
             name = outputs.get(part.number) or f"{node.name}_{part.match.op._schema.name.split('::')[1]}"
             args, kwargs = part.arguments(values)
-            call = called(self.copies.graph, part.match.op, args, kwargs, name)
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
-            put(call, "meta", {**about(node, ORIGIN), **meta, "sbp": inner.output(0, axes), "call": node.name})
+            meta |= {**about(node, ORIGIN), "sbp": inner.output(0, axes), "call": node.name}
+            call = called(self.graph, part.match.op, args, kwargs, name, meta)
             if "parts" in node.meta:
                 factors, dims = node.meta["parts"][part.number]
                 call.meta |= {"factors": factors, "dims": (dims,)}
@@ -107,11 +107,11 @@ class Boxer:
         if several:
             self.parts[node] = results
         else:
-            (self.copies[node],) = results
+            (self[node],) = results
 
     def at(self, node: Node, layout: Layout, reader: Node | None = None) -> Node:
         """Returns the value of `node` in `layout`, boxed if it is not there yet."""
-        copy, (producer, index) = self.copies[node], value_of(node)
+        copy, (producer, index) = self[node], value_of(node)
         if copy.meta["sbp"] == layout:
             return copy
         key = producer, index, layout
@@ -124,8 +124,9 @@ class Boxer:
     def walk(self, source: Node, layout: Layout, node: Node, reader: Node) -> Node:
         """Writes the boxing nodes of the cheapest path from a value to a layout, and returns the last one."""
         value, producer = node.meta["val"], value_of(node)[0]
-        meta = {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
+        meta = about(reader, ORIGIN)
+        meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
-            source = called(self.copies.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
-            put(source, "meta", {**about(reader, ORIGIN), **meta, "sbp": step.after, "step": step})
+            meta |= {"sbp": step.after, "step": step}
+            source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)
         return source

@@ -41,12 +41,12 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
     return Localizer(gm, mesh, coordinates).run()
 
 
-class Localizer:
-    """Writes the local graph."""
+class Localizer(Copies):
+    """Writes the local graph: by node of the boxed one, what stands for it; of an awaited boxing, the calls before its collective."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
+        super().__init__()
         self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
-        self.local = Copies()  # of a boxing that is awaited, the calls before its collective; of several results a tuple
         self.positions: list[Node] = []
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
         self.about: dict[str, Any] = {}
@@ -58,26 +58,26 @@ class Localizer:
         nodes = list(self.gm.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
-                self.local[node] = self.copy(node)
+                self[node] = self.as_it_is(node)
         for axis in self.mesh.axes:
             value = torch.empty(1, dtype=torch.int64, device="meta")
-            self.positions.append(self.local.given(f"position_{axis}", val=value, local_shape=(1,)))
+            self.positions.append(self.given(f"position_{axis}", val=value, local_shape=(1,)))
         for node in nodes:
             self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
             if "step" in node.meta:
-                self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
+                self[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
-                self.local[node] = self.end(node)
+                self[node] = self.end(node)
             elif node.op == "call_function" and not is_sum(node):
-                self.local[node] = self.call_op(node)
+                self[node] = self.call_op(node)
             elif node.op in ("call_function", "get_attr"):
-                self.local[node] = self.copy(node)
-        self.local.left(results(self.gm))
-        return self.local.module(self.gm)
+                self[node] = self.as_it_is(node)
+        self.left(results(self.gm))
+        return self.module(self.gm)
 
-    def copy(self, node: Node) -> Node:
+    def as_it_is(self, node: Node) -> Node:
         """Copies a node as it is, with local inputs."""
-        copy = self.local.keep(node)
+        copy = self.keep(node)
         put(copy, "meta", {})
         return self.described(copy, node)
 
@@ -97,22 +97,20 @@ class Localizer:
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Writes one call."""
-        node = called(self.local.graph, op, args, kwargs)
-        put(node, "meta", dict(self.about))
-        return node
+        return called(self.graph, op, args, kwargs, meta=self.about)
 
     def call_op(self, node: Node) -> Any:
         """Writes one op at local sizes, by its rule."""
         match = node.meta.get("match")
         if node.target is operator.getitem:
             producer, index = value_of(node)
-            parts = self.local[producer]
-            return self.described(parts[index], node) if isinstance(parts, tuple) else self.copy(node)
+            parts = self[producer]
+            return self.described(parts[index], node) if isinstance(parts, tuple) else self.as_it_is(node)
         if match is None:
             return self.replicated(node)
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
-        read = self.in_order if match.entry.source else self.local.__getitem__  # a kernel of the user's may read strides
+        read = self.in_order if match.entry.source else self.__getitem__  # a kernel of the user's may read strides
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
@@ -122,13 +120,13 @@ class Localizer:
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
         dense = iter([self.in_order(operand) for operand in operands(node)])
-        copy = self.local.keep(node, lambda _: next(dense))
+        copy = self.keep(node, lambda _: next(dense))
         put(copy, "meta", {})
         return self.described(copy, node)
 
     def in_order(self, operand: Node) -> Node:
         """Writes a value with its dims in memory in the order in which they lay when captured, without gaps."""
-        value, x = operand.meta["val"], self.local[operand]
+        value, x = operand.meta["val"], self[operand]
         order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
         if value.is_contiguous() or order == sorted(order):
             return self.call(aten.contiguous.default, x)
@@ -186,7 +184,7 @@ class Localizer:
     def end(self, node: Node) -> Any:
         """Writes the rest of a boxing step, from the wait for its collective on."""
         start = operands(node)[0]
-        written, bucket = iter(self.local[start]), self.buckets.get(start.meta.get("bucket", ""))
+        written, bucket = iter(self[start]), self.buckets.get(start.meta.get("bucket", ""))
 
         def call(op: Callable[..., Any], *args: Any) -> Node | None:
             if bucket and op in COLLECTIVES:
@@ -204,7 +202,7 @@ class Localizer:
 
     def lowered(self, node: Node, step: Step, call: Callable[..., Any]) -> Any:
         """Writes the calls of a boxing step through `call`, and returns the result of the last one."""
-        value, x = node.meta["val"], self.local[operands(node)[0]]
+        value, x = node.meta["val"], self[operands(node)[0]]
         shape = tuple(value.shape)
         if value.is_complex():  # which not every collective takes
             x = call(aten.view_as_real.default, call(aten.resolve_conj.default, x))

@@ -28,6 +28,7 @@ from sbpc.graph.ports import (
     PARAMETER,
     TANGENT,
     Port,
+    add_port,
     placeholders,
     results,
 )
@@ -110,8 +111,7 @@ class BodyWriter(Unroller):
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
         super().__init__(gm, boxed, count)
         self.starts: dict[int, Node] = {}
-        self.ports: list[Port] = []  # of the placeholders
-        self.inputs: dict[str, Source] = {}
+        self.ports: dict[Port, Source | None] = {}  # of the placeholders
         self.index: Node
 
     def loop(self) -> Loop:
@@ -156,24 +156,19 @@ class BodyWriter(Unroller):
             copy = self.copied(node)
             self[node] = [copy]
             if port.kind != INPUT:
-                self.ports.append(port)
+                self.ports[port] = None
                 continue
             (state,) = node.meta["sbp"].states
             dim = state.dim if isinstance(state, Split) else None
             if dim is not None:
                 copy.meta["val"] = part(node.meta["val"], dim, self.count)
-            self.take(Source("argument", int(port.name), dim))
+            add_port(self.ports, INPUT, Source("argument", int(port.name), dim))
         for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
             self[join] = [self.given(f"whole_{place}", val=join.meta["val"])]
-            self.take(Source("before", place))
+            add_port(self.ports, INPUT, Source("before", place))
         with self.mode:
             self.index = self.given(INDEX, val=torch.empty((), dtype=torch.int64))
-        self.take(Source("index", 0))
-
-    def take(self, source: Source) -> None:
-        """Notes an input of the body."""
-        self.ports.append(Port(INPUT, str(len(self.inputs))))
-        self.inputs[self.ports[-1].name] = source
+        add_port(self.ports, INPUT, Source("index", 0))
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it."""
@@ -230,7 +225,8 @@ class BodyWriter(Unroller):
         reads = read_behind(once, late)
         outputs = {port: None if node is None else self.summed(port, node, late) for port, node in ends if port.kind == GRADIENT}
         outputs |= {Port(OUTPUT, str(at)): self.left(node) for at, node in enumerate(reads)}
-        given = replace(ports, inputs=tuple(self.ports), outputs=tuple(outputs), **structures(len(self.inputs), len(reads)))
+        inputs = {port.name: source for port, source in self.ports.items() if source is not None}
+        given = replace(ports, inputs=tuple(self.ports), outputs=tuple(outputs), **structures(len(inputs), len(reads)))
         body = self.ended(list(outputs.values()), self.gm.meta | {"ports": given})
         body.graph.eliminate_dead_code()  # what is computed before the loop
         before = Copies()
@@ -244,7 +240,7 @@ class BodyWriter(Unroller):
         whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
         return Loop(
             self.count, annotate(body), before.extracted(self.gm, self.gm.graph.nodes, whole),
-            after.extracted(self.boxed, self.boxed.graph.nodes, once), self.inputs, tuple(map(how, reads)), ports, {},
+            after.extracted(self.boxed, self.boxed.graph.nodes, once), inputs, tuple(map(how, reads)), ports, {},
         )  # fmt: skip
 
     def left(self, node: Node) -> Node:

@@ -14,7 +14,6 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import networkx
@@ -25,7 +24,7 @@ from torch.fx.node import map_arg
 from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
-from sbpc.graph.about import ORIGIN, about, awaited_gradients
+from sbpc.graph.about import awaited_gradients
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
@@ -133,10 +132,6 @@ class Unroller(Writer):
         """Returns the module that gives these nodes of the new graph."""
         self.graph.output(tuple(outputs)).meta.update(self.boxed.graph.output_node().meta)
         return self.module(self.gm, meta)
-
-    def turn_to(self, node: Node) -> None:
-        """Makes a node of the boxed graph the one that is being rewritten."""
-        self.about = SimpleNamespace(target=node.target, meta=about(node, ("val", *ORIGIN)))
 
     def copied(self, node: Node) -> Node:
         """Copies a placeholder or a constant."""

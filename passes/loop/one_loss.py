@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
 from sbpc.graph.loss import number_of_loss
-from sbpc.graph.operands import is_late
+from sbpc.graph.operands import is_late, just_in_time
 from sbpc.graph.ports import TANGENT, placeholders
-from sbpc.graph.rewrite import Copies, called, put, rebuild
+from sbpc.graph.rewrite import Copies, called, rebuild
 
 aten = torch.ops.aten
 
@@ -50,9 +50,8 @@ def constant_tangent(copies: Copies, tangent: Node, number: float, name: str) ->
     """Adds a tensor that holds one number in the place of the tangent of result `name`."""
     value = tangent.meta["val"]
     where = {"dtype": value.dtype, "device": value.device}
-    node = called(copies.graph, aten.full.default, (list(value.shape), number), where, f"gradient_of_{name}")
-    put(node, "meta", about(tangent) | {"val": value, "phase": "backward"})
-    return node
+    meta = about(tangent) | {"val": value, "phase": "backward"}
+    return called(copies.graph, aten.full.default, (list(value.shape), number), where, f"gradient_of_{name}", meta)
 
 
 def is_view_of(node: Node, zeros: set[Node]) -> bool:
@@ -75,15 +74,5 @@ def other_term(node: Node, zeros: set[Node]) -> Node | None:
 
 def ordered(gm: GraphModule) -> GraphModule:
     """Returns the graph with its placeholders first, and what the backward makes of nothing right before it is read."""
-    order = dict.fromkeys(gm.graph.find_nodes(op="placeholder"))
-
-    def place(node: Node) -> None:
-        for used in node.all_input_nodes:
-            if used not in order:
-                place(used)
-        order[node] = None
-
-    for node in gm.graph.nodes:
-        if node not in order and (node.all_input_nodes or not is_late(node)):
-            place(node)
-    return rebuild(gm, order=order)
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.nodes]
+    return rebuild(gm, order=just_in_time(nodes, {node for node in nodes if is_late(node) and not node.all_input_nodes}))

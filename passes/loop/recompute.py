@@ -27,7 +27,7 @@ from sbpc._compat import OpOverload
 from sbpc.graph.about import RECOMPUTES
 from sbpc.graph.operands import is_late, made_of, operands, outputs_of, shape_of, value_of
 from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
-from sbpc.graph.rewrite import Copies, called, put, rebuild
+from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.passes.annotate import annotate
 from sbpc.plans.memory import is_view
 
@@ -72,9 +72,7 @@ def called_again(graph: Graph, node: Node, read: Callable[[Node], Node]) -> Node
     target: Any = node.target
     if target is NORM:
         target, args, about["val"] = NORM_OF_BATCH, (*args[:3], *args[5:]), about["val"][:3]
-    made = called(graph, target, args, kwargs, f"{node.name}_again")
-    put(made, "meta", about)
-    return made
+    return called(graph, target, args, kwargs, f"{node.name}_again", about)
 
 
 def blocks_of(gm: GraphModule) -> dict[Node, str]:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
 from sbpc.graph.operands import is_late
-from sbpc.graph.rewrite import Copies, called, put, rebuild
+from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.passes.memory.live_bytes import STORED
 
 
@@ -34,9 +34,9 @@ def store(gm: GraphModule) -> GraphModule:
     def write(copies: Copies, node: Node) -> Node:
         copy = copies.keep(node, (ChainMap(kept, copies) if is_late(node) else copies).__getitem__)
         for value in behind.get(node, ()):
-            kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored")
-            place = about(node if value.op == "placeholder" else value)
-            put(kept[value], "meta", place | {"val": value.meta["val"], "phase": "forward", STORED: value.name})
+            meta = about(node if value.op == "placeholder" else value)
+            meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
+            kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored", meta)
         return copy
 
     return rebuild(gm, write)

@@ -93,8 +93,8 @@ def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buc
     for node, waits in order:
         if waits:
             about = {key: value for key, value in node.meta.items() if key not in ("step", "bucket")}
-            copies[node] = called(copies.graph, wait, (copies[node],), {}, f"wait_{node.name}")
-            put(copies[node], "meta", about | {"awaits": node.meta["step"]})
+            about["awaits"] = node.meta["step"]
+            copies[node] = called(copies.graph, wait, (copies[node],), {}, f"wait_{node.name}", about)
         else:
             copies.keep(node)
             if buckets and node in buckets:

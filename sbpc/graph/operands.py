@@ -135,3 +135,19 @@ def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
 def is_late(node: Node) -> bool:
     """Returns whether a node is a call or a constant of the backward; one of several results is where its producer is."""
     return node.op in ("call_function", "get_attr") and value_of(node)[0].meta.get("phase") == "backward"
+
+
+def just_in_time(nodes: Iterable[Node], free: Container[Node]) -> list[Node]:
+    """Returns nodes in order, those of `free` right in front of the first that reads them, and not at all if nothing does."""
+    placed: dict[Node, None] = {}
+
+    def place(node: Node) -> None:
+        for used in node.all_input_nodes:
+            if used in free and used not in placed:
+                place(used)
+        placed[node] = None
+
+    for node in nodes:
+        if node not in free and node not in placed:
+            place(node)
+    return list(placed)

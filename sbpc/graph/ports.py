@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
 
+T = TypeVar("T")
 PARAMETER, BUFFER, INPUT, SEED, TANGENT = "parameter", "buffer", "input", "seed", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
 INPUTS = (PARAMETER, BUFFER, INPUT, SEED, TANGENT)
@@ -61,6 +62,13 @@ class Ports:
 def placeholders(gm: GraphModule) -> dict[Port, Node]:
     """The placeholder of every port of a program, in order; those of a rank's positions come after them and have none."""
     return dict(zip(gm.meta["ports"].inputs, gm.graph.find_nodes(op="placeholder")))
+
+
+def add_port(ports: dict[Port, T], kind: str, value: T) -> Port:
+    """Adds a value under the next port of a kind, "0", "1", ..., and returns that."""
+    port = Port(kind, str(sum(each.kind == kind for each in ports)))
+    ports[port] = value
+    return port
 
 
 def result_name(place: int) -> str:

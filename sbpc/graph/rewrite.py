@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import FakeTensorMode, LazyGraphModule
+from sbpc.graph.about import ORIGIN, about
 from sbpc.graph.operands import ancestors, hashable, named_arguments
 
 aten = torch.ops.aten
@@ -83,6 +85,10 @@ class Writer(Copies):
         self.about: Any = None
         self.known: dict[Any, Any] = {}  # what an op gives, by the op and its arguments, tensors by their metadata
 
+    def turn_to(self, node: Node) -> None:
+        """Makes a node the one that is being rewritten, where what is known of its layouts does not go along."""
+        self.about = SimpleNamespace(target=node.target, name=node.name, meta=about(node, ("val", *ORIGIN)))
+
     @property
     def target(self) -> Any:
         """The op that is being rewritten."""
@@ -100,22 +106,20 @@ class Writer(Copies):
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """A node of `op` with its value recomputed; calls that are alike share one fake tensor."""
-        node = called(self.graph, op, args, kwargs, str(op._schema.name).split("::")[1])
+        return self.made(op, args, kwargs, str(op._schema.name).split("::")[1])
+
+    def made(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Node:
+        """A call of this name."""
         key = op, hashable((args, kwargs), _metadata)
         if key not in self.known:
             given, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
             with self.mode, torch.no_grad():
                 self.known[key] = op(*given, **named)
-        return self._described(node, self.known[key])
+        return called(self.graph, op, args, kwargs, name, self.about.meta | {"val": self.known[key]})
 
     def part(self, source: Node, at: int) -> Node:
         """One of the results of an op that gives several."""
-        node = called(self.graph, operator.getitem, (source, at), {})
-        return self._described(node, source.meta["val"][at])
-
-    def _described(self, node: Node, value: Any) -> Node:
-        put(node, "meta", {**self.about.meta, "val": value})
-        return node
+        return called(self.graph, operator.getitem, (source, at), {}, meta=self.about.meta | {"val": source.meta["val"][at]})
 
 
 def rewrite(gm: GraphModule, rewrites: Mapping[Any, Callable[..., Any]]) -> GraphModule:
@@ -169,12 +173,16 @@ def shaped(write: Writer, x: Node, size: Sequence[int]) -> Node:
 put = object.__setattr__  # of `args`, `kwargs` or `meta` of a node
 
 
-def called(graph: Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None = None) -> Node:
+def called(
+    graph: Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str | None = None, meta: Mapping[str, Any] | None = None
+) -> Node:
     """A call of `op` at the end of the graph."""
     node = graph.create_node("call_function", op, name=name)
     put(node, "args", tuple(args))
     if kwargs:
         put(node, "kwargs", dict(kwargs))
+    if meta is not None:
+        put(node, "meta", dict(meta))
     return node
 
 

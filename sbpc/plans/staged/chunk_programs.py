@@ -33,7 +33,7 @@ from sbpc.graph.ports import (
     placeholders,
     results,
 )
-from sbpc.graph.rewrite import Copies, called, put
+from sbpc.graph.rewrite import Copies, called
 from sbpc.mesh.layout import Layout
 from sbpc.plans.measure import dims_at, layout_at
 from sbpc.plans.plan import Assignment, Plan
@@ -215,8 +215,8 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     for node in body:
         copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
-            totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}")
-            put(totals[node], "meta", about(node) | value_meta(node))
+            meta = about(node) | value_meta(node)
+            totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}", meta)
     gives = [node for node in body if parts[node] in which and is_given(chunk, node, which)]
     copies.left(gives)
     known = {node: port for port, node in placeholders(gm).items()}

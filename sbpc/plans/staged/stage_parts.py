@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import ancestors, is_late, value_of
+from sbpc.graph.operands import ancestors, is_late, just_in_time, value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
@@ -63,18 +63,8 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
 
 def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
     """Returns the calls that some parts run together, in order: those that are FREE right in front of the first that reads them."""
-    placed: dict[Node, None] = {}
-
-    def place(node: Node) -> None:
-        for used in node.all_input_nodes:
-            if parts[used] == FREE and used.op != "placeholder" and used not in placed:
-                place(used)
-        placed[node] = None
-
-    for node, its in parts.items():
-        if its in which and node.op != "placeholder":
-            place(node)
-    return list(placed)
+    calls = [node for node in parts if node.op != "placeholder"]
+    return just_in_time((node for node in calls if parts[node] in which), {node for node in calls if parts[node] == FREE})
 
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
