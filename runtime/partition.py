@@ -66,7 +66,7 @@ def joint(gm: GraphModule) -> GraphModule:
 
 def ends(gm: GraphModule) -> tuple[list[Node], list[Node | None], list[Node | None]]:
     """Returns the tangents, the results of the forward and those of the backward."""
-    tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
+    tangents = list(placeholders(gm, TANGENT).values())
     by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
     early, late = ([node for backward, node in by_kind if backward == which] for which in (False, True))
     return tangents, early, late

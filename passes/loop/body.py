@@ -26,9 +26,9 @@ from sbpc.graph.ports import (
     ONCE,
     OUTPUT,
     PARAMETER,
-    TANGENT,
     Port,
     add_port,
+    outputs,
     placeholders,
     results,
 )
@@ -62,14 +62,14 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
     loop = written_loop(step, batch, count, Mesh(cluster=without_joins(CLUSTERS["ideal"], JOINS), **{AXIS: count}))
-    return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(gm).items() if port.kind != TANGENT})
+    return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(step).items()})
 
 
 def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     """Returns the loop of a step that has one loss, without `shapes`. mesh: the micro-batches as ranks."""
     gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
     cut_evenly(gm)
-    leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
+    leaves = [node.meta["val"] for node in placeholders(gm, INPUT).values()]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     more = partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}
     return BodyWriter(gm, boxed_for(gm, mesh, Requests({}, inputs=cut, baseline="data"), more, LoopError), count).loop()
@@ -86,8 +86,7 @@ def cut_evenly(gm: GraphModule) -> None:
 
 def of_parameters_alone(gm: GraphModule) -> dict[str, Wish]:
     """Returns the wishes that what depends on parameters and no input, as a penalty on weights, is whole: parts would be padded."""
-    given = placeholders(gm)
-    on_parameters, on_inputs = (depending_on(n for port, n in given.items() if port.kind == kind) for kind in (PARAMETER, INPUT))
+    on_parameters, on_inputs = (depending_on(placeholders(gm, kind).values()) for kind in (PARAMETER, INPUT))
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and value_of(node)[0] is node]
     found = [node for node in calls if node in on_parameters and node not in on_inputs]
     return {node.name: Wish(((0, B),), reason="it depends on parameters alone") for node in found}
@@ -96,12 +95,10 @@ def of_parameters_alone(gm: GraphModule) -> dict[str, Wish]:
 def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
     """Returns the wishes that gradients of parameters are sums over the micro-batches, where their ops have such a signature."""
     wishes = {}
-    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
-        if port.kind != GRADIENT or node is None or value_of(node)[1]:
-            continue
-        states = {signature.outputs[0] for signature in value_of(node)[0].meta["signatures"]}
-        if Partial() in states:
-            wishes[value_of(node)[0].name] = Wish(((0, Partial()),), reason=f"the gradient of {port.name}")
+    for port, node in outputs(gm, GRADIENT):
+        producer, index = value_of(node)
+        if not index and Partial() in {signature.outputs[0] for signature in producer.meta["signatures"]}:
+            wishes[producer.name] = Wish(((0, Partial()),), reason=f"the gradient of {port.name}")
     return wishes
 
 
@@ -223,16 +220,17 @@ class BodyWriter(Unroller):
         ends = list(zip(ports.outputs, results(self.boxed)))
         once = [node for port, node in ends if port.kind != GRADIENT]
         reads = read_behind(once, late)
-        outputs = {port: None if node is None else self.summed(port, node, late) for port, node in ends if port.kind == GRADIENT}
-        outputs |= {Port(OUTPUT, str(at)): self.left(node) for at, node in enumerate(reads)}
+        leaves: dict[Port, Node | None] = {
+            port: None if node is None else self.summed(port, node, late) for port, node in ends if port.kind == GRADIENT
+        }
+        leaves |= {Port(OUTPUT, str(at)): self.read_out(node) for at, node in enumerate(reads)}
         inputs = {port.name: source for port, source in self.ports.items() if source is not None}
-        given = replace(ports, inputs=tuple(self.ports), outputs=tuple(outputs), **structures(len(inputs), len(reads)))
-        body = self.ended(list(outputs.values()), self.gm.meta | {"ports": given})
+        given = replace(ports, inputs=tuple(self.ports), outputs=tuple(leaves), **structures(len(inputs), len(reads)))
+        body = self.ended(list(leaves.values()), self.gm.meta | {"ports": given})
         body.graph.eliminate_dead_code()  # what is computed before the loop
         before = Copies()
-        for port, node in placeholders(self.gm).items():
-            if port.kind in (INPUT, BUFFER):
-                before.keep(node)
+        for node in placeholders(self.gm, INPUT, BUFFER).values():
+            before.keep(node)
         after = Copies()
         for at, node in enumerate(reads):
             after[node] = after.given(f"loop_{at}", val=node.meta["val"])
@@ -243,7 +241,7 @@ class BodyWriter(Unroller):
             after.extracted(self.boxed, self.boxed.graph.nodes, once), inputs, tuple(map(how, reads)), ports, {},
         )  # fmt: skip
 
-    def left(self, node: Node) -> Node:
+    def read_out(self, node: Node) -> Node:
         """Returns what the body leaves of a node that is read behind it: a copy of what is given to the body."""
         self.turn_to(node)
         (value,) = self[operands(node)[0] if is_join(node) else node]

@@ -23,9 +23,8 @@ def one_loss(gm: GraphModule) -> GraphModule:
     result is a loss.
     """
     ports = gm.meta["ports"]
-    given = placeholders(gm)
-    loss = number_of_loss(ports, {port: node.meta["val"] for port, node in given.items()})
-    tangents = {node: port for port, node in given.items() if port.kind == TANGENT}
+    tangents = {node: port for port, node in placeholders(gm, TANGENT).items()}
+    loss = number_of_loss(ports, {port: node.meta["val"] for node, port in tangents.items()})
     zeros = set[Node]()
 
     def write(copies: Copies, node: Node) -> Node | None:

@@ -116,7 +116,7 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
     for node, block in blocks.items():
         (backward if is_late(node) else forward).setdefault(block, []).append(node)
     # Whether what is made of parameters alone is kept is a matter of layouts, as it is for parameters.
-    fixed = made_of(gm, (node for port, node in placeholders(gm).items() if port.kind == PARAMETER))
+    fixed = made_of(gm, placeholders(gm, PARAMETER).values())
     allowed = repeatable(gm, fixed)
     again: dict[str, set[Node]] = {}
     for block, nodes in reversed(forward.items()):  # what a later block computes again may read values of an earlier one
@@ -153,7 +153,7 @@ def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
     fixed: what is made of parameters alone.
     """
     written = {port.name for port in gm.meta["ports"].outputs if port.kind == MUTATION}
-    changing = {node for port, node in placeholders(gm).items() if port.kind == BUFFER and port.name in written}
+    changing = {node for port, node in placeholders(gm, BUFFER).items() if port.name in written}
     found = set[Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function" or is_late(node) or node in fixed:

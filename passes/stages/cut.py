@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError, at_node
 from sbpc.graph.operands import is_late, made_of
-from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, add_port, placeholders, results
+from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, add_port, outputs, placeholders
 from sbpc.graph.pytree import structures
 from sbpc.graph.rewrite import Copies
 from sbpc.passes.stages.balance import Places, stage_at
@@ -52,13 +52,12 @@ class Cutter:
     def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
         self.body, self.count = body, len(cuts) + 1
         self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
-        inputs = {node for port, node in placeholders(body).items() if port.kind in (INPUT, TANGENT)}
+        inputs = placeholders(body, INPUT, TANGENT).values()
         self.fixed = made_of(body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs))
         self.terms: list[tuple[Port, Node, int]] = []  # outputs of the body by stage: port, value, stage
         self.added: set[Node] = set()  # sums over stages, which are left out
-        for port, node in zip(body.meta["ports"].outputs, results(body)):
-            if node is not None:
-                self.terms += [(port, term, self.stage_of(term)) for term in self.split(port, node)]
+        for port, node in outputs(body):
+            self.terms += [(port, term, self.stage_of(term)) for term in self.split(port, node)]
 
     def stage_of(self, node: Node) -> int:
         """Returns the stage of a value; what depends on no parameter is the last one's, where the loss is."""
@@ -159,7 +158,7 @@ class Cutter:
     def ports(self, takes: tuple[Port, ...], leaves: tuple[Port, ...]) -> Ports:
         """Returns the ports of a stage."""
         old, names = self.body.meta["ports"], {port.name for port in takes}
-        inputs, outputs = (sum(port.kind == kind for port in ports) for kind, ports in ((INPUT, takes), (OUTPUT, leaves)))
+        counts = (sum(port.kind == kind for port in ports) for kind, ports in ((INPUT, takes), (OUTPUT, leaves)))
         tied = {name: first for name, first in old.tied.items() if first in names}
         frozen = tuple(name for name in old.frozen if name in names)
-        return Ports(takes, leaves, **structures(inputs, outputs), tied=tied, frozen=frozen)
+        return Ports(takes, leaves, **structures(*counts), tied=tied, frozen=frozen)

@@ -51,7 +51,7 @@ def awaited_gradients(gm: GraphModule) -> dict[Node, list[Node]]:
     nodes = list(gm.graph.nodes)
     if not any(map(is_recomputed, nodes)):
         return {}
-    driven = {node for port, node in placeholders(gm).items() if port.kind == TANGENT}  # by a gradient
+    driven = set(placeholders(gm, TANGENT).values())  # by a gradient
     ahead = set[Node]()  # of it: values computed again, and what is made of them alone
     for node in nodes:
         if any(used in driven for used in node.all_input_nodes):

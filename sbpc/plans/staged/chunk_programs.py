@@ -30,6 +30,7 @@ from sbpc.graph.ports import (
     TANGENT,
     Port,
     Ports,
+    outputs,
     placeholders,
     results,
 )
@@ -83,8 +84,7 @@ class Chunk:
     @functools.cached_property
     def sends_late(self) -> frozenset[Port]:
         """The ports of what the backward sends."""
-        ends = zip(self.ports.outputs, results(self.graph))
-        return frozenset(port for port, node in ends if port in self.sends and node is not None and self.parts[node] == INPUTS)
+        return frozenset(port for port, node in outputs(self.graph) if port in self.sends and self.parts[node] == INPUTS)
 
     def value(self, port: Port) -> Tensor:
         """Returns a tensor without data like an output."""
@@ -145,15 +145,14 @@ class ChunkPrograms:
         self.plan, self.overlaps = plan, overlaps
         gm = plan.unscheduled
         self.parts = parts_of(gm, in_loop)
-        ends = [(port, node) for port, node in zip(plan.ports.outputs, results(gm)) if node is not None]
-        self.homes = {node: summand(node, self.parts) for port, node in ends if port.kind == GRADIENT}
-        self.home = {port: node.name for port, node in ends if port.kind == GRADIENT}
-        self.accumulated = {port: self.homes[node].name for port, node in ends if port.kind == GRADIENT}
-        self.outputs = {port: node.name for port, node in ends if port.kind == OUTPUT}
-        self.ends = {node for port, node in ends if port.kind != GRADIENT or self.parts[node] == AFTER}
-        given = {port: node.name for port, node in placeholders(gm).items()}
-        self.fixed = {port: name for port, name in given.items() if port.kind in (PARAMETER, BUFFER, SEED)}
-        self.own = {port: name for port, name in given.items() if port.kind in (INPUT, TANGENT)}
+        gradients = dict(outputs(gm, GRADIENT))
+        self.homes = {node: summand(node, self.parts) for node in gradients.values()}
+        self.home = {port: node.name for port, node in gradients.items()}
+        self.accumulated = {port: self.homes[node].name for port, node in gradients.items()}
+        self.outputs = {port: node.name for port, node in outputs(gm, OUTPUT)}
+        self.ends = {node for port, node in outputs(gm) if port.kind != GRADIENT or self.parts[node] == AFTER}
+        self.fixed = {port: node.name for port, node in placeholders(gm, PARAMETER, BUFFER, SEED).items()}
+        self.own = {port: node.name for port, node in placeholders(gm, INPUT, TANGENT).items()}
         self.calls = {part: calls_in(self.parts, (part,)) for part in PARTS}
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
@@ -264,5 +263,5 @@ def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Progra
 
 def with_ports(gm: GraphModule, copies: Copies, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:
     """Returns the graph of a program with its ports."""
-    outputs = tuple(Port(OUTPUT, name) for name in gives)
-    return copies.module(gm, gm.meta | {"ports": replace(gm.meta["ports"], inputs=tuple(inputs), outputs=outputs)})
+    ports = replace(gm.meta["ports"], inputs=tuple(inputs), outputs=tuple(Port(OUTPUT, name) for name in gives))
+    return copies.module(gm, gm.meta | {"ports": ports})
