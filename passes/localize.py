@@ -75,9 +75,9 @@ class Localizer(Copies):
         self.left(results(self.gm))
         return self.module(self.gm)
 
-    def as_it_is(self, node: Node) -> Node:
-        """Copies a node as it is, with local inputs."""
-        copy = self.keep(node)
+    def as_it_is(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:
+        """Copies a node as it is, with local inputs. read: see `Copies.keep`."""
+        copy = self.keep(node, read)
         put(copy, "meta", {})
         return self.described(copy, node)
 
@@ -120,9 +120,7 @@ class Localizer(Copies):
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
         dense = iter([self.in_order(operand) for operand in operands(node)])
-        copy = self.keep(node, lambda _: next(dense))
-        put(copy, "meta", {})
-        return self.described(copy, node)
+        return self.as_it_is(node, lambda _: next(dense))
 
     def in_order(self, operand: Node) -> Node:
         """Writes a value with its dims in memory in the order in which they lay when captured, without gaps."""

@@ -61,18 +61,13 @@ def loop_of(gm: GraphModule, count: int) -> Loop:
         step = annotate(one_loss(gm))
     except PlanError as error:  # it has no loss
         raise LoopError(str(error)) from error
-    loop = written_loop(step, batch, count, Mesh(cluster=without_joins(CLUSTERS["ideal"], JOINS), **{AXIS: count}))
-    return replace(loop, shapes={port: node.meta["val"] for port, node in placeholders(step).items()})
-
-
-def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
-    """Returns the loop of a step that has one loss, without `shapes`. mesh: the micro-batches as ranks."""
-    gm.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
-    cut_evenly(gm)
-    leaves = [node.meta["val"] for node in placeholders(gm, INPUT).values()]
+    step.meta[ONCE] = {PARAMETER: OUTSIDE, GRADIENT: OUTSIDE}
+    cut_evenly(step)
+    mesh = Mesh(cluster=without_joins(CLUSTERS["ideal"], JOINS), **{AXIS: count})  # the micro-batches are its ranks
+    leaves = [node.meta["val"] for node in placeholders(step, INPUT).values()]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
-    more = partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}
-    return BodyWriter(gm, boxed_for(gm, mesh, Requests({}, inputs=cut, baseline="data"), more, LoopError), count).loop()
+    more = partial_gradients(step) | of_parameters_alone(step) if count > 1 else {}
+    return BodyWriter(step, boxed_for(step, mesh, Requests({}, inputs=cut, baseline="data"), more, LoopError), count).loop()
 
 
 def cut_evenly(gm: GraphModule) -> None:
@@ -103,7 +98,7 @@ def partial_gradients(gm: GraphModule) -> dict[str, Wish]:
 
 
 class BodyWriter(Unroller):
-    """Writes the body. `values` holds one node for each node of the boxed graph that the body has."""
+    """Writes the body: by node of the boxed graph, a list of the one node that stands for it."""
 
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
         super().__init__(gm, boxed, count)
@@ -238,7 +233,8 @@ class BodyWriter(Unroller):
         whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
         return Loop(
             self.count, annotate(body), before.extracted(self.gm, self.gm.graph.nodes, whole),
-            after.extracted(self.boxed, self.boxed.graph.nodes, once), inputs, tuple(map(how, reads)), ports, {},
+            after.extracted(self.boxed, self.boxed.graph.nodes, once), inputs, tuple(map(how, reads)), ports,
+            {port: node.meta["val"] for port, node in placeholders(self.gm).items()},
         )  # fmt: skip
 
     def read_out(self, node: Node) -> Node:

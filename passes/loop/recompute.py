@@ -25,7 +25,7 @@ from torch.fx.node import map_arg
 
 from sbpc._compat import OpOverload
 from sbpc.graph.about import RECOMPUTES
-from sbpc.graph.operands import is_late, made_of, operands, outputs_of, shape_of, value_of
+from sbpc.graph.operands import is_late, made_of, operands, outputs_of, reached, shape_of, value_of
 from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
 from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.passes.annotate import annotate
@@ -138,13 +138,7 @@ def keeps(user: Node, block: str, blocks: Mapping[Node, str], again: Mapping[str
 
 def closure(nodes: Iterable[Node], able: Collection[Node]) -> set[Node]:
     """Returns those nodes that are in `able`, and what of `able` they are made of by calls of `able`."""
-    found, left = set[Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node in able and node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+    return reached((node for node in nodes if node in able), lambda node: [used for used in node.all_input_nodes if used in able])
 
 
 def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:

@@ -101,26 +101,25 @@ def is_sum(node: Node) -> bool:
     return node.target is ADD
 
 
-def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
-    """Nodes and all that they depend on, no further than `stop`."""
+def reached(nodes: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Nodes and all to which one comes from them."""
     found, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += [] if node in stop else node.all_input_nodes
+            todo += onward(node)
     return found
+
+
+def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
+    """Nodes and all that they depend on, no further than `stop`."""
+    return reached(nodes, lambda node: () if node in stop else node.all_input_nodes)
 
 
 def depending_on(nodes: Iterable[Node]) -> set[Node]:
     """Nodes and all that depends on them."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.users
-    return found
+    return reached(nodes, lambda node: node.users)
 
 
 def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:

@@ -55,7 +55,7 @@ def optimizer_bytes(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> in
 
 def parameter_bytes(boxed: GraphModule, mesh: Mesh) -> dict[str, int]:
     """Returns the bytes of every parameter on the busiest rank."""
-    return {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
+    return {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed, PARAMETER).items()}
 
 
 def trained_bytes(boxed: GraphModule, stored: dict[str, int]) -> int:
