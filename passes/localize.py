@@ -61,7 +61,7 @@ class Localizer(Copies):
                 self[node] = self.as_it_is(node)
         for axis in self.mesh.axes:
             value = torch.empty(1, dtype=torch.int64, device="meta")
-            self.positions.append(self.given(f"position_{axis}", val=value, local_shape=(1,)))
+            self.positions.append(self.given(f"position_{axis}", {"val": value, "local_shape": (1,)}))
         for node in nodes:
             self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
             if "step" in node.meta:
@@ -170,14 +170,8 @@ class Localizer(Copies):
 
     def call_of(self, bucket: Bucket) -> Callable[..., Node]:
         """Returns what writes calls that are those of a whole bucket: they have the name of its first member."""
-        about = self.about | {"boxed": bucket.name}
-
-        def call(op: Callable[..., Any], *args: Any) -> Node:
-            made = self.call(op, *args)
-            put(made, "meta", dict(about))
-            return made
-
-        return call
+        meta = self.about | {"boxed": bucket.name}
+        return lambda op, *args: called(self.graph, op, args, {}, meta=meta)
 
     def end(self, node: Node) -> Any:
         """Writes the rest of a boxing step, from the wait for its collective on."""

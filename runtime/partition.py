@@ -161,7 +161,7 @@ def extract(
     """Returns the program that computes from `inputs`, by the calls in `body`, results of the forward, of the backward, and others."""
     copies = Copies()
     for node in inputs:
-        copies[node] = copies.given(node.name, **node.meta)
+        copies[node] = copies.given(node.name, node.meta)
     program = copies.extracted(gm, body if is_scheduled(gm) else late_waits(body), [*early, *late, *rest])
     first = len(early)
     separate(program, range(first), aten.alias.default, lambda node: node)

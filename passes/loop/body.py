@@ -156,10 +156,10 @@ class BodyWriter(Unroller):
                 copy.meta["val"] = part(node.meta["val"], dim, self.count)
             add_port(self.ports, INPUT, Source("argument", int(port.name), dim))
         for place, join in enumerate(node for node in self.boxed.graph.nodes if node in early):
-            self[join] = [self.given(f"whole_{place}", val=join.meta["val"])]
+            self[join] = [self.given(f"whole_{place}", {"val": join.meta["val"]})]
             add_port(self.ports, INPUT, Source("before", place))
         with self.mode:
-            self.index = self.given(INDEX, val=torch.empty((), dtype=torch.int64))
+            self.index = self.given(INDEX, {"val": torch.empty((), dtype=torch.int64)})
         add_port(self.ports, INPUT, Source("index", 0))
 
     def written(self, node: Node) -> list[Any]:
@@ -228,7 +228,7 @@ class BodyWriter(Unroller):
             before.keep(node)
         after = Copies()
         for at, node in enumerate(reads):
-            after[node] = after.given(f"loop_{at}", val=node.meta["val"])
+            after[node] = after.given(f"loop_{at}", {"val": node.meta["val"]})
         by_name = {node.name: node for node in self.gm.graph.nodes}
         whole = [by_name[maker_of(node).name] for node in self.boxed.graph.nodes if node in early]
         return Loop(

@@ -143,11 +143,11 @@ class Cutter:
         sends = {add_port(leaves, OUTPUT, node): node.name for node in sent}
         copies = Copies()
         for node in takes.values():
-            copies[node] = copies.given(node.name, val=node.meta["val"])
+            copies[node] = copies.given(node.name, {"val": node.meta["val"]})
         for node in self.body.graph.nodes:
             if node in inside and node.op != "placeholder":
                 copies.keep(node)
-        copies.left(leaves.values(), **self.body.graph.output_node().meta)
+        copies.left(leaves.values(), self.body.graph.output_node().meta)
         graph = copies.module(self.body, self.body.meta | {"ports": self.ports(tuple(takes), tuple(leaves))})
         return Piece(graph, arguments, gives, receives, sends)
 

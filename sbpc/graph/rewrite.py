@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,13 +35,13 @@ class Copies(dict[Node, Any]):
         self[node] = made = copied(self.graph, node, read or self.__getitem__)
         return made
 
-    def given(self, name: str, **meta: Any) -> Node:
+    def given(self, name: str, meta: Mapping[str, Any]) -> Node:
         """Writes a placeholder."""
         node = self.graph.placeholder(name)
-        put(node, "meta", meta)
+        put(node, "meta", dict(meta))
         return node
 
-    def left(self, outputs: Iterable[Node | None], **meta: Any) -> None:
+    def left(self, outputs: Iterable[Node | None], meta: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Writes what is returned: what stands for these nodes."""
         self.graph.output(tuple(None if node is None else self[node] for node in outputs)).meta.update(meta)
 

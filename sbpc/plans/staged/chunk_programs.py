@@ -208,9 +208,9 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     sums = [*made, *(node for node in summed if node in boxed and node not in inside)]
     copies, totals = Copies(), dict[Node, Node]()
     for node in reads:
-        copies[node] = copies.given(node.name, **value_meta(node))
+        copies[node] = copies.given(node.name, value_meta(node))
     for node in sums:
-        totals[node] = copies.given(f"sum_{node.name}", **value_meta(node))
+        totals[node] = copies.given(f"sum_{node.name}", value_meta(node))
     for node in body:
         copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
