@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, OpOverload
+from sbpc._compat import OpOverload
 from sbpc.errors import SbpcError, at_node
+from sbpc.graph.about import panel_remarks
 from sbpc.graph.operands import operands, outputs_of
-from sbpc.graph.panels import panel_remarks
-from sbpc.graph.rewrite import copied
+from sbpc.graph.rewrite import rebuild
 from sbpc.rules import match
 from sbpc.rules.choices import Candidates, of_match, of_replicated, of_stored
 from sbpc.rules.proof.user_rules import UNPROVED
@@ -24,7 +24,7 @@ def annotate(gm: GraphModule) -> GraphModule:
     call, `meta["match"]` on every call that has a rule; `meta["notes"]` and `meta["remarks"]` of the module say loudly
     and quietly which rules are not sbpc's own.
     """
-    result = duplicate(gm)
+    result = rebuild(gm)
     known: dict[int, Candidates] = {}
     for node in result.graph.nodes:
         if node.op == "placeholder":
@@ -51,16 +51,6 @@ def lines_about_rules(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]
     remarks = [f"{r.source} rule for {r.op}" for r in rules if r.source != UNPROVED]
     remarks += [f"no rule for {op}, which is planned as what it is made of: {', '.join(ops)}" for op, ops in parts.items()]
     return tuple(notes), (*remarks, *panel_remarks(matched))
-
-
-def duplicate(gm: GraphModule) -> GraphModule:
-    """Returns a copy of the module whose nodes have metas of their own."""
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in gm.graph.nodes:
-        copies[node] = copied(graph, node, copies.__getitem__)
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
 
 
 def set_candidates(node: Node, candidates: Candidates) -> None:

@@ -6,20 +6,17 @@ import operator
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
 from sbpc.boxing.paths import path
+from sbpc.graph.about import ORIGIN, about
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.recomputed import RECOMPUTES
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Assignment
 from sbpc.rules.choices import Choice
-
-ABOUT = ("phase", "stack_trace", "module", RECOMPUTES)
 
 
 def box(gm: GraphModule, assignment: Assignment, mesh: Mesh) -> GraphModule:
@@ -39,13 +36,12 @@ def boxing(x: Tensor, step: str) -> Tensor:
     return x
 
 
-class Boxer:
+class Boxer(Copies):
     """Writes the boxed graph, and knows which values stand in which layouts already."""
 
     def __init__(self, gm: GraphModule, assignment: Assignment, mesh: Mesh) -> None:
+        super().__init__()
         self.gm, self.assignment, self.mesh = gm, assignment, mesh
-        self.graph = Graph()
-        self.copies: dict[Node, Node] = {}
         self.parts: dict[Node, list[Any]] = {}  # the results of a node of several outputs that is taken apart
         self.boxed: dict[tuple[Node, int, Layout], Node] = {}
         self.due: dict[Node, list[Layout]] = {}  # by result: the layouts in which it is left
@@ -63,24 +59,20 @@ class Boxer:
                 ]
                 self.graph.output(tuple(outputs)).meta.update(node.meta)
                 continue
-            self.copy(node)
+            self.write(node)
             for layout in self.due.get(node, ()):
                 self.at(node, layout)
-        result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run
-        result.meta.update(self.gm.meta)
-        return result
+        return self.module(self.gm)
 
-    def copy(self, node: Node) -> None:
+    def write(self, node: Node) -> None:
         """Copies one node with its operands in the layouts that its choice reads."""
         axes = self.mesh.axes
         if node.target is operator.getitem:
             producer, index = value_of(node)
             if producer in self.parts:
-                self.copies[node] = self.parts[producer][index]
+                self[node] = self.parts[producer][index]
                 return
-            copy = copied(self.graph, node, lambda n: self.copies[n])
-            copy.meta["sbp"] = self.copies[producer].meta["sbp"][index]
-            self.copies[node] = copy
+            self.keep(node).meta["sbp"] = self[producer].meta["sbp"][index]
             return
         choice = self.assignment.choices[node.name]
         boxed = [self.at(operand, choice.input(slot, axes), node) for slot, operand in enumerate(operands(node))]
@@ -88,11 +80,10 @@ class Boxer:
             self.take_apart(node, choice, boxed)
             return
         reads = iter(boxed)
-        copy = copied(self.graph, node, lambda _: next(reads))
+        copy = self.keep(node, lambda _: next(reads))
         outputs = tuple(choice.output(index, axes) for index in range(len(choice.signatures[0].outputs)))
         several = isinstance(node.meta.get("val"), (tuple, list))
         copy.meta |= {"choice": choice, "sbp": outputs if several else outputs[0], "call": node.name}
-        self.copies[node] = copy
 
     def take_apart(self, node: Node, choice: Choice, boxed: list[Node]) -> None:
         """Writes the calls, and their boxings, that stand for a node whose choice splits a factor that the op alone cannot bear."""
@@ -100,15 +91,14 @@ class Boxer:
         names = {value_of(user)[1]: user.name for user in node.users}
         several = isinstance(node.meta["val"], (tuple, list))
         outputs = {n: names.get(at, node.name) if several else node.name for at, n in enumerate(candidates.phases.outputs)}
-        about = {key: node.meta[key] for key in ABOUT if key in node.meta}
         values: dict[int, Node] = dict(enumerate(boxed))
         for at, part in enumerate(candidates.phases.parts):
             name = outputs.get(part.number) or f"{node.name}_{part.match.op._schema.name.split('::')[1]}"
             args, kwargs = part.arguments(values)
-            call = called(self.graph, part.match.op, args, kwargs, name)
             inner = candidates.part(at, choice)
             meta = {"val": part.val, "match": part.match, "signatures": part.match.signatures, "choice": inner}
-            put(call, "meta", {**about, **meta, "sbp": inner.output(0, axes), "call": node.name})
+            meta |= {**about(node, ORIGIN), "sbp": inner.output(0, axes), "call": node.name}
+            call = called(self.graph, part.match.op, args, kwargs, name, meta)
             if "parts" in node.meta:
                 factors, dims = node.meta["parts"][part.number]
                 call.meta |= {"factors": factors, "dims": (dims,)}
@@ -117,11 +107,11 @@ class Boxer:
         if several:
             self.parts[node] = results
         else:
-            (self.copies[node],) = results
+            (self[node],) = results
 
     def at(self, node: Node, layout: Layout, reader: Node | None = None) -> Node:
         """Returns the value of `node` in `layout`, boxed if it is not there yet."""
-        copy, (producer, index) = self.copies[node], value_of(node)
+        copy, (producer, index) = self[node], value_of(node)
         if copy.meta["sbp"] == layout:
             return copy
         key = producer, index, layout
@@ -134,9 +124,9 @@ class Boxer:
     def walk(self, source: Node, layout: Layout, node: Node, reader: Node) -> Node:
         """Writes the boxing nodes of the cheapest path from a value to a layout, and returns the last one."""
         value, producer = node.meta["val"], value_of(node)[0]
-        about: dict[str, Any] = {key: reader.meta[key] for key in ABOUT if key in reader.meta}
-        about |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
+        meta = about(reader, ORIGIN)
+        meta |= {"val": value, "of": producer.meta.get("call", producer.name), "call": value_of(reader)[0].name}
         for step in path(source.meta["sbp"], layout, tuple(value.shape), value.element_size(), self.mesh):
-            source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}")
-            put(source, "meta", {**about, "sbp": step.after, "step": step})
+            meta |= {"sbp": step.after, "step": step}
+            source = called(self.graph, boxing, (source, str(step)), {}, f"box_{node.name}", meta)
         return source

@@ -12,10 +12,10 @@ from sbpc.errors import PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.inspect.explain import CLOSE, Alternative, Explanation
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.layout import Layout
-from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
 from sbpc.passes.assign.differences import computing, only_in
 from sbpc.passes.assign.space import Space
@@ -113,7 +113,7 @@ def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
 def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
     assert each.labels is not None
-    gm = duplicate(plan.graph) if graph else plan.graph
+    gm = rebuild(plan.graph) if graph else plan.graph
     same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
     least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
     made = Plan(plan.mesh, gm, solved.space.assignment(each.labels), plan.rewriter, least, plan.options)

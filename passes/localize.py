@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, rename
+from sbpc._compat import rename
 from sbpc.boxing.buckets import COLLECTIVES, Bucket
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
+from sbpc.graph.about import PLACE, about
 from sbpc.graph.operands import is_sum, operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import chunk_sizes
@@ -26,7 +27,6 @@ from sbpc.rules.choices import local_sizes
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-ABOUT = ("phase", "stack_trace", "module")
 
 
 def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> GraphModule:
@@ -41,13 +41,12 @@ def localize(gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> Graph
     return Localizer(gm, mesh, coordinates).run()
 
 
-class Localizer:
-    """Writes the local graph."""
+class Localizer(Copies):
+    """Writes the local graph: by node of the boxed one, what stands for it; of an awaited boxing, the calls before its collective."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh, coordinates: tuple[int, ...]) -> None:
+        super().__init__()
         self.gm, self.mesh, self.coordinates = gm, mesh, coordinates
-        self.graph = Graph()
-        self.local: dict[Node, Any] = {}
         self.positions: list[Node] = []
         self.offsets: dict[tuple[int, tuple[int, ...], str], Node] = {}
         self.about: dict[str, Any] = {}
@@ -59,29 +58,26 @@ class Localizer:
         nodes = list(self.gm.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
-                self.local[node] = self.copy(node)
+                self[node] = self.as_it_is(node)
         for axis in self.mesh.axes:
-            self.positions.append(self.graph.placeholder(f"position_{axis}"))
-            self.positions[-1].meta = {"val": torch.empty(1, dtype=torch.int64, device="meta"), "local_shape": (1,)}
+            value = torch.empty(1, dtype=torch.int64, device="meta")
+            self.positions.append(self.given(f"position_{axis}", {"val": value, "local_shape": (1,)}))
         for node in nodes:
-            self.about = {key: node.meta[key] for key in ABOUT if key in node.meta}
-            self.about["boxed"] = operands(node)[0].name if "awaits" in node.meta else node.name
+            self.about = about(node) | {"boxed": operands(node)[0].name if "awaits" in node.meta else node.name}
             if "step" in node.meta:
-                self.local[node] = self.start(node) if is_awaited(node) else self.boxing(node)
+                self[node] = self.start(node) if is_awaited(node) else self.boxing(node)
             elif "awaits" in node.meta:
-                self.local[node] = self.end(node)
+                self[node] = self.end(node)
             elif node.op == "call_function" and not is_sum(node):
-                self.local[node] = self.call_op(node)
+                self[node] = self.call_op(node)
             elif node.op in ("call_function", "get_attr"):
-                self.local[node] = self.copy(node)
-        self.graph.output(tuple(None if node is None else self.local[node] for node in results(self.gm)))
-        result = LazyGraphModule(self.gm, self.graph)  # code is made when it is run
-        result.meta.update(self.gm.meta)
-        return result
+                self[node] = self.as_it_is(node)
+        self.left(results(self.gm))
+        return self.module(self.gm)
 
-    def copy(self, node: Node) -> Node:
-        """Copies a node as it is, with local inputs."""
-        copy = copied(self.graph, node, lambda n: self.local[n])
+    def as_it_is(self, node: Node, read: Callable[[Node], Any] | None = None) -> Node:
+        """Copies a node as it is, with local inputs. read: see `Copies.keep`."""
+        copy = self.keep(node, read)
         put(copy, "meta", {})
         return self.described(copy, node)
 
@@ -89,8 +85,8 @@ class Localizer:
         """Gives a local node the name and the meta of the node that it stands for, and returns it."""
         if "sbp" in local.meta:  # no op was needed: this is an earlier value
             return local
-        kept = {key: value for key, value in {**self.about, **local.meta}.items() if key == "boxed"}
-        put(local, "meta", {key: node.meta[key] for key in (*ABOUT, "sbp", "choice") if key in node.meta} | kept)
+        boxed = {key: value for key, value in {**self.about, **local.meta}.items() if key == "boxed"}
+        put(local, "meta", about(node, (*PLACE, "sbp", "choice")) | boxed)
         rename(local, node.name)
         layout, value = node.meta.get("sbp"), node.meta.get("val")
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
@@ -101,22 +97,20 @@ class Localizer:
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Writes one call."""
-        node = called(self.graph, op, args, kwargs)
-        put(node, "meta", dict(self.about))
-        return node
+        return called(self.graph, op, args, kwargs, meta=self.about)
 
     def call_op(self, node: Node) -> Any:
         """Writes one op at local sizes, by its rule."""
         match = node.meta.get("match")
         if node.target is operator.getitem:
             producer, index = value_of(node)
-            parts = self.local[producer]
-            return self.described(parts[index], node) if isinstance(parts, tuple) else self.copy(node)
+            parts = self[producer]
+            return self.described(parts[index], node) if isinstance(parts, tuple) else self.as_it_is(node)
         if match is None:
             return self.replicated(node)
         choice = node.meta["choice"]
         local = local_sizes(match.sizes.items(), choice, self.mesh.sizes, self.coordinates)
-        read = self.in_order if match.entry.source else self.local.__getitem__  # a kernel of the user's may read strides
+        read = self.in_order if match.entry.source else self.__getitem__  # a kernel of the user's may read strides
         args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         shifted = {factor: axes for factor, axes in choice.cuts().items() if factor in match.shifts}
         offsets = {factor: self.offset(match.sizes[factor], axes) for factor, axes in shifted.items()}
@@ -126,14 +120,11 @@ class Localizer:
     def replicated(self, node: Node) -> Node:
         """Writes an op without a rule. It may read strides."""
         dense = iter([self.in_order(operand) for operand in operands(node)])
-        copy = copied(self.graph, node, lambda n: self.local[n])
-        copy.args, copy.kwargs = map_arg((node.args, dict(node.kwargs)), lambda _: next(dense))
-        put(copy, "meta", {})
-        return self.described(copy, node)
+        return self.as_it_is(node, lambda _: next(dense))
 
     def in_order(self, operand: Node) -> Node:
         """Writes a value with its dims in memory in the order in which they lay when captured, without gaps."""
-        value, x = operand.meta["val"], self.local[operand]
+        value, x = operand.meta["val"], self[operand]
         order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
         if value.is_contiguous() or order == sorted(order):
             return self.call(aten.contiguous.default, x)
@@ -179,19 +170,13 @@ class Localizer:
 
     def call_of(self, bucket: Bucket) -> Callable[..., Node]:
         """Returns what writes calls that are those of a whole bucket: they have the name of its first member."""
-        about = self.about | {"boxed": bucket.name}
-
-        def call(op: Callable[..., Any], *args: Any) -> Node:
-            made = self.call(op, *args)
-            put(made, "meta", dict(about))
-            return made
-
-        return call
+        meta = self.about | {"boxed": bucket.name}
+        return lambda op, *args: called(self.graph, op, args, {}, meta=meta)
 
     def end(self, node: Node) -> Any:
         """Writes the rest of a boxing step, from the wait for its collective on."""
         start = operands(node)[0]
-        written, bucket = iter(self.local[start]), self.buckets.get(start.meta.get("bucket", ""))
+        written, bucket = iter(self[start]), self.buckets.get(start.meta.get("bucket", ""))
 
         def call(op: Callable[..., Any], *args: Any) -> Node | None:
             if bucket and op in COLLECTIVES:
@@ -209,7 +194,7 @@ class Localizer:
 
     def lowered(self, node: Node, step: Step, call: Callable[..., Any]) -> Any:
         """Writes the calls of a boxing step through `call`, and returns the result of the last one."""
-        value, x = node.meta["val"], self.local[operands(node)[0]]
+        value, x = node.meta["val"], self[operands(node)[0]]
         shape = tuple(value.shape)
         if value.is_complex():  # which not every collective takes
             x = call(aten.view_as_real.default, call(aten.resolve_conj.default, x))

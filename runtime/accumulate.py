@@ -19,7 +19,7 @@ from sbpc.errors import PlanError
 from sbpc.graph.operands import made_of
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.runtime.executors import BoxedFunction
-from sbpc.runtime.partition import aten, backward_nodes, ends, extract, memory_of, saved_for, separate, wait
+from sbpc.runtime.partition import aten, backward_nodes, ends, extract, saved_for, wait
 
 NO_SYNC = """Within `with module.no_sync():` a backward sends nothing for the gradients of parameters, and leaves `.grad` as it is.
 
@@ -72,17 +72,12 @@ def apart(gm: GraphModule) -> Apart:
     others = [node for node in late_results if node not in wanted]
     ending, sources, constants = way_home(gm, [node for node in wanted if node is not None], [*early_results, *others])
     inputs = [node for node in nodes if node.op == "placeholder" and node not in tangents]
-    left = [*others, *sources, *constants]
+    late_left = [*others, *sources]
     body = [node for node in nodes if node not in ending]
     saved = saved_for(gm, late, late_results)
-    backward = extract(gm, [*saved, *tangents], [node for node in body if node in late], left)
-    joint = extract(gm, [*inputs, *tangents], body, [*early_results, *left])
-    own, first = len(others) + len(sources), len(early_results)
-    separate(backward, range(own), aten.clone.default, memory_of)
-    separate(joint, range(first), aten.alias.default, lambda node: node)
-    separate(joint, range(first, first + own), aten.clone.default, memory_of)
-    end = extract(gm, [*sources, *constants], [node for node in nodes if node in ending], wanted)
-    separate(end, range(len(wanted)), aten.clone.default, memory_of)
+    backward = extract(gm, [*saved, *tangents], [node for node in body if node in late], [], late_left, constants)
+    joint = extract(gm, [*inputs, *tangents], body, early_results, late_left, constants)
+    end = extract(gm, [*sources, *constants], [node for node in nodes if node in ending], [], wanted)
     return Apart(backward, joint, end, len(sources))
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from sbpc._compat import OpOverload, schema_of
-from sbpc.graph.operands import ancestors, is_sum, nodes_in
+from sbpc.graph.operands import ancestors, is_late, is_sum, nodes_in
 from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
-from sbpc.graph.rewrite import copied
+from sbpc.graph.rewrite import Copies
 
 aten = torch.ops.aten
 wait = torch.ops._c10d_functional.wait_tensor.default
 BACKWARD = (GRADIENT, INPUT_GRADIENT)
+Results = Sequence[Node | None]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,9 @@ def partition(gm: GraphModule) -> Partition:
     saved = saved_for(gm, late, late_results)
     inputs = [node for node in nodes if node.op == "placeholder" and node not in late]
     body = [node for node in nodes if node not in late]
-    forward = extract(gm, inputs, body, [*early_results, *saved])
-    inference = extract(gm, inputs, body, early_results)
-    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], late_results)
-    for program in (forward, inference):
-        separate(program, range(len(early_results)), aten.alias.default, lambda node: node)
-    separate(backward, range(len(late_results)), aten.clone.default, memory_of)
-    return Partition(forward, backward, inference)
+    forward = extract(gm, inputs, body, early_results, [], saved)
+    backward = extract(gm, [*saved, *tangents], [node for node in nodes if node in late], [], late_results)
+    return Partition(forward, backward, extract(gm, inputs, body, early_results, []))
 
 
 def saved_for(gm: GraphModule, late: set[Node], late_results: list[Node | None]) -> list[Node]:
@@ -64,16 +61,12 @@ def joint(gm: GraphModule) -> GraphModule:
     nodes = list(gm.graph.nodes)
     tangents, early_results, late_results = ends(gm)
     inputs = [node for node in nodes if node.op == "placeholder" and node not in tangents]
-    program = extract(gm, [*inputs, *tangents], nodes, [*early_results, *late_results])
-    first = len(early_results)
-    separate(program, range(first), aten.alias.default, lambda node: node)
-    separate(program, range(first, first + len(late_results)), aten.clone.default, memory_of)
-    return program
+    return extract(gm, [*inputs, *tangents], nodes, early_results, late_results)
 
 
 def ends(gm: GraphModule) -> tuple[list[Node], list[Node | None], list[Node | None]]:
     """Returns the tangents, the results of the forward and those of the backward."""
-    tangents = [node for port, node in placeholders(gm).items() if port.kind == TANGENT]
+    tangents = list(placeholders(gm, TANGENT).values())
     by_kind = [(port.kind in BACKWARD, node) for port, node in zip(gm.meta["ports"].outputs, results(gm))]
     early, late = ([node for backward, node in by_kind if backward == which] for which in (False, True))
     return tangents, early, late
@@ -96,7 +89,7 @@ def backward_nodes(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        marked = node.meta.get("phase") == "backward" and node.target is not operator.getitem and node not in needed
+        marked = is_late(node) and node.target is not operator.getitem and node not in needed
         if marked or any(used in late for used in node.all_input_nodes):
             late.add(node)
     return late
@@ -162,16 +155,15 @@ def memory_of(node: Node) -> Node:
     return node
 
 
-def extract(gm: GraphModule, inputs: list[Node], body: list[Node], outputs: list[Node | None]) -> GraphModule:
-    """Returns the program that computes `outputs` from `inputs` by the calls in `body`."""
-    graph = Graph()
-    made: dict[Node, Node] = {}
+def extract(
+    gm: GraphModule, inputs: list[Node], body: list[Node], early: Results, late: Results, rest: Results = ()
+) -> GraphModule:
+    """Returns the program that computes from `inputs`, by the calls in `body`, results of the forward, of the backward, and others."""
+    copies = Copies()
     for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = node.meta
-    for node in body if is_scheduled(gm) else late_waits(body):
-        if node.op not in ("placeholder", "output") and node not in made:
-            made[node] = copied(graph, node, lambda n: made[n])
-    graph.output(tuple(None if node is None else made[node] for node in outputs))
-    graph.eliminate_dead_code()
-    return GraphModule(gm, graph)
+        copies[node] = copies.given(node.name, node.meta)
+    program = copies.extracted(gm, body if is_scheduled(gm) else late_waits(body), [*early, *late, *rest])
+    first = len(early)
+    separate(program, range(first), aten.alias.default, lambda node: node)
+    separate(program, range(first, first + len(late)), aten.clone.default, memory_of)
+    return program

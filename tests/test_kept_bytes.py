@@ -10,8 +10,8 @@ import torch
 
 import sbpc
 from sbpc import Mesh
+from sbpc.graph.about import RECOMPUTES
 from sbpc.graph.ports import PARAMETER, placeholders
-from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.pins import exactly
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
+from sbpc.graph.about import RECOMPUTES, awaited_gradients
 from sbpc.graph.ports import BUFFER, MUTATION, placeholders, results
 from sbpc.graph.random_bits import BITS
-from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
 from sbpc.mesh.cluster import Cluster
 from sbpc.passes.schedule.list_schedule import list_schedule
 from sbpc.passes.schedule.schedule import ordered

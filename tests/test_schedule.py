@@ -20,7 +20,7 @@ from sbpc import Mesh, Plan
 from sbpc.errors import PlanError, SbpcError, VerifyError
 from sbpc.mesh.cluster import Cluster
 from sbpc.passes.panels.choice import with_panels
-from sbpc.passes.panels.moves import moves
+from sbpc.passes.panels.cut import moves
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.schedule.choice import choose
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule

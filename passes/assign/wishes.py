@@ -14,9 +14,9 @@ import numpy as np
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PinError, PlanError, at_node
+from sbpc.graph.about import RECOMPUTES
 from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
-from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly, parse_layout, resolve_pins

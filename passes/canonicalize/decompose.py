@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from sbpc._compat import OpOverload, TorchDispatchMode, decompositions, tree_leaves
 from sbpc.graph.operands import nodes_in
-from sbpc.graph.rewrite import Writer, called, put, rewrite
+from sbpc.graph.rewrite import Writer, called, rewrite
 from sbpc.passes.canonicalize.normalize import result_of
 from sbpc.rules import match
 from sbpc.rules.binding import flat_outputs
@@ -117,11 +117,10 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
         about = {**write.about.meta, "decomposed": str(write.target)}
         for func, args, kwargs, made in self.calls:
             placed, named = map_aggregate((args, kwargs), lambda x: nodes[id(x)] if isinstance(x, Tensor) else x)
-            node = called(write.graph, func, placed, named, str(func._schema.name).split("::")[1])
             several = isinstance(made, (tuple, list))
-            put(node, "meta", {**about, "val": tuple(made) if several else made})
+            meta = about | {"val": tuple(made) if several else made}
+            node = called(write.graph, func, placed, named, str(func._schema.name).split("::")[1], meta)
             nodes[id(made)] = node
             for at, value in enumerate(made if several else ()):
-                nodes[id(value)] = called(write.graph, operator.getitem, (node, at), {})
-                put(nodes[id(value)], "meta", {**about, "val": value})
+                nodes[id(value)] = called(write.graph, operator.getitem, (node, at), {}, meta=about | {"val": value})
         return nodes

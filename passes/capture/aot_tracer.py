@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from sbpc._compat import (
     BufferAOTInput,
@@ -25,7 +25,7 @@ from sbpc._compat import (
 from sbpc.errors import CaptureError
 from sbpc.graph import ports
 from sbpc.graph.ports import SEED_PORT, Port
-from sbpc.graph.rewrite import copied, put
+from sbpc.graph.rewrite import Copies, put
 from sbpc.passes.capture.fake_model import FakeModel, finish, placeholder
 from sbpc.passes.capture.light_tracer import Watch
 from sbpc.passes.capture.random_ops import is_random, restart
@@ -111,7 +111,7 @@ def _ported(source: FakeModel, traced: GraphModule, flat: Flat, train: bool) -> 
     end = traced.graph.output_node()
     results = [(desc, node) for desc, node in zip(end.meta["desc"], end.args[0]) if node is not None]  # type: ignore[arg-type]
     _refuse_writes(source, flat, results)
-    graph, new = Graph(), dict[Node, Node]()
+    new = Copies()
     constants: dict[str, Tensor] = {}
     inputs: list[Port] = []
     place = ("", "")  # of the op before: what adds up gradients has none of its own
@@ -124,13 +124,13 @@ def _ported(source: FakeModel, traced: GraphModule, flat: Flat, train: bool) -> 
             if port == SEED_PORT and not node.users:
                 continue
             inputs.append(port)
-            new[node] = placeholder(graph, labels.get(port, f"tangent_{port.name}"))
+            new[node] = placeholder(new.graph, labels.get(port, f"tangent_{port.name}"))
         elif node.op == "get_attr":
             name = f"constant_{len(constants)}"
             constants[name] = getattr(traced, str(node.target))
-            new[node] = graph.create_node("get_attr", name, name=name)
+            new[node] = new.graph.create_node("get_attr", name, name=name)
         else:
-            new[node] = copied(graph, node, new.__getitem__)
+            new.keep(node)
             _refuse_draws(node, place[1])
         path, stack = place = _place(node) if node.op == "placeholder" or any(_place(node)) else place
         phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
@@ -140,7 +140,7 @@ def _ported(source: FakeModel, traced: GraphModule, flat: Flat, train: bool) -> 
     values = {copy: node.meta.get("val") for node, copy in new.items()}  # none of an assertion, which nothing reads
     outputs = {flat.port(desc): new[_inside(node)] for desc, node in results}
     ordered = sorted(outputs.items(), key=lambda item: ORDER.index(item[0].kind))
-    return finish(source, graph, constants, inputs, ordered, flat.results, values, train)
+    return finish(source, new.graph, constants, inputs, ordered, flat.results, values, train)
 
 
 def _refuse_writes(source: FakeModel, flat: Flat, results: Sequence[tuple[Any, Node]]) -> None:

@@ -203,9 +203,7 @@ class Light(Watch):
             self.kept.append((node, out))
             for at, item in enumerate(out):
                 if isinstance(item, Tensor):
-                    output = called(self.graph, operator.getitem, (node, at), {})
-                    put(output, "meta", dict(node.meta))
-                    self._keep(output, item)
+                    self._keep(called(self.graph, operator.getitem, (node, at), {}, meta=node.meta), item)
 
     def _emit(self, func: Any, args: Any, kwargs: Any) -> Node:
         args, kwargs = map_tensors((args, kwargs), self.node_of)
@@ -258,9 +256,7 @@ class Light(Watch):
             self.kept.append((node, fresh))
         elif fresh.dtype != target.dtype:
             self.kept.append((node, fresh))
-            cast = called(self.graph, aten._to_copy.default, (node,), {"dtype": target.dtype}, "_to_copy")
-            put(cast, "meta", dict(node.meta))
-            node = cast
+            node = called(self.graph, aten._to_copy.default, (node,), {"dtype": target.dtype}, "_to_copy", node.meta)
         run(func, args, kwargs, self.stack())
         self._written(target, node, fresh, views)
         return target

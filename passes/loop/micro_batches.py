@@ -14,36 +14,37 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import networkx
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, rename
+from sbpc._compat import rename
 from sbpc.boxing.steps import Step
 from sbpc.errors import LayoutError, PinError, PlanError
+from sbpc.graph.about import awaited_gradients
 from sbpc.graph.operands import operands, value_of
 from sbpc.graph.ports import results
-from sbpc.graph.recomputed import RECOMPUTES, awaited_gradients
-from sbpc.graph.rewrite import Writer, copied, mode_of, put
+from sbpc.graph.rewrite import Writer, mode_of, put, rebuild
 from sbpc.mesh.cluster import Cluster, Rate
 from sbpc.mesh.mesh import Mesh
+from sbpc.mesh.pins import Wish, both, exactly
 from sbpc.mesh.states import Partial, Split, chunk_sizes
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import wishes
+from sbpc.passes.assign.wishes import Wishes, wishes
 from sbpc.passes.box import box
+from sbpc.passes.schedule.choice import Overlap, overlapped
 from sbpc.plans.options import Options
+from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import local_sizes
 from sbpc.rules.match import Shard
 
 aten = torch.ops.aten
 AXIS = "copy"
-KEPT = ("val", "phase", "stack_trace", "module", "decomposed", RECOMPUTES)  # of a node's meta
 PRODUCTS = (aten.einsum.default, aten.linear.default)  # which `localize` writes as products of matrices, and a plan has as they are
 JOINS = "all_gather", "all_to_all"  # which need the parts of all copies at once
 ADD = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
@@ -58,14 +59,22 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     """
     batch_of(gm, count)
     mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
-    try:
-        asked = wishes(gm, mesh, Options(baseline="data"))
-        assignment, _ = Space(gm, mesh, asked.nodes, asked.outputs).solve()
-    except (PinError, LayoutError, PlanError) as error:
-        raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error
-    unroller = Unroller(gm, box(gm, assignment, mesh), count)
+    unroller = Unroller(gm, boxed_for(gm, mesh, Options(baseline="data"), {}, PlanError), count)
     copies = unroller.run()
     return annotate(one_by_one(copies, unroller.copy_of) if in_turn else copies)
+
+
+def boxed_for(gm: GraphModule, mesh: Mesh, options: Options, more: Mapping[str, Wish], kind: type[PlanError]) -> GraphModule:
+    """Returns the boxed graph in which the ranks of `mesh` are the micro-batches. Raises an error of this kind if there is none.
+
+    more: wishes besides those that are requested.
+    """
+    try:
+        asked = wishes(gm, mesh, options)
+        assignment, _ = Space(gm, mesh, both(asked.nodes, more, mesh), asked.outputs).solve()
+    except (PinError, LayoutError, PlanError) as error:
+        raise kind(f"the step cannot run in {mesh.ranks} micro-batches: {error}") from error
+    return box(gm, assignment, mesh)
 
 
 def batch_of(gm: GraphModule, count: int) -> int:
@@ -101,79 +110,79 @@ def one_by_one(gm: GraphModule, copy_of: Mapping[str, int]) -> GraphModule:
     def priority(node: Node) -> tuple[int, int]:
         return needed[node] if node.name in copy_of else -1, number[node]
 
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in networkx.lexicographical_topological_sort(order, key=priority):
-        if node.op != "output":  # which is last
-            copies[node] = copied(graph, node, copies.__getitem__)
-    copied(graph, gm.graph.output_node(), copies.__getitem__)
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+    return rebuild(gm, order=networkx.lexicographical_topological_sort(order, key=priority))
 
 
-class Unroller:
-    """Writes the copies. `values` holds, by node of the boxed graph, what stands for it in each copy; one node for all if shared."""
+class Unroller(Writer):
+    """Writes the copies: by node of the boxed graph, what stands for it in each of them; one node for all if it is shared."""
 
     def __init__(self, gm: GraphModule, boxed: GraphModule, count: int) -> None:
+        super().__init__(mode_of(gm))
         self.gm, self.boxed, self.count = gm, boxed, count
-        self.writer = Writer(mode_of(gm))
-        self.values: dict[Node, list[Any]] = {}
         self.copy_of: dict[str, int] = {}
 
     def run(self) -> GraphModule:
         """Writes node by node, each for all copies."""
         for node in self.boxed.graph.nodes:
-            if node.op == "output":
-                break
-            self.writer.about = SimpleNamespace(
-                target=node.target, meta={key: node.meta[key] for key in KEPT if key in node.meta}
-            )
-            self.values[node] = self.written(node)
-        ends = [None if node is None else self.values[node][0] for node in results(self.boxed)]
-        self.writer.graph.output(tuple(ends)).meta.update(self.boxed.graph.output_node().meta)
-        result = LazyGraphModule(self.gm, self.writer.graph)
-        result.meta.update(self.gm.meta)
-        return result
+            if node.op != "output":
+                self.turn_to(node)
+                self[node] = self.written(node)
+        return self.ended([None if node is None else self[node][0] for node in results(self.boxed)], self.gm.meta)
+
+    def ended(self, outputs: Sequence[Node | None], meta: Mapping[str, Any]) -> GraphModule:
+        """Returns the module that gives these nodes of the new graph."""
+        self.graph.output(tuple(outputs)).meta.update(self.boxed.graph.output_node().meta)
+        return self.module(self.gm, meta)
+
+    def copied(self, node: Node) -> Node:
+        """Copies a placeholder or a constant."""
+        copy = self.keep(node)
+        put(copy, "meta", dict(self.about.meta))
+        return copy
 
     def written(self, node: Node) -> list[Any]:
         """Writes one node, and returns what stands for it in each copy."""
         if node.op in ("placeholder", "get_attr"):
-            copy = copied(self.writer.graph, node, self.values.__getitem__)
-            put(copy, "meta", self.writer.about.meta)
-            return [copy] * self.count
+            return [self.copied(node)] * self.count
         if "step" in node.meta:
-            return MOVES[node.meta["step"].collective](self, node.meta["step"], self.values[operands(node)[0]])
+            return self.moved(node)
         choice = node.meta.get("choice")
-        shared = all(all(each is copies[0] for each in copies) for copies in map(self.values.__getitem__, node.all_input_nodes))
+        shared = all(all(each is copies[0] for each in copies) for copies in map(self.__getitem__, node.all_input_nodes))
         if shared and (choice is None or not choice.cuts()):
-            return [self.call(node, 0)] * self.count
-        return [self.own(at, functools.partial(self.call, node, at)) for at in range(self.count)]
+            return [self.part_of(node, 0)] * self.count
+        return [self.own(at, functools.partial(self.part_of, node, at)) for at in range(self.count)]
+
+    def moved(self, node: Node) -> list[Any]:
+        """Writes one boxing."""
+        step, copies = node.meta["step"], self[operands(node)[0]]
+        for move in MOVES[step.collective]:
+            copies = getattr(self, move)(step, copies)
+        return copies
 
     def own(self, at: int, write: Callable[[], Any]) -> Any:
         """Returns what `write` writes, and notes that it is of one copy."""
-        nodes = self.writer.graph.nodes
-        before = len(nodes)
+        before = len(self.graph.nodes)
         made = write()
-        self.copy_of |= {node.name: at for node in itertools.islice(reversed(nodes), len(nodes) - before)}
+        self.copy_of |= {node.name: at for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before)}
         return made
 
-    def call(self, node: Node, at: int) -> Any:
+    def part_of(self, node: Node, at: int) -> Any:
         """Writes one call for one copy, by its rule."""
         if node.target is operator.getitem:
             producer, index = value_of(node)
-            several = self.values[producer][at]
-            return several[index] if isinstance(several, tuple) else self.named(self.writer.part(several, index), node, at)
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda used: self.values[used][at])
-        match, call = node.meta.get("match"), self.writer.call
+            several = self[producer][at]
+            return several[index] if isinstance(several, tuple) else self.named(self.part(several, index), node, at)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda used: self[used][at])
+        match = node.meta.get("match")
         if match is None:
-            return self.named(call(node.target, *args, **kwargs), node, at)
+            return self.named(self.call(node.target, *args, **kwargs), node, at)
         choice, sizes = node.meta["choice"], (self.count,)
         local = local_sizes(match.sizes.items(), choice, sizes, (at,))
         starts = {factor: self.first(match.sizes[factor], at) for factor in choice.cuts() if factor in match.shifts}
         if match.op in PRODUCTS:
-            made = Shard(match, call, args, kwargs, local, {}).plain()
+            made = Shard(match, self.call, args, kwargs, local, {}).plain()
         else:
-            made = match.localize(call, args, kwargs, local, starts)
+            made = match.localize(self.call, args, kwargs, local, starts)
         return self.named(made, node, at) if isinstance(made, Node) else tuple(made)
 
     def named(self, made: Node, node: Node, at: int) -> Node:
@@ -185,35 +194,32 @@ class Unroller:
     def first(self, size: int, at: int) -> Node:
         """Writes where a copy's part of a dim of `size` begins: a 0-dim int64."""
         before = sum(chunk_sizes(size, self.count)[:at])
-        return self.writer.call(aten.full.default, [], before, dtype=torch.int64, device=torch.device("cpu"))
+        return self.call(aten.full.default, [], before, dtype=torch.int64, device=torch.device("cpu"))
 
     def reduced(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes the sum of partial values, the same for all copies."""
         (state,) = step.before.states
         assert isinstance(state, Partial)
-        add: Callable[..., Any] = functools.partial(self.writer.call, ADD[state.op])
-        return [functools.reduce(add, copies)] * self.count
+        return [functools.reduce(functools.partial(self.call, ADD[state.op]), copies)] * self.count
 
     def joined(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes the parts one after the other, the same for all copies."""
         (state,) = step.before.states
         assert isinstance(state, Split)
-        return [self.writer.call(aten.cat.default, copies, state.dim)] * self.count
+        return [self.call(aten.cat.default, copies, state.dim)] * self.count
 
     def cut(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes each copy's part of a value."""
         (state,) = step.after.states
         assert isinstance(state, Split)
         sizes = chunk_sizes(copies[0].meta["val"].shape[state.dim], self.count)
-        ends = [sum(sizes[: at + 1]) for at in range(self.count)]
-        spans = zip(copies, ends, sizes)
-        op = aten.slice.Tensor
-        cuts = [functools.partial(self.writer.call, op, x, state.dim, end - size, end) for x, end, size in spans]
-        return [self.own(at, cut) for at, cut in enumerate(cuts)]
+        spans = enumerate(zip(copies, itertools.accumulate(sizes), sizes))
+        write = functools.partial(self.call, aten.slice.Tensor)
+        return [self.own(at, functools.partial(write, x, state.dim, end - size, end)) for at, (x, end, size) in spans]
 
     def kept(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes a whole value as a partial one: zeros in all copies but the first."""
-        return [copies[0], *(self.writer.call(aten.zeros_like.default, x) for x in copies[1:])]
+        return [copies[0], *(self.call(aten.zeros_like.default, x) for x in copies[1:])]
 
     def padded(self, step: Step, copies: list[Any]) -> list[Any]:
         """Writes each part in its place among zeros."""
@@ -222,21 +228,39 @@ class Unroller:
         sizes, result = [x.meta["val"].shape[state.dim] for x in copies], []
         for at, x in enumerate(copies):
             pads = [0] * (2 * (x.meta["val"].dim() - 1 - state.dim)) + [sum(sizes[:at]), sum(sizes[at + 1 :])]
-            result.append(self.writer.call(aten.constant_pad_nd.default, x, pads))
+            result.append(self.call(aten.constant_pad_nd.default, x, pads))
         return result
 
 
-def in_turn(*moves: Callable[[Unroller, Step, list[Any]], list[Any]]) -> Callable[[Unroller, Step, list[Any]], list[Any]]:
-    """Returns the move that is these, one after the other."""
-    return lambda unroller, step, copies: functools.reduce(lambda done, move: move(unroller, step, done), moves, copies)
+# By collective or local op: the methods that write it, one after the other.
+MOVES = {
+    "all_gather": ("joined",), "all_reduce": ("reduced",), "all_to_all": ("joined", "cut"), "keep": ("kept",), "pad": ("padded",),
+    "reduce_scatter": ("reduced", "cut"), "slice": ("cut",),
+}  # fmt: skip
 
 
-MOVES: dict[str, Callable[[Unroller, Step, list[Any]], list[Any]]] = {
-    "all_gather": Unroller.joined,
-    "all_reduce": Unroller.reduced,
-    "all_to_all": in_turn(Unroller.joined, Unroller.cut),
-    "keep": Unroller.kept,
-    "pad": Unroller.padded,
-    "reduce_scatter": in_turn(Unroller.reduced, Unroller.cut),
-    "slice": Unroller.cut,
-}
+def in_halves(plan: Plan, asked: Wishes, options: Options, made: Callable[[GraphModule, Assignment], Plan]) -> Plan:
+    """Returns the plan of the same step in two micro-batches side by side, in the layouts of `plan`.
+
+    asked: what the user wants. options: of the plan to be returned. made: makes the plan of a graph and an assignment. The bounds
+    are those of `plan`: a kernel or a collective of half the size takes no less than half the time, so two halves in any layouts
+    are busy for no less than the mean of two steps of whole batches, one in the layouts of each. Raises PlanError if the batch
+    cannot be halved.
+    """
+    mesh, prover = plan.mesh, plan.problem
+    gm = micro_batches(plan.graph, 2, mesh.cluster, in_turn=False)
+    space = Space(gm, mesh, both(asked.nodes, same_layouts(plan, gm), mesh), asked.outputs)
+    halves = made(gm, space.solve()[0])
+    if isinstance(prover, Overlap):
+        prover = replace(prover, whole=plan)
+    return overlapped(halves, options, prover, plan.lower_bound, plan.serial_bound)
+
+
+def same_layouts(plan: Plan, gm: GraphModule) -> dict[str, Wish]:
+    """Returns, for what stands for a node of the plan's graph in `gm`, that its first output is laid out as there."""
+    wishes = {}
+    for node in gm.graph.nodes:
+        choice = plan.assignment.choices.get(node.meta.get("origin", node.name))
+        if choice is not None and ("origin" in node.meta or node.op == "placeholder"):
+            wishes[node.name] = exactly(choice.output(0, plan.mesh.axes), f"%{node.name} as in the whole batch")
+    return wishes

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
+from sbpc.graph.about import about
 from sbpc.graph.loss import number_of_loss
+from sbpc.graph.operands import is_late, just_in_time
 from sbpc.graph.ports import TANGENT, placeholders
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called, rebuild
 
 aten = torch.ops.aten
 
@@ -22,38 +23,34 @@ def one_loss(gm: GraphModule) -> GraphModule:
     result is a loss.
     """
     ports = gm.meta["ports"]
-    given = placeholders(gm)
-    loss = number_of_loss(ports, {port: node.meta["val"] for port, node in given.items()})
-    tangents = {node: port for port, node in given.items() if port.kind == TANGENT}
-    graph, copies, zeros = Graph(), dict[Node, Node](), set[Node]()
-    for node in gm.graph.nodes:
+    tangents = {node: port for port, node in placeholders(gm, TANGENT).items()}
+    loss = number_of_loss(ports, {port: node.meta["val"] for node, port in tangents.items()})
+    zeros = set[Node]()
+
+    def write(copies: Copies, node: Node) -> Node | None:
         if node in tangents:
             number = float(tangents[node].name == str(loss))
-            copies[node] = constant_tangent(graph, node, number, tangents[node].name)
-            zeros |= set() if number else {node}
-        elif is_view_of(node, zeros):
+            zeros.update(() if number else (node,))
+            return constant_tangent(copies, node, number, tangents[node].name)
+        if is_view_of(node, zeros):
             zeros.add(node)
-            copies[node] = copied(graph, node, copies.__getitem__)
         elif (other := other_term(node, zeros)) is not None:
-            copies[node] = copies[other]
-            zeros |= {node} if other in zeros else set()
-        else:
-            copies[node] = copied(graph, node, copies.__getitem__)
-    graph.eliminate_dead_code()
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
+            zeros.update((node,) if other in zeros else ())
+            return copies[other]
+        return None
+
+    result = rebuild(gm, write)
+    result.graph.eliminate_dead_code()
     result.meta["ports"] = replace(ports, inputs=tuple(port for port in ports.inputs if port.kind != TANGENT))
     return ordered(result)
 
 
-def constant_tangent(graph: Graph, tangent: Node, number: float, name: str) -> Node:
+def constant_tangent(copies: Copies, tangent: Node, number: float, name: str) -> Node:
     """Adds a tensor that holds one number in the place of the tangent of result `name`."""
     value = tangent.meta["val"]
-    about = {key: tangent.meta[key] for key in ("stack_trace", "module") if key in tangent.meta}
     where = {"dtype": value.dtype, "device": value.device}
-    node = called(graph, aten.full.default, (list(value.shape), number), where, f"gradient_of_{name}")
-    put(node, "meta", {**about, "val": value, "phase": "backward"})
-    return node
+    meta = about(tangent) | {"val": value, "phase": "backward"}
+    return called(copies.graph, aten.full.default, (list(value.shape), number), where, f"gradient_of_{name}", meta)
 
 
 def is_view_of(node: Node, zeros: set[Node]) -> bool:
@@ -76,19 +73,5 @@ def other_term(node: Node, zeros: set[Node]) -> Node | None:
 
 def ordered(gm: GraphModule) -> GraphModule:
     """Returns the graph with its placeholders first, and what the backward makes of nothing right before it is read."""
-    graph, copies = Graph(), dict[Node, Node]()
-
-    def emit(node: Node) -> None:
-        for used in node.all_input_nodes:
-            if used not in copies:
-                emit(used)
-        copies[node] = copied(graph, node, copies.__getitem__)
-
-    for node in gm.graph.find_nodes(op="placeholder"):
-        emit(node)
-    for node in gm.graph.nodes:
-        if node not in copies and (node.all_input_nodes or node.meta.get("phase") != "backward"):
-            emit(node)
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.nodes]
+    return rebuild(gm, order=just_in_time(nodes, {node for node in nodes if is_late(node) and not node.all_input_nodes}))

@@ -16,18 +16,18 @@ again from the same stream.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from sbpc._compat import LazyGraphModule, OpOverload
-from sbpc.graph.operands import is_late, made_of, operands, outputs_of, shape_of, value_of
+from sbpc._compat import OpOverload
+from sbpc.graph.about import RECOMPUTES
+from sbpc.graph.operands import is_late, made_of, operands, outputs_of, reached, shape_of, value_of
 from sbpc.graph.ports import BUFFER, MUTATION, PARAMETER, placeholders
-from sbpc.graph.recomputed import RECOMPUTES
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.passes.annotate import annotate
 from sbpc.plans.memory import is_view
 from sbpc.plans.options import FULL, NONE, SELECTIVE
@@ -45,37 +45,34 @@ def recompute(gm: GraphModule, forms: Mapping[str, str]) -> GraphModule:
 
     gm: an annotated graph of forward and backward. forms: by block (see `blocks_of`) "none", "selective" or "full". A call that
     computes a value again has `meta["recomputes"]`, the name of the one whose value that is, and the phase "backward". It stands
-    in front of the first call of the backward that needs it; `sbpc.graph.recomputed` keeps it there when calls are reordered.
+    in front of the first call of the backward that needs it; `sbpc.graph.about` keeps it there when calls are reordered.
     """
     blocks = blocks_of(gm)
     again = values_again(gm, blocks, forms)
     place = {node: at for at, node in enumerate(gm.graph.nodes)}
-    graph, first, second = Graph(), dict[Node, Node](), dict[Node, Node]()
-    for node in gm.graph.nodes:
+    second = dict[Node, Node]()
+
+    def write(first: Copies, node: Node) -> Node:
         own = again.get(blocks.get(node, ""), set()) if is_late(node) else set[Node]()
+
+        def read(used: Node) -> Node:
+            return second[used] if used in own else first[used]
+
         for needed in sorted(closure(node.all_input_nodes, own - second.keys()), key=place.__getitem__):
-            second[needed] = called_again(graph, needed, read_by(needed, own, first, second))
-        first[node] = copied(graph, node, read_by(node, own, first, second).__getitem__)
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return annotate(result)
+            second[needed] = called_again(first.graph, needed, read)
+        return first.keep(node, read)
+
+    return annotate(rebuild(gm, write))
 
 
-def read_by(node: Node, own: Collection[Node], first: Mapping[Node, Node], second: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Returns what stands for the operands of a call: what computes them again where that is asked for."""
-    return {used: second[used] if used in own else first[used] for used in node.all_input_nodes}
-
-
-def called_again(graph: Graph, node: Node, read: Mapping[Node, Node]) -> Node:
+def called_again(graph: Graph, node: Node, read: Callable[[Node], Node]) -> Node:
     """Writes the call that computes a value again. A batch norm does not make its running statistics again."""
     about = {**node.meta, "phase": "backward", RECOMPUTES: node.name}
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), read.__getitem__)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
     target: Any = node.target
     if target is NORM:
         target, args, about["val"] = NORM_OF_BATCH, (*args[:3], *args[5:]), about["val"][:3]
-    made = called(graph, target, args, kwargs, f"{node.name}_again")
-    put(made, "meta", about)
-    return made
+    return called(graph, target, args, kwargs, f"{node.name}_again", about)
 
 
 def blocks_of(gm: GraphModule) -> dict[Node, str]:
@@ -119,7 +116,7 @@ def values_again(gm: GraphModule, blocks: Mapping[Node, str], forms: Mapping[str
     for node, block in blocks.items():
         (backward if is_late(node) else forward).setdefault(block, []).append(node)
     # Whether what is made of parameters alone is kept is a matter of layouts, as it is for parameters.
-    fixed = made_of(gm, (node for port, node in placeholders(gm).items() if port.kind == PARAMETER))
+    fixed = made_of(gm, placeholders(gm, PARAMETER).values())
     allowed = repeatable(gm, fixed)
     again: dict[str, set[Node]] = {}
     for block, nodes in reversed(forward.items()):  # what a later block computes again may read values of an earlier one
@@ -141,13 +138,7 @@ def keeps(user: Node, block: str, blocks: Mapping[Node, str], again: Mapping[str
 
 def closure(nodes: Iterable[Node], able: Collection[Node]) -> set[Node]:
     """Returns those nodes that are in `able`, and what of `able` they are made of by calls of `able`."""
-    found, left = set[Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node in able and node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
+    return reached((node for node in nodes if node in able), lambda node: [used for used in node.all_input_nodes if used in able])
 
 
 def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
@@ -156,7 +147,7 @@ def repeatable(gm: GraphModule, fixed: Collection[Node]) -> set[Node]:
     fixed: what is made of parameters alone.
     """
     written = {port.name for port in gm.meta["ports"].outputs if port.kind == MUTATION}
-    changing = {node for port, node in placeholders(gm).items() if port.kind == BUFFER and port.name in written}
+    changing = {node for port, node in placeholders(gm, BUFFER).items() if port.name in written}
     found = set[Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function" or is_late(node) or node in fixed:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
 from sbpc.errors import lacking
+from sbpc.graph.about import about
 from sbpc.graph.operands import is_late
 from sbpc.graph.ports import OUTPUT, results
-from sbpc.graph.rewrite import copied
+from sbpc.graph.rewrite import Copies, called, rebuild
 from sbpc.mesh.layout import broadcast
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
@@ -83,22 +83,17 @@ def store(gm: GraphModule) -> GraphModule:
         early = [reader for reader in node.users if reader.op != "output" and not is_late(reader)]
         if keeps(node) and not is_late(node) and any(map(is_late, node.users)) and (early or node.op != "placeholder"):
             behind.setdefault(max(early, key=order.__getitem__, default=node), []).append(node)
-    graph = Graph()
-    copies: dict[Node, Node] = {}
     kept: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        read: MutableMapping[Node, Node] = ChainMap(kept, copies) if is_late(node) else copies
-        copies[node] = copied(graph, node, read.__getitem__)
+
+    def write(copies: Copies, node: Node) -> Node:
+        copy = copies.keep(node, (ChainMap(kept, copies) if is_late(node) else copies).__getitem__)
         for value in behind.get(node, ()):
-            kept[value] = graph.create_node(
-                "call_function", torch.ops.aten.alias.default, (copies[value],), name=f"{value.name}_stored"
-            )
-            about = node.meta if value.op == "placeholder" else value.meta
-            kept[value].meta = {key: about[key] for key in ("module", "stack_trace") if key in about}
-            kept[value].meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
-    result = LazyGraphModule(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+            meta = about(node if value.op == "placeholder" else value)
+            meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
+            kept[value] = called(copies.graph, torch.ops.aten.alias.default, (copies[value],), {}, f"{value.name}_stored", meta)
+        return copy
+
+    return rebuild(gm, write)
 
 
 def keeps(node: Node) -> bool:

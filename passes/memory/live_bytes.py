@@ -29,8 +29,7 @@ OUTPUT = Place(PlaceKind.OUTPUT)
 def at_optimizer(gm: GraphModule, copies: int) -> Moment:
     """Returns the moment of the optimizer's step: parameters, and `copies` more tensors of the size of each trained one."""
     trained = {port.name for port in gm.meta["ports"].outputs if port.kind == GRADIENT}
-    parameters = [(port, node) for port, node in placeholders(gm).items() if port.kind == PARAMETER]
-    return {(node.name, OUTPUT): 1.0 + copies * (port.name in trained) for port, node in parameters}
+    return {(node.name, OUTPUT): 1.0 + copies * (port.name in trained) for port, node in placeholders(gm, PARAMETER).items()}
 
 
 def bytes_alive_in_every_plan(gm: GraphModule, call: Node, copies: int) -> Moment:
@@ -69,7 +68,7 @@ class MomentCounter:
         self.gm, self.call = gm, call
         self.order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self.now = self.order[call]
-        self.homes = {port.name: node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+        self.homes = {port.name: node for port, node in placeholders(gm, PARAMETER).items()}
         self.parameters = set(self.homes.values())
         self.reads = [  # every value that a call reads, the call, and the number of the operand, in order
             (value_of(operand), reader, slot)

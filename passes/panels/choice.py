@@ -9,8 +9,7 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.panels.cut import in_panels
-from sbpc.passes.panels.moves import Move, cuts, moves
+from sbpc.passes.panels.cut import Move, cuts, in_panels, moves
 from sbpc.passes.schedule.choice import Overlap, overlapped
 from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan

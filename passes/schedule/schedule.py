@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
-from sbpc.graph.panels import PANEL_OF
-from sbpc.graph.recomputed import awaited_gradients
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.about import PANEL_OF, awaited_gradients
+from sbpc.graph.rewrite import Copies, called, put
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.schedule.list_schedule import RULES, Buckets, Order, list_schedule
@@ -88,23 +86,18 @@ def seconds_of(order: Order, buckets: Buckets, work: Mapping[Node, Work], cluste
 def ordered(boxed: GraphModule, order: Iterable[tuple[Node, bool]], buckets: Buckets | None = None) -> GraphModule:
     """Returns a graph with its calls in an order. (node, True) stands for a node that waits for a collective. buckets: by collective
     that shares one, the first of it, whose name is then its `meta["bucket"]`."""
-    graph = Graph()
-    copies: dict[Node, Node] = {}  # by node of `boxed`: what its readers read
+    copies = Copies()
     for node in boxed.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            copies[node] = copied(graph, node, copies.__getitem__)
+            copies.keep(node)
     for node, waits in order:
         if waits:
             about = {key: value for key, value in node.meta.items() if key not in ("step", "bucket")}
-            start = copies[node]
-            copies[node] = called(graph, wait, (start,), {}, f"wait_{node.name}")
-            put(copies[node], "meta", about | {"awaits": node.meta["step"]})
+            about["awaits"] = node.meta["step"]
+            copies[node] = called(copies.graph, wait, (copies[node],), {}, f"wait_{node.name}", about)
         else:
-            copies[node] = copied(graph, node, copies.__getitem__)
+            copies.keep(node)
             if buckets and node in buckets:
                 put(copies[node], "meta", node.meta | {"bucket": copies[buckets[node]].name})
-    end = boxed.graph.output_node()
-    copied(graph, end, copies.__getitem__)
-    result = LazyGraphModule(boxed, graph)  # code is made when it is run
-    result.meta.update(boxed.meta)
-    return result
+    copies.keep(boxed.graph.output_node())
+    return copies.module(boxed)

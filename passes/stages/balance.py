@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
-from sbpc.graph.operands import tensors_of, value_of
-from sbpc.graph.ports import GRADIENT, PARAMETER, Port, placeholders, results
+from sbpc.graph.operands import is_late, tensors_of, value_of
+from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import block_of
@@ -21,17 +21,12 @@ from sbpc.passes.loop.recompute import block_of
 Places = dict[Node, int]
 
 
-def is_late(node: Node) -> bool:
-    """Returns whether a call belongs to the backward."""
-    return node.op == "call_function" and value_of(node)[0].meta.get("phase") == "backward"
-
-
 def places_of(gm: GraphModule) -> Places:
     """Returns the place of every call that depends on a parameter: of the forward, its number among these; of the backward, the
     last place at which it can run: not after the gradients it reads, and where what it reads of the forward is made or read. What
     depends on parameters alone has the place at which it is first read: it is made once a step, by every stage that reads it.
     """
-    bound = {node for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    bound = set(placeholders(gm, PARAMETER).values())
     fixed = set(bound)
     known: Places = {}
     at: dict[Node, list[int]] = {}  # of values of the forward and parameters: places that make or read them
@@ -82,9 +77,8 @@ def delayed(gm: GraphModule, known: Places, late: list[Node], at: dict[Node, lis
     """Moves calls of the backward that read one value (sums, views) to the places that read them; a gradient to its parameter's."""
     stored = placeholders(gm)
     homes: dict[Node, int] = {}
-    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
-        if port.kind == GRADIENT and node is not None:
-            homes[node] = max(at.get(stored[Port(PARAMETER, port.name)], [known.get(node, 0)]))
+    for port, node in outputs(gm, GRADIENT):
+        homes[node] = max(at.get(stored[Port(PARAMETER, port.name)], [known.get(node, 0)]))
     for node in reversed(late):
         if value_of(node)[0] is not node:
             continue

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
 from sbpc.errors import PlanError, at_node
-from sbpc.graph.operands import made_of
-from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, placeholders, results
-from sbpc.graph.pytree import flatten
-from sbpc.graph.rewrite import copied
-from sbpc.passes.stages.balance import Places, is_late, stage_at
+from sbpc.graph.operands import is_late, made_of
+from sbpc.graph.ports import GRADIENT, INPUT, OUTPUT, PARAMETER, TANGENT, Port, Ports, add_port, outputs, placeholders
+from sbpc.graph.pytree import structures
+from sbpc.graph.rewrite import Copies
+from sbpc.passes.stages.balance import Places, stage_at
 
 aten = torch.ops.aten
 
@@ -29,10 +28,10 @@ class Piece:
     """
 
     graph: GraphModule
-    arguments: dict[Port, str] = field(default_factory=dict)
-    results: dict[Port, int] = field(default_factory=dict)
-    receives: dict[Port, str] = field(default_factory=dict)
-    sends: dict[Port, str] = field(default_factory=dict)
+    arguments: dict[Port, str]
+    results: dict[Port, int]
+    receives: dict[Port, str]
+    sends: dict[Port, str]
 
 
 def cut(body: GraphModule, places: Places, cuts: Sequence[int]) -> list[Piece]:
@@ -53,13 +52,12 @@ class Cutter:
     def __init__(self, body: GraphModule, places: Places, cuts: Sequence[int]) -> None:
         self.body, self.count = body, len(cuts) + 1
         self.stage = {node: stage_at(place, cuts) for node, place in places.items()}
-        inputs = {node for port, node in placeholders(body).items() if port.kind in (INPUT, TANGENT)}
+        inputs = placeholders(body, INPUT, TANGENT).values()
         self.fixed = made_of(body, (node for node in body.graph.nodes if not node.all_input_nodes and node not in inputs))
         self.terms: list[tuple[Port, Node, int]] = []  # outputs of the body by stage: port, value, stage
         self.added: set[Node] = set()  # sums over stages, which are left out
-        for port, node in zip(body.meta["ports"].outputs, results(body)):
-            if node is not None:
-                self.terms += [(port, term, self.stage_of(term)) for term in self.split(port, node)]
+        for port, node in outputs(body):
+            self.terms += [(port, term, self.stage_of(term)) for term in self.split(port, node)]
 
     def stage_of(self, node: Node) -> int:
         """Returns the stage of a value; what depends on no parameter is the last one's, where the loss is."""
@@ -127,69 +125,40 @@ class Cutter:
             raise PlanError(at_node(what, node, "Cut the model into fewer stages."))
 
     def piece(self, stage: int, inside: set[Node], received: list[Node], sent: list[Node]) -> Piece:
-        """Writes the graph of a stage."""
-        graph, copies = Graph(), dict[Node, Node]()
-        piece = Piece(self.body)
-        takes: list[Port] = []
-
-        def take(port: Port, node: Node, name: str) -> None:
-            takes.append(port)
-            copies[node] = graph.placeholder(name)
-            copies[node].meta.update({key: node.meta[key] for key in ("val",)})
-
-        inputs = 0
+        """Writes the graph of a stage. Its outputs are gradients, those of the body, and what it sends."""
+        takes, leaves = dict[Port, Node](), dict[Port, Node]()
+        arguments, gives = dict[Port, str](), dict[Port, int]()
         for port, node in placeholders(self.body).items():
             if node in inside and port.kind == INPUT:
-                piece.arguments[Port(INPUT, str(inputs))], inputs = port.name, inputs + 1
-                take(Port(INPUT, str(inputs - 1)), node, node.name)
+                arguments[add_port(takes, INPUT, node)] = port.name
             elif node in inside:
-                take(port, node, node.name)
-        late = [node for node in received if self.comes_late(node, stage)]
-        for node in received:
-            if node not in late:
-                piece.receives[Port(INPUT, str(inputs))], inputs = node.name, inputs + 1
-                take(Port(INPUT, str(inputs - 1)), node, node.name)
-        for at, node in enumerate(late):
-            piece.receives[Port(TANGENT, str(at))] = node.name
-            take(Port(TANGENT, str(at)), node, node.name)
+                takes[port] = node
+        in_order = sorted(received, key=lambda node: self.comes_late(node, stage))
+        receives = {add_port(takes, TANGENT if self.comes_late(node, stage) else INPUT, node): node.name for node in in_order}
+        for port, node, at in self.terms:
+            if at == stage and port.kind == OUTPUT:
+                gives[add_port(leaves, OUTPUT, node)] = int(port.name)
+            elif at == stage:
+                leaves[port] = node
+        sends = {add_port(leaves, OUTPUT, node): node.name for node in sent}
+        copies = Copies()
+        for node in takes.values():
+            copies[node] = copies.given(node.name, {"val": node.meta["val"]})
         for node in self.body.graph.nodes:
             if node in inside and node.op != "placeholder":
-                copies[node] = copied(graph, node, copies.__getitem__)
-        outputs = self.leave(piece, stage, sent)
-        graph.output(tuple(copies[node] for _, node in outputs)).meta.update(self.body.graph.output_node().meta)
-        piece.graph = LazyGraphModule(self.body, graph)
-        piece.graph.meta.update(self.body.meta)
-        piece.graph.meta["ports"] = self.ports(takes, [port for port, _ in outputs], inputs)
-        return piece
+                copies.keep(node)
+        copies.left(leaves.values(), self.body.graph.output_node().meta)
+        graph = copies.module(self.body, self.body.meta | {"ports": self.ports(tuple(takes), tuple(leaves))})
+        return Piece(graph, arguments, gives, receives, sends)
 
     def comes_late(self, node: Node, stage: int) -> bool:
         """Returns whether a value is received for the backward: nothing of the stage's forward reads it."""
         return is_late(node) or self.stage[node] > stage
 
-    def leave(self, piece: Piece, stage: int, sent: Iterable[Node]) -> list[tuple[Port, Node]]:
-        """Returns the outputs of a stage: gradients, those of the body, and what it sends."""
-        numbers = {port: at for at, port in enumerate(p for p in self.body.meta["ports"].outputs if p.kind == OUTPUT)}
-        outputs: list[tuple[Port, Node]] = []
-        count = 0
-        for port, node, at in self.terms:
-            if at == stage and port.kind == OUTPUT:
-                piece.results[Port(OUTPUT, str(count))] = numbers[port]
-                port, count = Port(OUTPUT, str(count)), count + 1
-            if at == stage:
-                outputs.append((port, node))
-        for node in sent:
-            piece.sends[Port(OUTPUT, str(count))] = node.name
-            outputs.append((Port(OUTPUT, str(count)), node))
-            count += 1
-        return outputs
-
-    def ports(self, takes: Sequence[Port], leaves: Sequence[Port], inputs: int) -> Ports:
+    def ports(self, takes: tuple[Port, ...], leaves: tuple[Port, ...]) -> Ports:
         """Returns the ports of a stage."""
         old, names = self.body.meta["ports"], {port.name for port in takes}
-        outputs = sum(port.kind == OUTPUT for port in leaves)
-        arguments = flatten((tuple(torch.empty(0) for _ in range(inputs)), {}))[1]
-        given = flatten(tuple(torch.empty(0) for _ in range(outputs)))[1]
+        counts = (sum(port.kind == kind for port in ports) for kind, ports in ((INPUT, takes), (OUTPUT, leaves)))
         tied = {name: first for name, first in old.tied.items() if first in names}
         frozen = tuple(name for name in old.frozen if name in names)
-        return Ports(tuple(takes), tuple(leaves), arguments, given, tied, (), frozen)
-
+        return Ports(takes, leaves, **structures(*counts), tied=tied, frozen=frozen)

@@ -13,7 +13,8 @@ from sbpc.api.planning import Task
 from sbpc.errors import PlanError
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
-from sbpc.passes.annotate import annotate, duplicate
+from sbpc.graph.rewrite import rebuild
+from sbpc.passes.annotate import annotate
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans.plan import Assignment, Plan
@@ -97,7 +98,7 @@ def again(plan: Plan, **other: Any) -> Plan:
     """Plans the graph of a loaded plan again, in which is already what is computed again. other: options."""
     asked = replace(plan.options, **{"microbatches": None, "panels": None, "forms": {}, **other})
     about = {name: getattr(plan.options, name) for name in ABOUT}
-    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, asked)
+    return Task(rebuild(plan.graph), Stages(), about).plan(plan.mesh, asked)
 
 
 def check_loaded(plan: Plan) -> None:

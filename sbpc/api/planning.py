@@ -22,16 +22,15 @@ from sbpc.api.staging import plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
+from sbpc.graph.rewrite import rebuild
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
-from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
-from sbpc.passes.loop.halves import in_halves
-from sbpc.passes.loop.micro_batches import micro_batches
+from sbpc.passes.loop.micro_batches import in_halves, micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
@@ -235,7 +234,7 @@ class Task:
 
     def again(self) -> Task:
         """Returns the same step with a graph and clocks of its own, for a further plan beside the others."""
-        return Task(duplicate(self.gm), Stages(times=dict(self.stages.times)), self.about)
+        return Task(rebuild(self.gm), Stages(times=dict(self.stages.times)), self.about)
 
 
 def may_gain(plan: Plan) -> bool:

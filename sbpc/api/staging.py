@@ -13,8 +13,8 @@ from sbpc.api.recompute import forms_of
 from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, least_of
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
@@ -87,7 +87,7 @@ def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callabl
 
     whole: the plan of the body without a limit.
     """
-    body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+    body, free = rebuild(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
     body.meta[ONCE] = {GRADIENT: 1 / count}
     found = searched(body, free, wishes(body, free.mesh, options), clocks)
 
@@ -136,7 +136,7 @@ def units_of(
     baseline: the expert to follow.
     """
     options = of_body(Options(optimizer=None, baseline=baseline, **about))
-    body = duplicate(body)
+    body = rebuild(body)
     body.meta[ONCE] = dict.fromkeys(once, 1 / count)
     asked = wishes(body, inner, options).nodes
     if spread:

@@ -101,26 +101,25 @@ def is_sum(node: Node) -> bool:
     return node.target is ADD
 
 
-def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
-    """Nodes and all that they depend on, no further than `stop`."""
+def reached(nodes: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Nodes and all to which one comes from them."""
     found, todo = set[Node](), list(nodes)
     while todo:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += [] if node in stop else node.all_input_nodes
+            todo += onward(node)
     return found
+
+
+def ancestors(nodes: Iterable[Node], stop: Container[Node] = ()) -> set[Node]:
+    """Nodes and all that they depend on, no further than `stop`."""
+    return reached(nodes, lambda node: () if node in stop else node.all_input_nodes)
 
 
 def depending_on(nodes: Iterable[Node]) -> set[Node]:
     """Nodes and all that depends on them."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.users
-    return found
+    return reached(nodes, lambda node: node.users)
 
 
 def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
@@ -133,5 +132,21 @@ def made_of(gm: GraphModule, given: Iterable[Node]) -> set[Node]:
 
 
 def is_late(node: Node) -> bool:
-    """Returns whether a node is a call of the backward."""
-    return node.op == "call_function" and node.meta.get("phase") == "backward"
+    """Returns whether a node is a call or a constant of the backward; one of several results is where its producer is."""
+    return node.op in ("call_function", "get_attr") and value_of(node)[0].meta.get("phase") == "backward"
+
+
+def just_in_time(nodes: Iterable[Node], free: Container[Node]) -> list[Node]:
+    """Returns nodes in order, those of `free` right in front of the first that reads them, and not at all if nothing does."""
+    placed: dict[Node, None] = {}
+
+    def place(node: Node) -> None:
+        for used in node.all_input_nodes:
+            if used in free and used not in placed:
+                place(used)
+        placed[node] = None
+
+    for node in nodes:
+        if node not in free and node not in placed:
+            place(node)
+    return list(placed)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule, Node
 
+T = TypeVar("T")
 PARAMETER, BUFFER, INPUT, SEED, TANGENT = "parameter", "buffer", "input", "seed", "tangent"
 OUTPUT, MUTATION, GRADIENT, INPUT_GRADIENT = "output", "mutation", "gradient", "input_gradient"
 INPUTS = (PARAMETER, BUFFER, INPUT, SEED, TANGENT)
@@ -58,9 +59,23 @@ class Ports:
     frozen: tuple[str, ...] = ()
 
 
-def placeholders(gm: GraphModule) -> dict[Port, Node]:
-    """The placeholder of every port of a program, in order; those of a rank's positions come after them and have none."""
-    return dict(zip(gm.meta["ports"].inputs, gm.graph.find_nodes(op="placeholder")))
+def placeholders(gm: GraphModule, *kinds: str) -> dict[Port, Node]:
+    """The placeholder of every port of a program, in order, or of those of some kinds; a rank's positions come last and have none."""
+    stored = zip(gm.meta["ports"].inputs, gm.graph.find_nodes(op="placeholder"))
+    return {port: node for port, node in stored if not kinds or port.kind in kinds}
+
+
+def outputs(gm: GraphModule, *kinds: str) -> list[tuple[Port, Node]]:
+    """The ports of a program's results, or of those of some kinds, with their nodes; absent results are left out."""
+    ends = zip(gm.meta["ports"].outputs, results(gm))
+    return [(port, node) for port, node in ends if node is not None and (not kinds or port.kind in kinds)]
+
+
+def add_port(ports: dict[Port, T], kind: str, value: T) -> Port:
+    """Adds a value under the next port of a kind, "0", "1", ..., and returns that."""
+    port = Port(kind, str(sum(each.kind == kind for each in ports)))
+    ports[port] = value
+    return port
 
 
 def result_name(place: int) -> str:

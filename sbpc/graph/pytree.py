@@ -37,6 +37,12 @@ def flatten(value: Any, path: str = "value") -> tuple[list[Tensor], Any]:
     return leaves, _flatten(value, path, leaves)
 
 
+def structures(arguments: int, results: int) -> dict[str, Any]:
+    """Returns the structures of so many tensors as arguments, and as results, by the names that `Ports` gives them."""
+    given, made = (tuple(torch.empty(0) for _ in range(count)) for count in (arguments, results))
+    return {"arguments": flatten((given, {}))[1], "results": flatten(made)[1]}
+
+
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     """The value of which `flatten` gave `structure`, with `leaves` in the place of its tensors.
 

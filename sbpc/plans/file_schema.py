@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from sbpc.errors import is_name, is_number, shown
-from sbpc.graph.panels import PANEL_OF
+from sbpc.graph.about import PANEL_OF, RECOMPUTES
 from sbpc.graph.ports import INPUTS, OUTPUTS
-from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE
 
 Check = Callable[[Any], str | None]  # the first place within a value that does not fit, with what stands there; None if all fits

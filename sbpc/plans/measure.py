@@ -12,8 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import wire
+from sbpc.graph.about import is_recomputed
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.recomputed import is_recomputed
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from sbpc._compat import storage_of, tree_leaves
 from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
+from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, nodes_in, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout, numel
@@ -54,7 +55,7 @@ def optimizer_bytes(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> in
 
 def parameter_bytes(boxed: GraphModule, mesh: Mesh) -> dict[str, int]:
     """Returns the bytes of every parameter on the busiest rank."""
-    return {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
+    return {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed, PARAMETER).items()}
 
 
 def trained_bytes(boxed: GraphModule, stored: dict[str, int]) -> int:
@@ -277,11 +278,6 @@ def is_view(node: Node) -> bool:
     """Returns whether what a call gives lies in the memory of its first operand: a view, or a sum to which it adds."""
     match = node.meta.get("match")
     return is_sum(node) or (node.op == "call_function" and match is not None and match.view and bool(operands(node)))
-
-
-def is_boxing(node: Node) -> bool:
-    """Returns whether a node starts a boxing step, or waits for one."""
-    return "step" in node.meta or "awaits" in node.meta
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload
 from sbpc.errors import PlanError, SbpcError, check_kinds, printable, read_json, shown
-from sbpc.graph.panels import PANEL_OF
+from sbpc.graph.about import ORIGIN, PANEL_OF, about
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import harmless
-from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -41,7 +40,7 @@ WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-SAVED_META = ("module", "stack_trace", "phase", "decomposed", PANEL_OF, RECOMPUTES)
+SAVED_META = *ORIGIN, PANEL_OF
 
 
 def save(plan: Plan, path: Path) -> None:
@@ -165,10 +164,10 @@ def encode_node(node: Node) -> dict[str, Any]:
     }
     if "whole_shape" in node.meta:  # a value of a rank's program: what it is a part of
         item["part"] = [str(node.meta["sbp"]), list(node.meta["whole_shape"])]
-    about = {key: node.meta[key] for key in SAVED_META if key in node.meta}
-    if "stack_trace" in about:  # of a source line with tabs, or a path of whatever a file system allows
-        about["stack_trace"] = printable(str(about["stack_trace"] or "").expandtabs())
-    return item | about
+    item |= about(node, SAVED_META)
+    if "stack_trace" in item:  # of a source line with tabs, or a path of whatever a file system allows
+        item["stack_trace"] = printable(str(item["stack_trace"] or "").expandtabs())
+    return item
 
 
 def encode_value(value: Any) -> Any:

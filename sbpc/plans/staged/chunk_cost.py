@@ -12,9 +12,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from sbpc._compat import tree_leaves
+from sbpc.graph.about import is_recomputed
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
-from sbpc.graph.recomputed import is_recomputed
 from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms

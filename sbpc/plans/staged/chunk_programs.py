@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from sbpc._compat import LazyGraphModule
+from sbpc.graph.about import about
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import ADD, is_sum
 from sbpc.graph.ports import (
@@ -30,10 +30,11 @@ from sbpc.graph.ports import (
     TANGENT,
     Port,
     Ports,
+    outputs,
     placeholders,
     results,
 )
-from sbpc.graph.rewrite import called, copied, put
+from sbpc.graph.rewrite import Copies, called
 from sbpc.mesh.layout import Layout
 from sbpc.plans.measure import dims_at, layout_at
 from sbpc.plans.plan import Assignment, Plan
@@ -83,8 +84,7 @@ class Chunk:
     @functools.cached_property
     def sends_late(self) -> frozenset[Port]:
         """The ports of what the backward sends."""
-        ends = zip(self.ports.outputs, results(self.graph))
-        return frozenset(port for port, node in ends if port in self.sends and node is not None and self.parts[node] == INPUTS)
+        return frozenset(port for port, node in outputs(self.graph) if port in self.sends and self.parts[node] == INPUTS)
 
     def value(self, port: Port) -> Tensor:
         """Returns a tensor without data like an output."""
@@ -145,15 +145,14 @@ class ChunkPrograms:
         self.plan, self.overlaps = plan, overlaps
         gm = plan.unscheduled
         self.parts = parts_of(gm, in_loop)
-        ends = [(port, node) for port, node in zip(plan.ports.outputs, results(gm)) if node is not None]
-        self.homes = {node: summand(node, self.parts) for port, node in ends if port.kind == GRADIENT}
-        self.home = {port: node.name for port, node in ends if port.kind == GRADIENT}
-        self.accumulated = {port: self.homes[node].name for port, node in ends if port.kind == GRADIENT}
-        self.outputs = {port: node.name for port, node in ends if port.kind == OUTPUT}
-        self.ends = {node for port, node in ends if port.kind != GRADIENT or self.parts[node] == AFTER}
-        given = {port: node.name for port, node in placeholders(gm).items()}
-        self.fixed = {port: name for port, name in given.items() if port.kind in (PARAMETER, BUFFER, SEED)}
-        self.own = {port: name for port, name in given.items() if port.kind in (INPUT, TANGENT)}
+        gradients = dict(outputs(gm, GRADIENT))
+        self.homes = {node: summand(node, self.parts) for node in gradients.values()}
+        self.home = {port: node.name for port, node in gradients.items()}
+        self.accumulated = {port: self.homes[node].name for port, node in gradients.items()}
+        self.outputs = {port: node.name for port, node in outputs(gm, OUTPUT)}
+        self.ends = {node for port, node in outputs(gm) if port.kind != GRADIENT or self.parts[node] == AFTER}
+        self.fixed = {port: node.name for port, node in placeholders(gm, PARAMETER, BUFFER, SEED).items()}
+        self.own = {port: node.name for port, node in placeholders(gm, INPUT, TANGENT).items()}
         self.calls = {part: calls_in(self.parts, (part,)) for part in PARTS}
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
@@ -207,33 +206,24 @@ def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
         if used not in inside and not (parts[node] == AFTER and used in boxed)
     ))  # fmt: skip
     sums = [*made, *(node for node in summed if node in boxed and node not in inside)]
-    graph, copies, totals = Graph(), dict[Node, Node](), dict[Node, Node]()
+    copies, totals = Copies(), dict[Node, Node]()
     for node in reads:
-        copies[node] = given(graph, node, node.name)
+        copies[node] = copies.given(node.name, value_meta(node))
     for node in sums:
-        totals[node] = given(graph, node, f"sum_{node.name}")
+        totals[node] = copies.given(f"sum_{node.name}", value_meta(node))
     for node in body:
-        copies[node] = copied(graph, node, ChainMap(totals, copies).__getitem__ if parts[node] == AFTER else copies.__getitem__)
+        copies.keep(node, (ChainMap(totals, copies) if parts[node] == AFTER else copies).__getitem__)
         if parts[node] in which and node in summed:
-            about = {key: value for key, value in node.meta.items() if key in ("phase", "module", "stack_trace")}
-            total = called(graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}")
-            put(total, "meta", about | value_meta(node))
-            totals[node] = total
+            meta = about(node) | value_meta(node)
+            totals[node] = called(copies.graph, ADD, (totals[node], copies[node]), {}, f"add_{node.name}", meta)
     gives = [node for node in body if parts[node] in which and is_given(chunk, node, which)]
-    graph.output(tuple(copies[node] for node in gives))
+    copies.left(gives)
     known = {node: port for port, node in placeholders(gm).items()}
     late = (INPUTS, WEIGHTS)  # what they made comes in as a tangent does
     inputs = [known.get(node, Port(TANGENT if parts[node] in late else INPUT, node.name)) for node in reads]
     inputs += [Port(TANGENT, f"sum_{node.name}") for node in sums]
     names = [tuple(node.name for node in nodes) for nodes in (reads, sums, made, gives)]
-    return Program(with_ports(gm, graph, inputs, names[3]), *names)
-
-
-def given(graph: Graph, node: Node, name: str) -> Node:
-    """Writes a placeholder that stands for a value of another program."""
-    copy = graph.placeholder(name)
-    put(copy, "meta", value_meta(node))
-    return copy
+    return Program(with_ports(gm, copies, inputs, names[3]), *names)
 
 
 def value_meta(node: Node) -> dict[str, Any]:
@@ -253,7 +243,7 @@ def is_given(chunk: ChunkPrograms, node: Node, which: Parts) -> bool:
 
 def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Program:
     """Returns a program that gives the gradients that are the first ones, and adds nothing."""
-    graph, copies = Graph(), dict[Node, Node]()
+    copies = Copies()
     stored = program.gm.graph.find_nodes(op="placeholder")
     dropped = {node: name for node, name in zip(stored[len(program.reads) :], program.sums) if name in program.added}
     first = dict[str, Node]()
@@ -261,19 +251,17 @@ def without_sums(chunk: ChunkPrograms, which: Parts, program: Program) -> Progra
         if is_sum(node) and node.args[0] in dropped:
             copies[node] = first[dropped[node.args[0]]] = copies[node.args[1]]
         elif node.op != "output" and node not in dropped:
-            copies[node] = copied(graph, node, copies.__getitem__)
+            copies.keep(node)
     ends = {name: copies[node] for name, node in zip(program.gives, results(program.gm)) if node is not None}
     homes = {node.name for node in chunk.homes}  # of these some gradients are the sums themselves
     ends |= {name: node for name, node in first.items() if AFTER not in which or name in homes}
-    graph.output(tuple(ends.values()))
+    copies.graph.output(tuple(ends.values()))
     inputs = [port for port, node in zip(program.gm.meta["ports"].inputs, stored) if node not in dropped]
     sums = tuple(name for name in program.sums if name not in program.added)
-    return Program(with_ports(program.gm, graph, inputs, ends), program.reads, sums, (), tuple(ends))
+    return Program(with_ports(program.gm, copies, inputs, ends), program.reads, sums, (), tuple(ends))
 
 
-def with_ports(gm: GraphModule, graph: Graph, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:
+def with_ports(gm: GraphModule, copies: Copies, inputs: Sequence[Port], gives: Iterable[str]) -> GraphModule:
     """Returns the graph of a program with its ports."""
-    result = LazyGraphModule(gm, graph)
-    outputs = tuple(Port(OUTPUT, name) for name in gives)
-    result.meta.update(gm.meta | {"ports": replace(gm.meta["ports"], inputs=tuple(inputs), outputs=outputs)})
-    return result
+    ports = replace(gm.meta["ports"], inputs=tuple(inputs), outputs=tuple(Port(OUTPUT, name) for name in gives))
+    return copies.module(gm, gm.meta | {"ports": ports})

@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import ancestors, value_of
-from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, placeholders, results
+from sbpc.graph.operands import ancestors, is_late, just_in_time, value_of
+from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, outputs, placeholders, results
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
@@ -45,48 +45,32 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
             parts[node] = FREE if node in loose else BEFORE if reads_loose or BEFORE in given else FREE
         else:
             parts[node] = FORWARD
-        if kind == TANGENT or (parts[node] == FORWARD and is_late(node, late)):
+        if kind == TANGENT or (parts[node] == FORWARD and (is_late(node) or any(used in late for used in node.all_input_nodes))):
             late.add(node)
-    sent = [node for port, node in zip(gm.meta["ports"].outputs, results(gm)) if port.kind == OUTPUT and node in late]
-    needed = ancestors(sent)
+    needed = ancestors(node for _, node in outputs(gm, OUTPUT) if node in late)
     for node in gm.graph.nodes:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
             parts[node] = parts[value_of(node)[0]] if value_of(node)[0] is not node else own
-    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
-        if port.kind == GRADIENT and node is not None and parts[node] in (FREE, BEFORE):  # the same in all micro-batches, and added up
+    for port, node in outputs(gm, GRADIENT, OUTPUT):
+        if port.kind == GRADIENT and parts[node] in (FREE, BEFORE):  # the same in all micro-batches, and added up
             parts[node] = WEIGHTS
-        elif port.kind == OUTPUT and node is not None and parts[node] == FREE:  # a constant
+        elif port.kind == OUTPUT and parts[node] == FREE:  # a constant
             parts[node] = BEFORE
     return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
 
 
 def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
     """Returns the calls that some parts run together, in order: those that are FREE right in front of the first that reads them."""
-    placed: dict[Node, None] = {}
-
-    def place(node: Node) -> None:
-        for used in node.all_input_nodes:
-            if parts[used] == FREE and used.op != "placeholder" and used not in placed:
-                place(used)
-        placed[node] = None
-
-    for node, its in parts.items():
-        if its in which and node.op != "placeholder":
-            place(node)
-    return list(placed)
-
-
-def is_late(node: Node, late: set[Node]) -> bool:
-    """Returns whether a node of a micro-batch is of the backward."""
-    return node.meta.get("phase") == "backward" or any(used in late for used in node.all_input_nodes)
+    calls = [node for node in parts if node.op != "placeholder"]
+    return just_in_time((node for node in calls if parts[node] in which), {node for node in calls if parts[node] == FREE})
 
 
 def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[Port]) -> set[Node]:
     """Returns the nodes of boxings that end in a gradient which is not `in_loop`, and that nothing else reads."""
     found = set[Node]()
-    for port, node in zip(gm.meta["ports"].outputs, results(gm)):
-        if port.kind != GRADIENT or node is None or port in in_loop:
+    for port, node in outputs(gm, GRADIENT):
+        if port in in_loop:
             continue
         mine = {gm.graph.output_node()}
         while "step" in node.meta and set(node.users) <= mine and parts[node.all_input_nodes[0]] not in (FREE, BEFORE):

@@ -1,16 +1,35 @@
-"""Values that are computed again for the backward: how they are marked, and what keeps them from being computed early.
+"""What a node says of itself besides its value: where in the model and in the step it is, and what it is a part of.
 
-What such a call reads is there since the forward. Its operands alone would let it run at once, and what it makes would live as long
-as if it had never been dropped. So it waits for the gradient that meets its value.
+A call that computes a value again for the backward reads what is there since the forward. Its operands alone would let it run at
+once, and what it makes would live as long as if it had never been dropped. So it waits for the gradient that meets its value.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.ports import TANGENT, placeholders
 
-RECOMPUTES = "recomputes"  # the key in the meta of a call: the name of the call whose value it computes again
+# Keys in the meta of a call.
+RECOMPUTES = "recomputes"  # the name of the call whose value it computes again
+PANEL_OF = "panel_of"  # of the product of a panel: the name of the product that is cut
+PLACE = "phase", "stack_trace", "module"  # forward or backward, the user's lines, the path of the module
+ORIGIN = *PLACE, "decomposed", RECOMPUTES  # and the op that was taken apart: what stands for a node says these as it does
+
+
+def about(node: Node, keys: tuple[str, ...] = PLACE) -> dict[str, Any]:
+    """Returns what goes along when something is written for a node."""
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def panel_remarks(nodes: Iterable[Node]) -> list[str]:
+    """Returns a line that names the products in panels, with their numbers of panels; none without any."""
+    panels = Counter(node.meta[PANEL_OF] for node in nodes if PANEL_OF in node.meta)
+    return [f"in panels: {', '.join(f'%{name} ({count})' for name, count in panels.items())}"] if panels else []
 
 
 def is_recomputed(node: Node) -> bool:
@@ -32,7 +51,7 @@ def awaited_gradients(gm: GraphModule) -> dict[Node, list[Node]]:
     nodes = list(gm.graph.nodes)
     if not any(map(is_recomputed, nodes)):
         return {}
-    driven = {node for port, node in placeholders(gm).items() if port.kind == TANGENT}  # by a gradient
+    driven = set(placeholders(gm, TANGENT).values())  # by a gradient
     ahead = set[Node]()  # of it: values computed again, and what is made of them alone
     for node in nodes:
         if any(used in driven for used in node.all_input_nodes):
