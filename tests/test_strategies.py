@@ -155,7 +155,7 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
 
     seen: list[tuple[int, int]] = []
     found = [
-        Candidate(Mesh(pipe=1, data=8 // tensor, tensor=tensor), "1f1b", count, 0.5, 0.5, 1.0 + count / 100, 0.0)
+        Candidate(Mesh(pipe=1, data=8 // tensor, tensor=tensor), "1f1b", count, 0.5, 0.5, 1.0 + count / 100, (0.0,) * 4)
         for count in (1, 2) for tensor in (8, 4, 2, 1)
     ]  # fmt: skip
     rows = Guessing(refuse, None, {}, None, None, "none", 60.0).rows(found)  # type: ignore[arg-type]

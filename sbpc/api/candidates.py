@@ -29,7 +29,7 @@ class Candidate:
 
     floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
     of its schedule where stages are even. guess: seconds of its slowest stage, with the bubble, and of what is boxed of parameters and
-    gradients. whole: bytes of parameters, gradients and optimizer of a rank that stores its stage's share whole.
+    gradients. stored: by level of `sbpc.passes.stages.zero`, bytes of parameters, gradients and optimizer that a rank has at least.
     """
 
     mesh: Mesh
@@ -38,7 +38,7 @@ class Candidate:
     floor: float
     least: float
     guess: float
-    whole: float
+    stored: tuple[float, ...]
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -78,11 +78,11 @@ def candidates(
                     floor = work / (mesh.cluster.peak * devices)
                     least = floor * (1 + (pipe - 1) / (count * chunks))
                     share = stored / (pipe * tensor)
-                    whole = share * (2 + OPTIMIZER_STATE[optimizer])
-                    gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
+                    held = (share * (2 + OPTIMIZER_STATE[optimizer]), 2 * share, share, 0.0)
+                    gathers = 3 * count if memory is not None and held[0] > memory else 2  # sharded: forward, backward, gradient
                     computes = slowest.seconds(count * mesh.ranks // pipe, pipe * chunks) * (count * chunks + pipe - 1)
                     guess = computes + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
-                    found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
+                    found.append(Candidate(mesh, schedule, count, floor, least, guess, held))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
 
 
@@ -93,8 +93,7 @@ class Slowest:
         self.places, self.cluster = places_of(recompute(task.gm, forms_of(task.gm, form))), cluster
         self.starts = [0, *between_blocks(self.places)]
         blocks = blocks_at(self.places)
-        parts = [blocks[at].rpartition(".") for at in self.starts] if blocks else []
-        self.times = [block_times(lengths, folder, place) for folder, _, place in parts]
+        self.times = [block_times(lengths, blocks[at]) for at in self.starts] if blocks else []
         self.rows, self.found = dict[int, np.ndarray](), dict[tuple[int, int], float]()
 
     def seconds(self, parts: int, chunks: int) -> float:
@@ -141,14 +140,14 @@ def parameter_bytes(task: Task, lengths: dict[str, int]) -> float:
     total = 0.0
     for port, node in placeholders(task.gm).items():
         if port.kind == PARAMETER:
-            folder, _, place = block_of(port.name).rpartition(".")
             value = node.meta["val"]
-            total += value.numel() * value.element_size() * block_times(lengths, folder, place)
+            total += value.numel() * value.element_size() * block_times(lengths, block_of(port.name))
     return total
 
 
-def block_times(lengths: dict[str, int], folder: str, place: str) -> int:
+def block_times(lengths: dict[str, int], block: str) -> int:
     """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
+    folder, _, place = block.rpartition(".")
     return lengths[folder] - 1 if folder in lengths and place == "1" else 1
 
 
@@ -158,6 +157,5 @@ def flops_of(task: Task, lengths: dict[str, int]) -> float:
     for node in task.gm.graph.nodes:
         match = node.meta.get("match")
         if node.op == "call_function" and match is not None and not match.view:
-            folder, _, place = block_of(node.meta.get("module") or "").rpartition(".")
-            total += float(match.flops(match.sizes)) * block_times(lengths, folder, place)
+            total += float(match.flops(match.sizes)) * block_times(lengths, block_of(node.meta.get("module") or ""))
     return total
