@@ -7,13 +7,14 @@ The seconds of any number of stages and blocks are put together from that; the p
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sbpc.api.candidates import PIPE, Candidate, block_times
+from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import AUTO, forms_of
 from sbpc.api.staging import SPARING, plan_stages, short_plans
@@ -26,7 +27,6 @@ from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.plan_stages import mesh_of_stage
 from sbpc.plans.staged.estimate import Estimate, repeated
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.pipeline_cost import StagedCost
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
@@ -49,9 +49,10 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step, of which compute_seconds, exposed_seconds,
-    bubble_seconds; recompute_seconds are among those of computing. memory: bytes of a rank. lower_bound: what no strategy of the
-    search takes less, those among them that have no row. refused: the strategies without a row, each with the reason.
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage computes
+    compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds for other stages. memory:
+    bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the search takes less, those among them that have no
+    row. refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -59,7 +60,12 @@ class StrategyRow:
     schedule: str
     microbatches: int
     recompute: str
-    figures: StagedCost
+    cost: float
+    compute_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    recompute_seconds: float
+    memory: dict[str, int]
     make: Callable[[], StagedPlan] = field(repr=False)
     lower_bound: float = 0.0
     refused: tuple[Refused, ...] = field(default=(), repr=False)
@@ -68,47 +74,6 @@ class StrategyRow:
     def plan(self) -> StagedPlan:
         """The plan of this strategy."""
         return self.make()
-
-    @property
-    def cost(self) -> float:
-        """Predicted seconds of a step."""
-        return self.figures.seconds
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds in which the busiest stage computes."""
-        return self.figures.compute_seconds
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which it waits for collectives."""
-        return self.figures.exposed_seconds
-
-    @property
-    def bubble_seconds(self) -> float:
-        """Seconds in which it waits for other stages."""
-        return self.figures.bubble_seconds
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Seconds in which it computes values again."""
-        return self.figures.recompute_seconds
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes of a rank by kind, "total" at the peak."""
-        return self.figures.memory
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else None."""
-
-    mesh: Mesh
-    schedule: str
-    microbatches: int
-    reason: str
-    needed: int | None = None
 
 
 @dataclass
@@ -138,7 +103,7 @@ class Search:
         for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
             late = bool(found) and time.process_time() - start > self.seconds
-            refused += [refusal(each, SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
+            refused += [each.refused(SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
@@ -151,8 +116,8 @@ class Search:
                 times[each.kind] = min(times.get(each.kind, math.inf), found[-1].cost / each.guess)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
-                needed = error.needed if isinstance(error, TooLarge) else None
-                refused.append(refusal(each, TOO_LARGE if needed is not None else str(error).partition("\n")[0], needed))
+                why = (TOO_LARGE, error.needed) if isinstance(error, TooLarge) else (str(error).partition("\n")[0], None)
+                refused.append(each.refused(*why))
         if not found:
             raise closest_error(errors)
         found.sort(key=lambda row: (row.cost, row.mesh.sizes, row.microbatches))
@@ -163,17 +128,18 @@ class Search:
         """Returns the fastest way of a candidate that fits, with as little recompute as can be. Only where none fits are parameters boxed
         for every micro-batch."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
-        tried = [(form, (0, 1)) for form in forms] + [(form, (2, 3)) for form in forms if self.memory is not None]
-        least: Estimate | None = None
-        for form, levels in tried:
+        looked_at = list[Estimate]()
+        for levels, form in itertools.product(((0, 1), (2, 3)) if self.memory is not None else ((0,),), forms):
             ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
-                best = min(fitting, key=lambda way: way.cost.seconds)
+                best = min((way.cost for way in fitting), key=lambda cost: cost.seconds)
                 make = functools.partial(self.planned, each, form)
-                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
-            least = min([*ways, *([least] if least else [])], key=lambda way: way.memory["total"], default=None)
-        assert least is not None and self.memory is not None
+                seconds = best.seconds, best.compute_seconds, best.exposed_seconds, best.bubble_seconds, best.recompute_seconds
+                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make)
+            looked_at += ways
+        least = min(looked_at, key=lambda way: way.memory["total"])
+        assert self.memory is not None
         raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches")
 
     def fits(self, way: Estimate) -> bool:
@@ -219,11 +185,6 @@ class Search:
         task = self.task()
         about = (task.gm, task.stages, task.about, each.mesh, PIPE, each.schedule, each.microbatches)
         return plan_stages(*about, form, self.optimizer, self.memory, {})
-
-
-def refusal(each: Candidate, reason: str, needed: int | None = None) -> Refused:
-    """Returns what is told of a candidate without a row."""
-    return Refused(each.mesh, each.schedule, each.microbatches, reason, needed)
 
 
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:

@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 from sbpc.api.candidates import candidates
 from sbpc.api.checks import check_options
 from sbpc.api.planning import Task, prepare
-from sbpc.api.recompute import AUTO
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
@@ -92,8 +91,8 @@ def sweep(
         short, lengths = short_model(model)
         whole = functools.cache(lambda: prepare(model, args, **step))
         search = Search(whole, prepare(short, args, **step), lengths, optimizer, memory, recompute, seconds)
-        asked = (devices, cluster, stages, microbatches, optimizer, memory, NONE if recompute == AUTO else recompute)
-        return search.rows(candidates(search.short, lengths, *asked), progress)
+        found = candidates(search.short, lengths, devices, cluster, stages, microbatches, optimizer, memory)
+        return search.rows(found, progress)
     task = prepare(model, args, **step)
     tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
     rows, errors = [], []
