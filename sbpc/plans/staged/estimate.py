@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.staged.chunk_cost import ChunkCost, together
-from sbpc.plans.staged.pipeline_cost import RUNS, Arrival, Pipeline
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, owners
+from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, owners
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 STEADY = 3  # micro-batches for each stage, from which on each further one takes the same
@@ -82,12 +82,20 @@ def even_ends(seconds: Sequence[float], chunks: int) -> list[int]:
     total = np.concatenate([[0.0], np.cumsum(seconds)])
     took = total[None, :] - total[:, None]
     took[np.tril_indices(len(total))] = np.inf
-    best, back = took[0], []
-    for _ in range(chunks - 1):
-        through = np.maximum(best[:, None], took)
+    return best_steps(took, chunks, np.maximum)[1]
+
+
+def best_steps(cost: np.ndarray, count: int, join: Callable[[Any, Any], Any]) -> tuple[float, list[int]]:
+    """Returns the least cost of so many steps from the first to the last end, and the ends between which they go, these two too.
+
+    cost [from, to]: of a step. join: what costs of steps come to, such as their sum.
+    """
+    best, back = cost[0], []
+    for _ in range(count - 1):
+        through = join(best[:, None], cost)
         back.append(through.argmin(axis=0))
         best = through.min(axis=0)
-    found = [len(seconds)]
+    found = [len(cost) - 1]
     for step in reversed(back):
         found.append(int(step[found[-1]]))
-    return [0, *found[::-1]]
+    return float(best[-1]), [0, *found[::-1]]

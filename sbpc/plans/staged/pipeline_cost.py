@@ -14,18 +14,9 @@ import sympy
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import OPTIMIZER_STATE, Cost
+from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
-from sbpc.plans.staged.schedules import (
-    BACKWARD,
-    FORWARD,
-    INPUTS,
-    WEIGHTS,
-    Action,
-    actions_of,
-    owners,
-    shared_spans,
-    spans,
-)
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Arrival, actions_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 
@@ -123,16 +114,6 @@ class Moment(NamedTuple):
     once: Sequence[tuple[int, str]]
 
 
-class Arrival(NamedTuple):
-    """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read in the backward.
-    size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader is on it."""
-
-    source: int
-    late: bool
-    read_late: bool
-    size: int | None
-
-
 class Pipeline:
     """Stages that work on micro-batches.
 
@@ -158,24 +139,23 @@ class Pipeline:
     @functools.cached_property
     def owners(self) -> list[int]:
         """By chunk the stage that has it."""
-        return owners(self.schedule, self.stages)
+        return schedules.owners(self.schedule, self.stages)
 
     @functools.cached_property
     def sent(self) -> dict[tuple[int, int, bool], int]:
         """The bytes that cross to another stage, by the chunk that sends them, the one that reads them, and whether in the backward."""
-        found: dict[tuple[int, int, bool], int] = {}
+        found = Counter[tuple[int, int, bool]]()
         for target, arrivals in enumerate(self.arrivals):
             for source, late, _, size in arrivals:
                 if size is not None and self.owners[source] != self.owners[target]:
-                    found[source, target, late] = found.get((source, target, late), 0) + size
+                    found[source, target, late] += size
         return found
 
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
-        (kind, at, batch), found = action, []
-        for source, late, read_late, _ in self.arrivals[at] if kind != WEIGHTS else ():
-            if read_late == (kind != FORWARD):
-                found.append(self.acting(late, source, batch))
+        kind, at, batch = action
+        arrivals = self.arrivals[at] if kind != WEIGHTS else ()
+        found = [self.acting(late, source, batch) for source, late, read_late, _ in arrivals if read_late == (kind != FORWARD)]
         if kind != FORWARD:
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
@@ -264,13 +244,8 @@ class Pipeline:
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.split else (FORWARD, BACKWARD))]
+        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
-
-    @property
-    def split(self) -> bool:
-        """Whether every backward runs in two parts."""
-        return self.schedule == "zbv"
 
     @property
     def alone(self) -> float:
@@ -285,8 +260,8 @@ class Pipeline:
         if not self.overlaps:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
-            return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
+            return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
+        return schedules.shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -329,8 +304,8 @@ class Pipeline:
         flops = max(self.totals(stage, "flops") for stage in stages)
         bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
-        figures = compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
-        return StagedCost(seconds, *figures, self.formulas_of(most), min(self.serial_bound, compute + communicate))
+        figures = seconds, compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
+        return StagedCost(*figures, self.formulas_of(most), min(self.serial_bound, compute + communicate))
 
     def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost] | None:
         """Returns what makes the formulas of a stage's cost; None where nothing is known of its kernels."""

@@ -24,8 +24,8 @@ from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import Arrival, Pipeline, StagedCost
-from sbpc.plans.staged.schedules import FORWARD, INPUTS
+from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, Arrival
 from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
@@ -63,7 +63,7 @@ class StagedPlan(Pipeline):
     serial_bound: float = 0.0
 
     @functools.cached_property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]
         """How many micro-batches a step has."""
         return self.loop.count
 
@@ -163,12 +163,12 @@ class StagedPlan(Pipeline):
         return OnUse(len(self.chunks), lambda at: ChunkPrograms(self.chunks[at].plan, self.in_loop, self.overlaps))
 
     @functools.cached_property
-    def parts(self) -> list[ChunkCost]:
+    def parts(self) -> list[ChunkCost]:  # type: ignore[override]
         """What each chunk costs."""
         return costs_of(self.chunks, self.in_loop, self.programs)
 
     @functools.cached_property
-    def arrivals(self) -> list[list[Arrival]]:
+    def arrivals(self) -> list[list[Arrival]]:  # type: ignore[override]
         """By chunk what it receives. A stage gets a value once: it is sent to the first of its chunks that reads it."""
         found = []
         for at, chunk in enumerate(self.chunks):
@@ -202,11 +202,10 @@ class StagedPlan(Pipeline):
 
     def sent_by(self, stage: int) -> Counter[str]:
         sent = super().sent_by(stage)
-        for name, terms in self.summands.items():
-            for at in terms if self.axis is not None else ():
-                others = {self.owners[other] for other in self.shared[name]} - {stage}
-                if self.owners[at] == stage:
-                    sent[self.axis] += len(others) * self.parts[at].homes[name]
+        for name, terms in self.summands.items() if self.axis else ():
+            others = {self.owners[other] for other in self.shared[name]} - {stage}
+            mine = [at for at in terms if self.owners[at] == stage]
+            sent[str(self.axis)] += len(others) * sum(self.parts[at].homes[name] for at in mine)
         return sent
 
     def verify(self) -> int:
