@@ -165,15 +165,16 @@ def test_what_seems_fastest_is_looked_at_next() -> None:
 
 
 def test_a_guess_is_near_what_a_step_takes_that_sends_nothing() -> None:
-    model, args = Blocks(8, 64), (torch.randn(16, 8),)
+    """Where activations are most of what is read: a guess takes a part of a call to read a part of its weights, too."""
+    model, args = Blocks(8, 64), (torch.randn(4096, 8),)
     short, lengths = short_model(model)
     task = prepare(short, args)
-    for pipe, count in ((1, 1), (1, 4), (2, 4), (4, 8), (4, 16)):
+    for pipe, count in ((1, 1), (1, 4), (2, 4), (4, 8)):
         asked = (Mesh(pipe=pipe, data=1, tensor=1).sizes, count, "1f1b")
         found = candidates(task, lengths, pipe, LAN, True, True, None, None)
         (guess,) = (each.guess for each in found if (each.mesh.sizes, each.microbatches, each.schedule) == asked)
         plan = sbpc.plan(model, args, Mesh(cluster=LAN, pipe=pipe), stages="pipe", microbatches=count)
-        assert guess == pytest.approx(plan.cost.compute_seconds * (count + pipe - 1) / count, rel=0.3), (pipe, count)
+        assert guess == pytest.approx(plan.cost.compute_seconds * (count + pipe - 1) / count, rel=0.02), (pipe, count)
 
 
 @pytest.mark.parametrize("level", range(4))
