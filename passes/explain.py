@@ -11,7 +11,7 @@ from typing import Any
 from sbpc.errors import PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
+from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
 from sbpc.inspect.explain import CLOSE, Alternative, Explanation
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.layout import Layout
@@ -19,7 +19,7 @@ from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.alternatives import Otherwise, Solved, alternatives
 from sbpc.passes.assign.differences import computing, only_in
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Requests, wishes
+from sbpc.passes.assign.wishes import wishes
 from sbpc.plans.plan import Plan, Prover
 from sbpc.solver import checked_bound
 
@@ -54,7 +54,7 @@ def explain(plan: Plan, name: str) -> Explanation:
 def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
     """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file."""
     plan = of_whole_batch(plan)
-    if plan.prover is None and plan.options.get("memory") is not None:
+    if plan.prover is None and plan.options.memory is not None:
         return {}
     solved = solved_by(plan, prover_of(plan))
     found = {name: alternatives(solved, *variable(plan, solved.space, name), most) for name in names}
@@ -89,18 +89,14 @@ def prover_of(plan: Plan) -> Prover:
     """Returns the problem that a plan solves; of a plan from a file, that of the graph in it, with multipliers of messages alone."""
     if plan.prover is not None:
         return plan.prover
-    if plan.options.get("memory") is not None:
+    if plan.options.memory is not None:
         raise PlanError(
             "the file of a plan does not hold the prices of its memory limit, without which nothing explains its layouts\n"
             "  Plan the model anew and explain that plan: `sbpc explain file.py:function NAME --mesh ... --memory ...`."
         )
-    if plan.objective == "bytes":
+    if plan.options.objective == "bytes":
         return plan.again().problem
-    options, given = plan.options, plan.given.items()
-    inputs = [layout for port, layout in given if port.kind == INPUT]
-    outputs = [layout for port, layout in plan.left.items() if port.kind == OUTPUT]
-    requests = Requests(options.get("pin") or {}, inputs, outputs, bool(options.get("spread")), options.get("baseline"))
-    asked = wishes(plan.graph, plan.mesh, requests)
+    asked = wishes(plan.graph, plan.mesh, plan.options)
     return Space(plan.graph, plan.mesh, asked.nodes, asked.outputs)
 
 
@@ -117,10 +113,10 @@ def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
 def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
     assert each.labels is not None
-    gm, options = duplicate(plan.graph) if graph else plan.graph, dict(plan.options)
+    gm = duplicate(plan.graph) if graph else plan.graph
     same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
     least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
-    made = Plan(plan.mesh, gm, solved.assignment(plan.assignment, each.labels), plan.rewriter, least, options)
+    made = Plan(plan.mesh, gm, solved.assignment(plan.assignment, each.labels), plan.rewriter, least, plan.options)
     for node in gm.graph.nodes if graph else ():
         if node.name in made.layouts:
             node.meta["sbp"] = made.layouts[node.name]
@@ -132,21 +128,21 @@ def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
     options, lines = plan.options, []
     if (kind := kind_of(plan, name)) in OUTSIDE:
         lines.append(OUTSIDE[kind])
-    if options.get("spread"):
+    if options.spread:
         lines.append("spread=True stores inputs, parameters and outputs exactly once")
-    if options.get("baseline"):
-        lines.append(f"the scheme {options['baseline']!r} is followed")
+    if options.baseline:
+        lines.append(f"the scheme {options.baseline!r} is followed")
     names = {name, plan.ports.tied.get(name, name)}
-    pins = sorted(options.get("pin", {}).items(), key=lambda pin: not fnmatch.filter(names, pin[0]))
+    pins = sorted(options.pin.items(), key=lambda pin: not fnmatch.filter(names, pin[0]))
     for pattern, text in pins[:TRIED]:
         named = fnmatch.filter(names, pattern)
-        others = {other: pin for other, pin in options["pin"].items() if other != pattern}
+        others = {other: pin for other, pin in options.pin.items() if other != pattern}
         without = effect(plan, layout, name, plan.again(pin=others))
         lines.append(f"pin {pattern!r}: {text!r} {'names it' if named else 'names others'}; without the pin {without}")
     if len(pins) > TRIED:
         lines.append(f"{len(pins) - TRIED} more pins, which name others, were not tried")
-    if options.get("memory") is not None:
-        most = quantity(options["memory"], "B")
+    if options.memory is not None:
+        most = quantity(options.memory, "B")
         lines.append(f"limit of {most} a rank; without the limit {effect(plan, layout, name, plan.again(memory=None))}")
     return tuple(lines or ["no pin and no limit has to do with it"])
 

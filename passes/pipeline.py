@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -19,13 +18,14 @@ from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
-from sbpc.inspect.report import plan_html, plan_text
-from sbpc.inspect.staged_report import staged_html, staged_page
+from sbpc.inspect.report import report
+from sbpc.inspect.staged_report import staged_page
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
+from sbpc.passes.assign.wishes import Wishes
 from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
@@ -39,7 +39,7 @@ from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.plans import plan_file, rank_programs
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.options import BYTES, Options
 from sbpc.plans.plan import Assignment, Plan, Rewriter
 from sbpc.plans.staged import staged_file
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -102,21 +102,20 @@ def front(captured: GraphModule, stages: Stages) -> GraphModule:
 
 
 def finish(
-    gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], options: dict[str, Any],
-    stages: Stages, experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None, exact: bool = True,
+    gm: GraphModule, mesh: Mesh, wished: Wishes, options: Options, stages: Stages,
+    experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None, exact: bool = True,
 ) -> Plan:  # fmt: skip
     """Returns the plan of an annotated graph. The boxed and local graphs are made on first use, or here when dumping.
 
     exact: whether a small problem is solved to the end. experts: the wishes of schemes that the plan is not to be slower
     than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP. Raises
-    MemoryLimitError if the plan does not fit into `options["memory"]` and none that does is found.
+    MemoryLimitError if the plan does not fit into the memory that `options` name and none that does is found.
     """
-    overlaps = options.get("objective", "seconds") == "seconds"
-    in_order = {**options, "objective": "serial"} if overlaps else options
-    solved_on = objective_mesh(mesh, options.get("objective", "seconds"))
+    solved_on = objective_mesh(mesh, options.objective)
+    in_order = options.in_order
 
     def solve(where: Mesh) -> tuple[Space, Assignment, float]:
-        space = Space(gm, where, wishes, outputs)
+        space = Space(gm, where, wished.nodes, wished.outputs)
         return space, *space.solve(exact=exact and where is solved_on)
 
     def made(assignment: Assignment) -> Plan:
@@ -127,18 +126,18 @@ def finish(
         large = sum(len(v.costs) for v in space.variables) > FEW
         schemes: list[Assignment] = []
         if experts is not None and space.gap > (GAP if large else TIE):
-            schemes = list(followed(space, outputs, experts()))
+            schemes = list(followed(space, wished.outputs, experts()))
             assignment, bound = no_slower(space, assignment, bound, schemes)
     plan = replace(made(assignment), lower_bound=bound, prover=space)
-    if options.get("memory") is not None and plan.cost.memory["total"] > options["memory"]:
+    if options.memory is not None and plan.cost.memory["total"] > options.memory:
         with stages.timed("assign"):
-            search = searched(gm, plan, wishes, outputs, stages)
-            search.run(plan, float(options["memory"]))
+            search = searched(gm, plan, wished, stages)
+            search.run(plan, float(options.memory))
             search.sharpen()
             plan = search.finished()
-        if overlaps:
+        if options.overlaps:
             plan = bounded(plan, options, solve)
-    elif overlaps:
+    elif options.overlaps:
         with stages.timed("schedule"):
             ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any
             plan = choose(plan, options, solve, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
@@ -148,17 +147,17 @@ def finish(
     return plan
 
 
-def searched(gm: GraphModule, free: Plan, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish], stages: Stages) -> MemorySearch:
+def searched(gm: GraphModule, free: Plan, wished: Wishes, stages: Stages) -> MemorySearch:
     """Returns the search for plans of a graph that take less memory than its plan `free`; on the mesh whose seconds are minimised."""
     stored = annotate(store(gm))
-    if "dynamic" in free.options:
-        declare(stored, free.options["dynamic"])
-    space = LimitedSpace(stored, objective_mesh(free.mesh, free.objective), wishes, outputs)
+    if free.options.dynamic is not None:
+        declare(stored, free.options.dynamic)
+    space = LimitedSpace(stored, objective_mesh(free.mesh, free.options.objective), wished.nodes, wished.outputs)
 
     def made(assignment: Assignment) -> Plan:
         return make_plan(stored, free.mesh, assignment, 0.0, free.options, stages)
 
-    return MemorySearch(space, stored, 1 + OPTIMIZER_STATE[free.options.get("optimizer")], made)
+    return MemorySearch(space, stored, 1 + free.options.copies, made)
 
 
 def no_slower(
@@ -183,7 +182,7 @@ def followed(
 
 
 def make_plan(
-    gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: dict[str, Any], stages: Stages
+    gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: Options, stages: Stages
 ) -> Plan:
     """Returns the plan of an assignment, checked. `meta["sbp"]` of its graph mirrors the chosen layouts."""
     with stages.timed("verify"):
@@ -198,18 +197,13 @@ def make_plan(
 
 def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
     """Returns the mesh whose seconds the solver minimises: for "bytes" one where nothing but bytes costs."""
-    if objective != "bytes":
+    if objective != BYTES:
         return mesh
     links = replace(
         mesh.cluster, name="bytes", peak=inf, memory_bandwidth=inf, launch=0.0, collectives=(), ranks_per_node=1 << 30,
         intra_latency=0.0, inter_latency=0.0, intra_bandwidth=1.0, inter_bandwidth=1.0,
     )  # fmt: skip
     return Mesh(cluster=links, **dict(zip(mesh.axes, mesh.sizes)))
-
-
-def html(plan: Plan | StagedPlan) -> str:
-    """Returns the report of a plan for a notebook."""
-    return staged_html(plan) if isinstance(plan, StagedPlan) else plan_html(plan)
 
 
 @uncollected()
@@ -229,4 +223,14 @@ def save(plan: Plan | StagedPlan, path: Path) -> None:
         plan_file.save(plan, path)
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, plan_text, html, explain, diff, page)
+def text(plan: Plan | StagedPlan) -> str:
+    """Returns the report of a plan for a terminal."""
+    return report(plan).text()
+
+
+def html(plan: Plan | StagedPlan) -> str:
+    """Returns the report of a plan for a notebook."""
+    return report(plan).html()
+
+
+REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, text, html, explain, diff, page)

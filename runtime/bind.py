@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError, check_kinds, shown
-from sbpc.graph.guards import GUARDS, Guards
+from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
@@ -59,7 +59,7 @@ def check_guards(model: nn.Module, *plans: AnyPlan) -> None:
     check_module(model)
     if type(model) is nn.Module:
         return
-    errors = [Guards(model, plan.options.get(GUARDS, {})).broken() for plan in plans]
+    errors = [Guards(model, plan.options.guards).broken() for plan in plans]
     if errors[0] is not None and None not in errors:
         raise errors[0]
 

@@ -63,10 +63,7 @@ def name_of(body: dict[str, Any]) -> str:
 
 
 def check_structures(programs: Programs) -> None:
-    """Raises PlanError unless arguments and results have numbers and a structure, and modes and buffers have names."""
-    for key in ("eval", "left_out"):
-        if not all(isinstance(name, str) for name in programs.options.get(key, ())):
-            raise PlanError(f"what is listed under {key} has no names\n  Export anew.")
+    """Raises PlanError unless arguments and results have numbers and a structure."""
     for kind, structure in ((INPUT, programs.ports.arguments), (OUTPUT, programs.ports.results)):
         ports = programs.ports.inputs if kind == INPUT else programs.ports.outputs
         count = sum(port.kind == kind for port in ports)
@@ -91,7 +88,7 @@ def module_of(programs: Plan | Programs | StagedPlan, file: str | Path, executor
     values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)
     names = [port.name for port in programs.shapes if port.kind == PARAMETER]
-    module = tree(values, programs.ports.tied, names, programs.ports.frozen, programs.options.get("left_out", ()))
+    module = tree(values, programs.ports.tied, names, programs.ports.frozen, programs.options.left_out)
     for name, each in module.named_modules():
-        each.training = name not in programs.options.get("eval", ())
+        each.training = name not in programs.options.eval
     return parallelize(module, programs, weights=read, executor=executor, device=device)

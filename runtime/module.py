@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError
-from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import PARAMETER, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
@@ -165,7 +165,7 @@ def source_of_weights(
 def unguarded(plan: Any) -> Any:
     """Returns a plan without guards."""
     twin = copy.copy(plan)
-    vars(twin)["options"] = plan.options | {GUARDS: {}}
+    vars(twin)["options"] = replace(plan.options, guards={})
     return twin
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, local_of, slots
 from sbpc.errors import PlanError
-from sbpc.graph.guards import GUARDS, Guards
+from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
 from sbpc.runtime import bind
@@ -52,7 +52,7 @@ class ModuleWeights:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
         places = {port: named[name] for name, port in ports.items()}
         tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
-        guards = {runner: Guards(module, runner.plan.options.get(GUARDS, {})) for runner in runners}
+        guards = {runner: Guards(module, runner.plan.options.guards) for runner in runners}
         return cls(places, tied, dict(module.named_modules()), guards)
 
     def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:

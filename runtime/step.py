@@ -64,7 +64,7 @@ class Runner:
             for port in ports.outputs
             if port.kind in (GRADIENT, INPUT_GRADIENT)
         }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
-        self.trains = bool(plan.options["train"] and self.differentiable and self.gradients)
+        self.trains = bool(plan.options.train and self.differentiable and self.gradients)
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.read_again: list[int] | None = None
         self.same = SameCalls(plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
@@ -127,7 +127,7 @@ class Runner:
     @functools.cached_property
     def modes(self) -> frozenset[str]:
         """Returns the submodules that were in eval mode when the model was planned."""
-        return frozenset(self.plan.options.get("eval", ()))
+        return frozenset(self.plan.options.eval)
 
     def fits(self, leaves: Sequence[Tensor], structure: Any) -> bool:
         """Returns whether the plan is for arguments of these shapes, types and structure."""
@@ -154,7 +154,7 @@ class Runner:
                 random["step"] += 1
             values = [local_of(given[port]) if port.kind == PARAMETER else given[port] for port in self.takes]
             values += self.positions
-            check_autocast(self.plan.options.get("dtype"), self.where)
+            check_autocast(self.plan.options.dtype, self.where)
             with no_autocast(self.where):
                 if train:
                     others: list[Tensor] = []

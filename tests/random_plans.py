@@ -16,11 +16,12 @@ from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import B
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.loop.body import loop_of
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of, recompute
+from sbpc.passes.loop.recompute import blocks_of, recompute
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of
+from sbpc.plans.options import FULL, NONE, SELECTIVE, Options
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice
@@ -32,7 +33,7 @@ def random_plan(plan: Plan, seed: int) -> Plan:
     gm, mesh, options = plan.graph, plan.mesh, plan.options
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     assert not output_wishes(gm, mesh, None, False)
-    return make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, dict(options), Stages())
+    return make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, options, Stages())
 
 
 def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> StagedPlan:
@@ -40,7 +41,7 @@ def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> 
 
     gm: the step, as captured and annotated.
     """
-    options = {"optimizer": None, "memory": None, "objective": "serial", "pin": {}}
+    options = Options(optimizer=None, objective="serial")
     forms = {name: generator.choice((NONE, SELECTIVE, FULL)) for name in dict.fromkeys(blocks_of(gm).values())}
     loop, inner = loop_of(recompute(gm, forms), plan.count), plan.inner
     assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)

@@ -120,7 +120,7 @@ def test_the_objective_and_the_number_of_micro_batches_are_options(target, capsy
         assert run("plan", f"{target}:model", "--mesh", "data=2", *asked, "--json", "-o", tmp_path / "plan.sbpc") == 0
         found[objective] = json.loads(capsys.readouterr().out)
         options = sbpc.load(tmp_path / "plan.sbpc").options
-        assert (options["objective"], options["microbatches"]) == (objective, 2)
+        assert (options.objective, options.microbatches) == (objective, 2)
     serial = found["serial"]
     assert serial["seconds"] == pytest.approx(serial["compute_seconds"] + serial["comm_seconds"])
 
@@ -248,7 +248,7 @@ def test_a_plan_that_is_made_takes_no_options_of_planning(target, capsys, tmp_pa
     assert "plan.sbpc is a plan: --mesh cannot change it" in refused(capsys, "show", file, "--mesh", "a=3")
     others = "--pin", "x=B", "--no-train", "--memory", "1G", "--cluster", "h100", "--dump", tmp_path / "dump", "--objective", "bytes", "--microbatches", "2"
     message = refused(capsys, "show", file, *others, "--dtype", "float64")
-    assert "--cluster, --pin, --no-train, --memory, --objective, --microbatches, --dump, --dtype cannot" in message
+    assert "--cluster, --no-train, --memory, --pin, --objective, --microbatches, --dump, --dtype cannot" in message
     assert "--mesh cannot change it" in refused(capsys, "run", name, "--plan", file, "--mesh", "data=2")
     assert not (tmp_path / "dump").exists()
 

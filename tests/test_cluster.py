@@ -15,6 +15,7 @@ from sbpc import Cluster, Mesh
 from sbpc.api.planning import prepare
 from sbpc.errors import MeshError
 from sbpc.mesh.cluster import CLUSTERS, COLLECTIVES, RANGES, UNBOUNDED, Rate
+from sbpc.plans.options import Options
 from tests import models
 from tests.random_plans import random_plan
 
@@ -123,7 +124,7 @@ def test_no_figure_in_its_range_makes_a_cost_overflow() -> None:
 def test_no_figure_in_its_range_keeps_a_plan_from_being_proved() -> None:
     task = prepare(*models.mlp())
     for name, _, number in ENDS:
-        plan = task.again().plan(at_end(name, number), objective="serial")
+        plan = task.again().plan(at_end(name, number), Options(objective="serial"))
         for each in (plan, random_plan(plan, seed=1)):
             assert math.isfinite(each.cost.seconds) and each.cost.subs() == pytest.approx(each.cost.seconds, rel=1e-9)
         assert plan.cost.gap <= 1e-3

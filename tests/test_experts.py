@@ -18,6 +18,7 @@ from sbpc.api.planning import prepare
 from sbpc.errors import PlanError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.assign.expert_schemes import EXPERTS
+from sbpc.plans.options import Options
 from tests import models
 from tests.compare import largest_error
 
@@ -186,10 +187,10 @@ def fitting(net: str, n: int, m: int, sizes: tuple[int, ...], cluster: str) -> i
     """How many experts fit a case; asserts that no plan is slower than any of them."""
     task = prepare(*NETS[net](n, m))
     mesh = Mesh(cluster=cluster, **dict(zip("xyz", sizes)))
-    plan, found = task.plan(mesh, objective="serial"), 0
+    plan, found = task.plan(mesh, Options(objective="serial")), 0
     for name in EXPERTS:
         try:
-            expert = task.again().plan(mesh, baseline=name, objective="serial")
+            expert = task.again().plan(mesh, Options(baseline=name, objective="serial"))
         except PlanError:
             continue
         assert plan.cost.seconds <= expert.cost.seconds * (1 + 1e-9), name

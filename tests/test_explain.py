@@ -9,9 +9,9 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.checks import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
+from sbpc.plans.options import OBJECTIVES
 from tests.models import gpt2, mlp
 
 NAME = "ups.0.weight"

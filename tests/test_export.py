@@ -67,7 +67,7 @@ def test_programs_of_a_file_equal_one_device_without_the_source(tmp_path: Path, 
     assert largest_error(found, model, args) <= 1e-10
     assert largest_error_bare(found, bare(found, path.with_suffix(".safetensors")), model, args) <= 1e-10
     infer = sbpc.load_programs(path, "inference")
-    assert not infer.options["train"]
+    assert not infer.options.train
     outputs = sbpc.simulate(infer, bare(infer, path.with_suffix(".safetensors")).eval(), args).outputs
     leaves, wanted = flatten(outputs, "outputs")[0], flatten(model.eval()(*args), "outputs")[0]
     assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(leaves, wanted, strict=True))

@@ -132,7 +132,7 @@ def test_dims_survive_a_file(tmp_path: Path) -> None:
     plan = pair(PAIR)
     plan.save(tmp_path / "plan")
     read = sbpc.load(tmp_path / "plan")
-    assert read.cost.expr == plan.cost.expr and read.cost.dynamic == {"b": 6, "s": 10, "h": 8}
+    assert read.cost.expr == plan.cost.expr and read.cost.terms.numbers == {"b": 6, "s": 10, "h": 8}
 
 
 def test_what_only_a_number_tells_is_a_symbol_where_one_is_meant_and_else_a_number_with_a_note() -> None:

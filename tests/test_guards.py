@@ -7,8 +7,10 @@ import functools
 import math
 import random
 import re
+import sys
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,9 +27,10 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import CaptureError, PlanError
-from sbpc.graph.guards import Guards, text_of
+from sbpc.graph.guards import Guards, prefix_of, text_of
 from sbpc.plans import plan_file
 from sbpc.runtime.module import unguarded
+from tests import random_models
 from tests.forging import sealed
 from tests.processes import run_ranks
 
@@ -150,7 +153,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 def test_every_kind_of_number_that_a_forward_reads_is_guarded() -> None:
     for method in METHODS:
-        guards = sbpc.plan(Net(), (X,), Mesh(p=2), capture=method).options["guards"]
+        guards = sbpc.plan(Net(), (X,), Mesh(p=2), capture=method).options.guards
         for name, run in CHANGES.items():
             model = Net()
             kept = Guards(model, guards)
@@ -171,7 +174,7 @@ def test_every_kind_of_number_that_a_forward_reads_is_guarded() -> None:
 
 def test_a_number_that_is_set_back_is_fine_again() -> None:
     model = Net()
-    kept = Guards(model, sbpc.plan(model, (X,), Mesh(p=2)).options["guards"])
+    kept = Guards(model, sbpc.plan(model, (X,), Mesh(p=2)).options.guards)
     for beta, fine in ((0.0, True), (1.0, False), (1.0, False), (0.0, True)):
         model.beta = beta
         assert (kept.broken() is None) == fine
@@ -411,7 +414,7 @@ def test_scratch_that_is_reset_and_what_only_the_first_call_sets_are_planned(met
         plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
         assert vars(model) == before, name
         assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X)), name
-        kept = Guards(model, plan.options["guards"])  # on the model as its own call has left it
+        kept = Guards(model, plan.options.guards)  # on the model as its own call has left it
         assert kept.broken() is None, name
         if name == "sets once":
             model.first = 5
@@ -426,7 +429,7 @@ def test_a_forward_that_has_run_once_may_set_a_memo_again() -> None:
     with pytest.raises(CaptureError, match="run the model once before"):
         sbpc.plan(model, (X,), Mesh(p=2))
     model(X)
-    assert sbpc.plan(model, (X,), Mesh(p=2)).options["guards"]["cache"] == ["{'rows': 4}"]
+    assert sbpc.plan(model, (X,), Mesh(p=2)).options.guards["cache"] == ["{'rows': 4}"]
 
 
 class Keeping(nn.Module):
@@ -443,7 +446,7 @@ def test_a_loss_that_keeps_a_tensor_is_refused_and_its_numbers_are_no_guards() -
     with pytest.raises(CaptureError, match=r"as 'the loss.last'"):
         sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=Keeping())
     plan = sbpc.plan(nn.Linear(8, 8), (X,), Mesh(p=2), loss=nn.HuberLoss(delta=0.5), targets=(X,))
-    assert plan.options["guards"] == {}
+    assert plan.options.guards == {}
 
 
 def test_layers_of_torch_may_keep_what_they_do() -> None:
@@ -451,7 +454,7 @@ def test_layers_of_torch_may_keep_what_they_do() -> None:
         plan = sbpc.plan(layer, (X,), Mesh(p=2))
         assert torch.allclose(sbpc.simulate(plan, layer, (X,)).outputs, layer(X))
     gru = nn.GRU(8, 8)
-    assert "hidden_size" in sbpc.plan(gru, (X,), Mesh(p=2), capture="aot").options["guards"]
+    assert "hidden_size" in sbpc.plan(gru, (X,), Mesh(p=2), capture="aot").options.guards
 
 
 class OneHot(nn.Module):
@@ -477,7 +480,7 @@ def test_a_model_with_other_numbers_than_planned_is_refused_by_simulate() -> Non
     with pytest.raises(PlanError) as caught:
         sbpc.simulate(plan, model, (X,))
     assert_expected_inline(str(caught.value), """\
-drop.p is 0.0, and was 0.5 when the model was planned: what a forward reads from attributes is constant in its plan
+drop.p is 0.0, and was 0.5 when the model was planned: what a forward reads besides tensors is constant in its plan
   Plan anew; or once for each value, with pin=plan.parameters, and give the plans as parallelize(..., also=[...]).
   What changes from step to step is a buffer or an argument.""")
 
@@ -567,7 +570,7 @@ another model, planned too: ['']""")
 def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
     plan = sbpc.plan(Small(), (X,), Mesh(p=2))
     plan.save(tmp_path / "plan")
-    assert sbpc.load(tmp_path / "plan").options["guards"] == plan.options["guards"] == {"act": ["a LeakyReLU"]} | {
+    assert sbpc.load(tmp_path / "plan").options.guards == plan.options.guards == {"act": ["a LeakyReLU"]} | {
         "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
     }  # fmt: skip
     body = plan_file.read(tmp_path / "plan")
@@ -595,14 +598,14 @@ def test_a_number_that_is_written_before_it_is_read_belongs_to_no_plan(method: s
     model = Shaped()
     model(X[:2])
     plan = sbpc.plan(model, (X,), Mesh(p=2), capture=method)
-    assert not {"b", "n", "began"} & plan.options["guards"].keys()
+    assert not {"b", "n", "began"} & plan.options.guards.keys()
     assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X))
 
 
 def test_a_bare_tree_of_weights_leaves_the_guards_of_a_plan() -> None:
     plan = sbpc.plan(Small(), (X,), Mesh(p=2))
-    guards = dict(plan.options["guards"])
-    assert unguarded(plan).options["guards"] == {} and plan.options["guards"] == guards != {}
+    guards = dict(plan.options.guards)
+    assert unguarded(plan).options.guards == {} and plan.options.guards == guards != {}
 
 
 class Drawn(nn.Module):
@@ -637,7 +640,7 @@ class OfClass(nn.Module):
 
 
 def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options["guards"]
+    planned = sbpc.plan(OfClass(), (X,), Mesh(p=2)).options.guards
     model = OfClass()
     guards = Guards(model, planned)
     assert guards.broken() is None and model.scale == 0.5 and guards.broken() is None
@@ -647,3 +650,303 @@ def test_attributes_of_a_class_partial_functions_and_cached_properties_are_guard
     assert guards.broken() is None
     model.act = functools.partial(F.leaky_relu, negative_slope=0.3)
     assert "'negative_slope': 0.3" in str(guards.broken())
+
+
+class Knobs:
+    """A class that is used as a configuration, with one inside."""
+
+    beta, idle = 0.5, 1
+
+    class Rope:
+        factor = 2.0
+
+
+@dataclass(eq=False)
+class Watched:
+    beta: float = 0.5
+    idle: int = 1
+
+
+BETA, LIST, TABLE, RECORD, CONFIG, ARRAY, COUNT, LAST = 0.5, [0.5], {"beta": 0.5}, SimpleNamespace(beta=0.5), Watched(), np.ones(2), 0, None
+ITEMS, QUEUE, LOSS = iter(range(9)), deque([1.0]), nn.HuberLoss(delta=0.5)
+
+
+def beta_of() -> float:
+    return BETA
+
+
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+def made(beta: float) -> Callable[[Any], Any]:
+    return lambda x: x * beta
+
+
+def deep(model: Any) -> Any:
+    return (lambda: sum(BETA for _ in range(1)))()
+
+
+def tripled(x: Any) -> Any:
+    return x * 3
+
+
+class Kept(nn.Module):
+    """Reads numbers from places of all kinds by a function that is given by name."""
+
+    beta = 0.5
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.reads, self.cfg, self.module = nn.Linear(8, 8), READS[name], Knobs, random_models
+        self.act, self.made, self.part, self.t = (lambda x: x * 2), made(0.5), functools.partial(made(0.5)), 0.5
+        self.array, self.scalar, self.queue, self.window = np.ones(3), np.bool_(True), deque([1.0]), slice(0, 4)
+        self.long, self.keys = [0.0] * 5000, {Kind.MEAN: Rope(), (1, 2): Rope(), "a.b": Rope(), True: Rope()}
+
+    def own(self) -> float:
+        return BETA
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean() * self.reads(self)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "a global": lambda m: BETA,
+    "a global of a function that is called": lambda m: beta_of(),
+    "a global of a function inside": deep,
+    "a global of a method": lambda m: m.own(),
+    "a list": lambda m: LIST[0],
+    "a dict": lambda m: TABLE["beta"],
+    "a namespace": lambda m: RECORD.beta,
+    "an object": lambda m: CONFIG.beta,
+    "an object by its name": lambda m: getattr(CONFIG, "be" + "ta"),
+    "an array": lambda m: float(ARRAY[0]),
+    "a module": lambda m: F.huber_loss(torch.ones(()), torch.zeros(())) * LOSS.delta,
+    "a class": lambda m: Knobs.beta,
+    "a class by its name": lambda m: getattr(Knobs, "beta"),  # noqa: B009
+    "a class in a class": lambda m: Knobs.Rope.factor,
+    "a function": lambda m: doubled(1.0),
+    "of a module": lambda m: random_models.BETA,  # type: ignore[attr-defined]
+    "of a module that is kept": lambda m: m.module.BETA,
+    "a class that is kept": lambda m: m.cfg.beta,
+    "of the class": lambda m: type(m).beta,
+    "of the class by a method": lambda m: m.of_class(),
+    "a lambda": lambda m: m.act(1.0),
+    "a free variable": lambda m: m.made(1.0),
+    "a free variable of a partial function": lambda m: m.part(1.0),
+    "an array that is kept": lambda m: float(m.array[0]),
+    "a number of numpy": lambda m: float(m.scalar),
+    "a deque": lambda m: m.queue[0],
+    "a slice": lambda m: float(m.window.stop),
+    "a long list": lambda m: m.long[4000] + 1,
+    "by an enum": lambda m: m.keys[Kind.MEAN].factor,
+    "by a tuple": lambda m: m.keys[1, 2].factor,
+    "by a text with a dot": lambda m: m.keys["a.b"].factor,
+    "by vars": lambda m: vars(m)["t"],
+    "by __dict__": lambda m: m.__dict__["t"],
+    "a forward": lambda m: m.layer.in_features,
+}
+
+
+def patched(name: str, value: Any) -> Callable[[Any, pytest.MonkeyPatch], Any]:
+    return lambda m, patch: patch.setitem(globals(), name, value)
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], str]] = {
+    "a global": (patched("BETA", 1.0), "global tests.test_guards:BETA is 1.0, and was 0.5"),
+    "a global of a function that is called": (patched("BETA", 1), "global tests.test_guards:BETA is 1,"),
+    "a global of a function inside": (patched("BETA", 1.0), "global tests.test_guards:BETA is 1.0"),
+    "a global of a method": (patched("BETA", 1.0), "global tests.test_guards:BETA is 1.0"),
+    "a list": (lambda m, p: p.setattr(sys.modules[__name__], "LIST", [1.0]), "global tests.test_guards:LIST is [1.0]"),
+    "a dict": (lambda m, p: p.setitem(TABLE, "beta", 1.0), "global tests.test_guards:TABLE is {'beta': 1.0}"),
+    "a namespace": (lambda m, p: p.setattr(RECORD, "beta", 1.0), "global tests.test_guards:RECORD is SimpleNamespace('beta': 1.0)"),
+    "an object": (lambda m, p: p.setattr(CONFIG, "beta", 1.0), "global tests.test_guards:CONFIG.beta is 1.0"),
+    "an object by its name": (lambda m, p: p.setattr(CONFIG, "beta", 1.0), "global tests.test_guards:CONFIG.beta is 1.0"),
+    "an array": (lambda m, p: ARRAY.__setitem__(0, 2.0), "global tests.test_guards:ARRAY is ndarray([2.0, 1.0]"),
+    "a module": (lambda m, p: p.setattr(LOSS, "delta", 1.0), "global tests.test_guards:LOSS.delta is 1.0"),
+    "a class": (lambda m, p: p.setattr(Knobs, "beta", 1.0), "global tests.test_guards:Knobs.beta is 1.0"),
+    "a class by its name": (lambda m, p: p.setattr(Knobs, "beta", 1.0), "global tests.test_guards:Knobs.beta is 1.0"),
+    "a class in a class": (lambda m, p: p.setattr(Knobs.Rope, "factor", 1.0), "global tests.test_guards:Knobs.Rope.factor is 1.0"),
+    "a function": (patched("doubled", tripled), "global tests.test_guards:doubled is tripled"),
+    "of a module": (lambda m, p: p.setattr(random_models, "BETA", 1.0), "global tests.random_models:BETA is 1.0"),
+    "of a module that is kept": (lambda m, p: p.setattr(random_models, "BETA", 1.0), "module.BETA is 1.0"),
+    "a class that is kept": (lambda m, p: p.setattr(Knobs, "beta", 1.0), "cfg.beta is 1.0"),
+    "of the class": (lambda m, p: p.setattr(Kept, "beta", 1.0), "__class__.beta is 1.0"),
+    "of the class by a method": (lambda m, p: p.setattr(Kept, "beta", 1.0), "__class__.beta is 1.0"),
+    "a lambda": (lambda m, p: setattr(m, "act", lambda x: x * 3), "act is "),
+    "a free variable": (lambda m, p: setattr(m, "made", made(1.0)), "made is <lambda> (code "),
+    "a free variable of a partial function": (lambda m, p: setattr(m, "part", functools.partial(made(1.0))), "part is partial"),
+    "an array that is kept": (lambda m, p: m.array.__setitem__(2, 3.0), "array is ndarray([1.0, 1.0, 3.0], (3,), float64), and was"),
+    "a number of numpy": (lambda m, p: setattr(m, "scalar", np.bool_(False)), "scalar is "),
+    "a deque": (lambda m, p: m.queue.append(1.0), "queue is deque(1.0, 1.0), and was"),
+    "a slice": (lambda m, p: setattr(m, "window", slice(0, 5)), "window is slice(0, 5, None)"),
+    "a long list": (lambda m, p: m.long.__setitem__(4000, 1.0), "long is [0.0"),
+    "by an enum": (lambda m, p: setattr(m.keys[Kind.MEAN], "factor", 1.0), "keys.[0].factor is 1.0"),
+    "by a tuple": (lambda m, p: setattr(m.keys[1, 2], "factor", 1.0), "keys.[1].factor is 1.0"),
+    "by a text with a dot": (lambda m, p: setattr(m.keys["a.b"], "factor", 1.0), "keys.[2].factor is 1.0"),
+    "by vars": (lambda m, p: setattr(m, "t", 1.0), "t is 1.0"),
+    "by __dict__": (lambda m, p: setattr(m, "t", 1.0), "t is 1.0"),
+    "a forward": (lambda m, p: setattr(m.layer, "forward", torch.relu), "layer.forward is "),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_forward_reads_outside_of_its_attributes_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(random_models, "BETA", 0.5, raising=False)
+    monkeypatch.setitem(globals(), "ARRAY", np.ones(2))
+    change, message = OUTSIDE[name]
+    plan = sbpc.plan(Kept(name), (X,), Mesh(p=2))
+    plan.save(tmp_path / "plan")
+    assert sbpc.load(tmp_path / "plan").options.guards == plan.options.guards
+    model, before = Kept(name), Kept(name)
+    kept = Guards(model, plan.options.guards)
+    assert kept.broken() is None and kept.broken() is None
+    monkeypatch.setattr(Knobs, "idle", 2)  # nothing reads these
+    monkeypatch.setattr(CONFIG, "idle", 2)
+    assert kept.broken() is None
+    change(model, monkeypatch)
+    assert str(kept.broken()).startswith(message), kept.broken()
+    change(before, monkeypatch)  # before it is bound
+    assert str(Guards(before, plan.options.guards).broken()).startswith(message)
+
+
+def counts_in_a_global(m: Any, h: Tensor) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def keeps_in_a_global(m: Any, h: Tensor) -> None:
+    global LAST
+    LAST = h  # type: ignore[assignment]
+
+
+def counts_in_a_global_list(m: Any, h: Tensor) -> None:
+    LIST.append(1.0)
+
+
+def counts_in_a_class(m: Any, h: Tensor) -> None:
+    Knobs.idle += 1
+
+
+def counts_in_an_array(m: Any, h: Tensor) -> None:
+    ARRAY[0] += 1
+
+
+def counts_in_a_deque(m: Any, h: Tensor) -> None:
+    QUEUE.append(QUEUE.popleft() + 1)
+
+
+def takes_from_an_iterator(m: Any, h: Tensor) -> Tensor:
+    return h * next(ITEMS)
+
+
+def takes_from_its_own_iterator(m: Any, h: Tensor) -> Tensor:
+    return h * next(m.items)
+
+
+def counting() -> Callable[[Any, Tensor], None]:
+    calls = 0
+
+    def counts_in_a_free_variable(m: Any, h: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    return counts_in_a_free_variable
+
+
+REFUSED: tuple[tuple[Callable[[Any, Tensor], Any], str, str], ...] = (
+    (counts_in_a_global, "changes 'global tests.test_guards:COUNT' from 0 to 1", "COUNT += 1"),
+    (keeps_in_a_global, "keeps a tensor [4, 8] as 'global tests.test_guards:LAST'", "LAST = h"),
+    (counts_in_a_global_list, "changes 'global tests.test_guards:LIST' from [0.5] to [0.5, 1.0]", "LIST.append(1.0)"),
+    (counts_in_a_class, "changes 'global tests.test_guards:Knobs.idle' from 1 to 2", "Knobs.idle += 1"),
+    (counts_in_an_array, "changes 'global tests.test_guards:ARRAY' from ndarray([1.0, 1.0]", "ARRAY[0] += 1"),
+    (counts_in_a_deque, "changes 'global tests.test_guards:QUEUE' from deque(1.0) to deque(2.0)", "QUEUE.append("),
+    (takes_from_an_iterator, "reads 'global tests.test_guards:ITEMS', a range_iterator", ""),
+    (takes_from_its_own_iterator, "reads 'items', a range_iterator", "next(m.items)"),
+    (counting(), "changes 'does' from {'calls': 0} to {'calls': 1}", "found = self.does(self, h)"),
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("does", "what", "line"), REFUSED)
+def test_what_a_forward_changes_outside_is_refused_and_put_back(
+    does: Callable[[Any, Tensor], Any], what: str, line: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ARRAY", np.ones(2)), ("LIST", [0.5]), ("QUEUE", deque([1.0]))):
+        monkeypatch.setitem(globals(), name, value)
+    model = Counts(does)
+    model.items = iter(range(9))
+    with pytest.raises(CaptureError) as caught:
+        sbpc.plan(model, (X,), Mesh(p=2), capture=method)
+    assert what in str(caught.value) and line in str(caught.value), caught.value
+    assert (COUNT, LAST, LIST, Knobs.idle, ARRAY.tolist(), list(QUEUE)) == (0, None, [0.5], 1, [1.0, 1.0], [1.0])
+    assert "calls: 1" not in text_of(does)
+
+
+PACKAGE = """
+import itertools
+CALLS, WARNED, IDS = 0, set(), itertools.count()
+def scale(x):
+    global CALLS
+    CALLS, _ = CALLS + 1, WARNED.add(next(IDS))
+    return x * 2
+"""
+
+
+def test_what_an_installed_package_counts_for_itself_refuses_no_plan(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "somebodys_package.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    package = __import__("somebodys_package")
+    model = Counts(lambda m, h: package.scale(h))
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    kept = Guards(model, plan.options.guards)
+    assert package.CALLS == 1 and kept.broken() is None
+    model(X)
+    assert kept.broken() is None and not any("somebodys_package" in path for path in kept.planned)
+
+
+def test_a_file_has_one_name_whether_it_is_run_or_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [{"__name__": name, "__file__": "/somewhere/train_it.py", "BETA": 1.0} for name in ("__main__", "train_it", "target_train_it")]
+    spec = SimpleNamespace(name="package.train")
+    tables += [{"__name__": "__main__", "__file__": "/somewhere/package/train.py", "__spec__": spec}, {"__name__": "__main__"}]
+    assert [prefix_of(table)[len("global ") :] for table in tables] == ["train_it:"] * 3 + ["package.train:", "__main__:"]
+    guards = {"global train_it:BETA": ["0.5"], "layer": ["a Linear"]}
+    assert Guards(Small(), guards).broken() is None  # no such file has been run here
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**tables[0]))  # type: ignore[arg-type]
+    assert "train_it:BETA is 1.0, and was 0.5" in str(Guards(Small(), guards).broken())
+
+
+def test_functions_that_another_python_compiled_are_not_compared() -> None:
+    def text(function: Callable[..., Any]) -> str:
+        return text_of(function)
+
+    assert text(lambda x: x + 1) == text(lambda x: x + 1) != text(lambda x: x + 2)
+    assert text(lambda x, a=1: x) != text(lambda x, a=2: x)
+    model = Kept("a lambda")
+    old = {"act": [text(lambda x: x + 1).replace(sys.implementation.cache_tag, "cpython-27")]}
+    assert Guards(model, old).broken() is None and Guards(model, {"act": [text(lambda x: x + 1)]}).broken() is not None
+
+
+def test_a_forward_in_a_function_is_guarded_for_the_variables_of_that_and_one_that_comes_later_is_refused() -> None:
+    beta = 0.5
+
+    class Inside(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * beta
+
+    model = Inside()
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    kept = Guards(model, plan.options.guards)
+    assert kept.broken() is None
+    beta = 1.0
+    assert "with {'beta': 1.0}, and was" in str(kept.broken())
+    beta = 0.5
+    assert kept.broken() is None
+    model.layer.forward = model.act.forward  # type: ignore[method-assign]
+    assert str(kept.broken()).startswith("layer.forward is another function than before")
+    assert "layer.forward is forward, and was that of its class" in str(Guards(model, plan.options.guards).broken())

@@ -149,7 +149,7 @@ def test_with_less_memory_homes_are_split_and_steps_take_longer(name: str, sizes
     model = models.MODELS[name](**sizes)
     plans = falling(model, mesh, 2)
     assert not any("S" in str(home) for home in plans[0].parameters.values())
-    assert whole(plans[-1], plans[0]) <= plans[-1].options["memory"] * (1 - 1 / SPARE)  # small ones may be left where there is room
+    assert whole(plans[-1], plans[0]) <= plans[-1].options.memory * (1 - 1 / SPARE)  # small ones may be left where there is room
     assert is_slower_by_no_less_than_its_gap(plans)
     for plan in plans[1:]:
         assert plans[0].cost.lower_bound * (1 - 1e-9) <= plan.cost.lower_bound <= plan.cost.seconds

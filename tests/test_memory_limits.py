@@ -23,7 +23,7 @@ from sbpc.passes.memory.limited_space import LimitedSpace
 from sbpc.passes.memory.live_bytes import Moment, at_optimizer, bytes_alive_in_every_plan, bytes_at_next_reads, calls_of
 from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.options import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Problem, total
 from sbpc.solver.surroundings import Surroundings

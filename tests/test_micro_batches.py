@@ -54,7 +54,7 @@ def test_micro_batches_have_the_numbers_of_the_whole_batch(net: str, quick: bool
         plan = sbpc.plan(model, args, Mesh(x=ranks), microbatches=count)
         plan.verify()
         assert compare(plan, model, args, outputs, gradients) <= 1e-10
-        assert plan.options["microbatches"] == count and plan.layouts.keys() >= dict(model.named_parameters()).keys()
+        assert plan.options.microbatches == count and plan.layouts.keys() >= dict(model.named_parameters()).keys()
 
 
 def test_a_batch_norm_of_the_inputs_alone_is_no_loop_but_works_in_parts() -> None:
@@ -126,14 +126,14 @@ def test_two_halves_are_taken_where_the_simulated_step_is_shorter() -> None:
     model, args = models.gpt2(batch=4, seq=16, width=128, heads=4, layers=2)
     mesh = Mesh(t=2, cluster=LAN)
     whole, chosen = (sbpc.plan(model, args, mesh, microbatches=m) for m in (1, None))
-    assert chosen.options["microbatches"] == 2 and chosen.cost.seconds < 0.98 * whole.cost.seconds
+    assert chosen.options.microbatches == 2 and chosen.cost.seconds < 0.98 * whole.cost.seconds
     assert whole.cost.lower_bound == chosen.cost.lower_bound <= chosen.cost.seconds
     checked = chosen.check_bound()
     assert checked.bound <= chosen.cost.seconds and checked.paid >= checked.bound * (1 - 1e-9)
     chosen.verify()
     assert largest_error(chosen, model, args) <= 1e-4
     assert "blocks.0.up.weight" in str(chosen.explain("blocks.0.up.weight"))
-    assert sbpc.plan(model, args, Mesh(t=2), microbatches=None).options["microbatches"] == 1  # the ideal cluster
+    assert sbpc.plan(model, args, Mesh(t=2), microbatches=None).options.microbatches == 1  # the ideal cluster
 
 
 def test_a_step_that_is_no_loop_is_written_out() -> None:
@@ -203,7 +203,7 @@ def test_halves_under_a_memory_limit_fit_and_are_right_and_their_bound_is_tighte
     mesh = Mesh(t=2, cluster=LAN)
     limit = 0.75 * sbpc.plan(model, args, mesh).cost.memory["total"]
     plan = sbpc.plan(model, args, mesh, memory=limit)
-    assert plan.options["microbatches"] == 2 and plan.cost.memory["total"] <= limit
+    assert plan.options.microbatches == 2 and plan.cost.memory["total"] <= limit
     plan.verify()
     assert largest_error(plan, model, args) <= 1e-4
     before = plan.lower_bound

@@ -13,7 +13,6 @@ import torch
 
 import sbpc
 from sbpc import Mesh
-from sbpc.api.checks import OBJECTIVES
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from sbpc.inspect.graph_rows import graph_rows
@@ -21,6 +20,7 @@ from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.page_charts import curves, largest_difference, length, timeline, union, without
 from sbpc.inspect.page_graph import fold
+from sbpc.plans.options import OBJECTIVES
 from sbpc.plans.timeline import Event
 from tests.models import Nasty, gpt2, mlp
 

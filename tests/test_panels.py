@@ -56,7 +56,7 @@ def test_the_gathered_bytes_of_summa_fall_by_the_number_of_panels() -> None:
     for panels in (1, 2, 4, 8):
         plan, model, x = summa(panels, SQUARE, objective="serial")
         assert gathered(plan) == formula.subs({m: 64, k: 128, n: 96, q: 4, r: 4, p: panels})
-        assert plan.cost.bytes_sent == whole.cost.bytes_sent and plan.options["panels"] == panels
+        assert plan.cost.bytes_sent == whole.cost.bytes_sent and plan.options.panels == panels
         assert plan.life.peak == sbpc.simulate(plan, model, (x,)).peak_memory
     assert plan.remarks == ("in panels: %mm (8)",)
 
@@ -79,7 +79,7 @@ def test_panels_are_chosen_where_they_make_a_step_shorter(tmp_path: Path) -> Non
     mesh, size = Mesh(q=2, r=2, cluster=LAN), (384, 384, 384)
     whole = summa(1, mesh, size)[0]
     plan, model, x = summa(None, mesh, size)
-    assert plan.options["panels"] == 8 and plan.cost.seconds < 0.85 * whole.cost.seconds
+    assert plan.options.panels == 8 and plan.cost.seconds < 0.85 * whole.cost.seconds
     assert plan.cost.seconds == pytest.approx(plan.cost.comm_seconds + whole.cost.compute_seconds / 8)
     assert plan.cost.bytes_sent == whole.cost.bytes_sent and plan.verify() > whole.verify()
     assert plan.cost.lower_bound == whole.cost.lower_bound and plan.check_bound().bound <= plan.cost.seconds
@@ -99,7 +99,7 @@ def test_a_limit_that_only_panels_meet_is_met() -> None:
     limit = (whole + eighths) // 2
     for objective in ("seconds", "serial"):
         plan, model, x = summa(None, SQUARE, size, memory=limit, objective=objective)
-        assert plan.options["panels"] > 1 and plan.cost.memory["total"] <= limit < whole
+        assert plan.options.panels > 1 and plan.cost.memory["total"] <= limit < whole
         run = sbpc.simulate(plan, model, (x,))
         assert run.peak_memory <= limit and (run.outputs - x @ model.w).abs().max() <= 1e-10
         assert plan.check_bound().bound <= plan.cost.seconds and plan.objective == objective
@@ -111,7 +111,7 @@ def test_a_limit_that_only_panels_meet_is_met() -> None:
 def test_a_training_step_in_panels_computes_the_same() -> None:
     model, args = models.mlp()
     whole, plan = (sbpc.baseline("fsdp", model, args, Mesh(d=2, t=2, cluster=LAN), microbatches=1, panels=count) for count in (1, 2))
-    assert plan.options["panels"] == 2 and plan.cost.bytes_sent == pytest.approx(whole.cost.bytes_sent)
+    assert plan.options.panels == 2 and plan.cost.bytes_sent == pytest.approx(whole.cost.bytes_sent)
     assert largest_error(plan, model, args) <= 1e-5 and plan.verify()
 
 

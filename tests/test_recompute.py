@@ -281,7 +281,7 @@ def test_auto_computes_again_only_where_memory_asks_for_it() -> None:
     wide, tight = (sbpc.plan(model, args, mesh, memory=share * total, recompute="auto", **options) for share in (1.01, 0.7))
     assert wide.cost.recompute_seconds == 0.0 and wide.cost.seconds == free.cost.seconds
     assert tight.cost.recompute_seconds > 0.0 and tight.cost.memory["total"] <= 0.7 * total
-    assert tight.options["recompute"] == "auto"
+    assert tight.options.recompute == "auto"
     tight.verify()
     assert largest_error(tight, model, args) <= 1e-4
     assert tight.cost.seconds < full.cost.seconds and tight.cost.recompute_seconds < full.cost.recompute_seconds

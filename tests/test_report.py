@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.inspect.report import plan_text, some
+from sbpc.inspect.report import some
 from sbpc.mesh.cluster import CLUSTERS
 
 
@@ -26,10 +26,10 @@ class Stack(nn.Module):
 
 def test_a_star_stands_for_all_numbers_and_a_list_for_some() -> None:
     pins = {f"*.{at}.weight": "S(0)" if at in (0, 1, 2, 4) else "S(1)" for at in range(5)}
-    mixed = plan_text(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin=pins))
+    mixed = str(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin=pins))
     assert "an_attention_layer_with_a_long_name.{0-2,4}.weight  [8, 8]  [S(0)]           4" in mixed
     assert "an_attention_layer_with_a_long_name.3.weight        [8, 8]  [S(1)]           1" in mixed
-    alike = plan_text(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin={"*.weight": "S(0)"}))
+    alike = str(sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2), pin={"*.weight": "S(0)"}))
     assert "an_attention_layer_with_a_long_name.*.weight  [8, 8]  [S(0)]           5" in alike
 
 
@@ -38,7 +38,7 @@ def test_it_is_told_where_a_plan_takes_more_than_a_device_has() -> None:
     for memory, tells in ((1000.0, True), (1e6, False)):
         tiny = dataclasses.replace(CLUSTERS["h100"], name="tiny", memory=memory)
         plan = sbpc.plan(Stack(), (torch.ones(4, 8),), Mesh(x=2, cluster=tiny))
-        assert plan.cost.memory["total"] > 1000 and (told in plan_text(plan)) == tells
+        assert plan.cost.memory["total"] > 1000 and (told in str(plan)) == tells
 
 
 def test_names_that_differ_only_in_numbers_are_one() -> None:

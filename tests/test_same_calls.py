@@ -224,11 +224,11 @@ def test_a_rank_that_is_gone_with_the_store_of_the_job_is_named_by_the_others() 
 
 def uneven(plan: sbpc.Plan) -> float:
     """The last result of more calls on later ranks."""
-    module = sbpc.parallelize(nn.Linear(4, 2).train(plan.options["train"]), plan)
+    module = sbpc.parallelize(nn.Linear(4, 2).train(plan.options.train), plan)
     for _ in range(1 + 3 * dist.get_rank()):
         with torch.no_grad():
             result = module(drawn(rows=2))
-    if plan.options["train"]:  # which all do together
+    if plan.options.train:  # which all do together
         module(drawn(rows=2)).sum().backward()
     return float(result.sum())
 

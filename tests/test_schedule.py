@@ -313,11 +313,11 @@ def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
     mesh = Mesh(t=2, cluster=replace(LAN, peak=1e12))  # where every rank computes everything and sends nothing
     whole, small = sbpc.plan(model, args, mesh, objective="serial"), sbpc.baseline("fsdp", model, args, mesh, objective="serial")
     assert small.cost.memory["total"] < whole.cost.memory["total"]
-    slow, fast = (replace(plan, options={**plan.options, "objective": "seconds"}) for plan in (small, whole))
+    slow, fast = (replace(plan, options=replace(plan.options, objective="seconds")) for plan in (small, whole))
     assert slow.cost.seconds > 1.02 * fast.cost.seconds
     made = {id(plan.assignment): plan for plan in (small, whole)}
     for limit, chosen in ((None, whole), (0.5 * (small.cost.memory["total"] + whole.cost.memory["total"]), small)):
-        options = {**small.options, "objective": "seconds", "memory": limit}
+        options = replace(small.options, objective="seconds", memory=limit)
         plan = choose(small, options, lambda _: None, [whole.assignment], lambda each: made[id(each)], 0)  # type: ignore[arg-type, return-value]
         assert plan.assignment is chosen.assignment
         assert limit is None or plan.cost.memory["total"] <= limit

@@ -241,7 +241,7 @@ def test_an_expert_plans_every_stage_and_the_numbers_stay() -> None:
     torch.manual_seed(0)
     model, args = models.gpt2(batch=8, layers=2)
     plan = sbpc.baseline("data", model, args, Mesh(pipe=2, data=2, cluster="ethernet"), stages="pipe", microbatches=4)
-    assert {str(layout) for layout in plan.parameters.values()} == {"[B]"} and plan.options["baseline"] == "data"
+    assert {str(layout) for layout in plan.parameters.values()} == {"[B]"} and plan.options.baseline == "data"
     assert compare(plan, model, args, *eager(model, args)) <= 1e-10
     assert sbpc.simulate(plan, model, args).bytes_sent == plan.cost.bytes_sent and plan.cost.bytes_sent["data"] > 0
 

@@ -17,6 +17,7 @@ from sbpc.graph.ports import results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B, Partial
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.rules.choices import Choice
 from tests import models
@@ -32,7 +33,7 @@ def task() -> Task:
 
 def planned() -> Plan:
     """A plan of its own for each test, as tests break it; captured once."""
-    return task().again().plan(MESH)
+    return task().again().plan(MESH, Options())
 
 
 @pytest.fixture

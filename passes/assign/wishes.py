@@ -6,7 +6,7 @@ A wish leaves a node the signatures whose first output is as wished, see `sbpc.m
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,27 +17,14 @@ from sbpc.errors import PinError, PlanError, at_node
 from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import BUFFER, INPUT, OUTPUT, PARAMETER, TANGENT, placeholders
 from sbpc.graph.recomputed import RECOMPUTES
-from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, both, exactly, parse_layout, resolve_pins
 from sbpc.mesh.states import Split
 from sbpc.passes.assign.expert_schemes import EXPERTS, expert_wishes
 from sbpc.passes.assign.expert_structure import Model
+from sbpc.plans.options import Layouts, Options
 from sbpc.rules.choices import may_cut
-
-Layouts = Sequence[str | Layout | None] | None  # one layout per tensor, None for whole
-
-
-@dataclass(frozen=True)
-class Requests:
-    """What the user asks of layouts, as `sbpc.plan` takes it. baseline: the expert whose scheme is followed."""
-
-    pins: Mapping[str, str]
-    inputs: Layouts = None
-    outputs: Layouts = None
-    spread: bool = False
-    baseline: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,18 +35,20 @@ class Wishes:
     outputs: dict[int, Wish]
 
 
-def wishes(gm: GraphModule, mesh: Mesh, requests: Requests, whole: GraphModule | None = None) -> Wishes:
-    """Returns the wishes that requests state. whole: the step in one piece, if `gm` is the same in micro-batches.
+def wishes(gm: GraphModule, mesh: Mesh, options: Options, whole: GraphModule | None = None) -> Wishes:
+    """Returns the wishes that options state: pins, layouts of inputs and outputs, spread, a baseline's scheme.
+
+    whole: the step in one piece, if `gm` is the same in micro-batches.
 
     Raises PinError if one names nothing, or two contradict each other, and PlanError if the baseline does not fit.
     """
-    stored = placeholder_wishes(gm, mesh, requests.inputs, requests.outputs, requests.spread)
-    nodes = both(stored, pin_wishes(gm, mesh, requests.pins, stored), mesh)
-    if requests.baseline is not None:
-        scheme = expert_wishes(Model(whole or gm), mesh, requests.baseline)
+    stored = placeholder_wishes(gm, mesh, options.inputs, options.outputs, options.spread)
+    nodes = both(stored, pin_wishes(gm, mesh, options.pin, stored), mesh)
+    if options.baseline is not None:
+        scheme = expert_wishes(Model(whole or gm), mesh, options.baseline)
         nodes = both(nodes, scheme if whole is None else of_copies(gm, scheme), mesh)
     nodes = with_recomputed(gm, nodes)
-    return Wishes(nodes, output_wishes(gm, mesh, requests.outputs, requests.spread))
+    return Wishes(nodes, output_wishes(gm, mesh, options.outputs, options.spread))
 
 
 def expert_alternatives(

@@ -1,4 +1,5 @@
-"""Watches the attributes of a model while its forward runs: which it reads, which it changes, and puts all back afterwards.
+"""Watches the attributes of a model while its forward runs, and the globals that its code names: which are read, which change.
+All are put back afterwards.
 
 A program computes with the values that were read, and writes buffers alone: what is read becomes a guard of the plan, and a number
 that the forward changes, or a tensor that it keeps, is refused.
@@ -6,13 +7,18 @@ that the forward changes, or a tensor that it keeps, is refused.
 
 from __future__ import annotations
 
+import builtins
+import inspect
+import io
 import operator
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from sbpc._compat import CHILDREN, TENSORS
@@ -21,14 +27,21 @@ from sbpc.graph.guards import (
     ABSENT,
     CONTAINERS,
     DEEPEST,
+    LISTS,
     RECORDS,
     containers_in,
     guard_text,
+    held,
+    is_foreign,
+    is_own,
     is_plain,
     is_small,
     items_of,
+    prefix_of,
+    table_of,
     text_of,
 )
+from sbpc.passes.capture.code_reads import chains, function_in, line_of, names_in
 from sbpc.passes.capture.source_lines import SBPC, TORCH, user_error, user_stack
 
 INTERNAL = frozenset(vars(nn.Module()))  # what torch keeps on every module; modes are checked apart
@@ -36,7 +49,7 @@ MUTABLE = 0b10  # of the two flags of a class: made by a class statement, and no
 TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in these files are not the model's
 KEPT = "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer."
 First = tuple[str, dict[str, Any], str, Any, str]
-CHANGING = (list, dict, set, *RECORDS)
+CHANGING = (list, deque, dict, set, np.ndarray, FunctionType, *RECORDS)
 
 
 class Attributes:
@@ -45,7 +58,8 @@ class Attributes:
     guards: by path, the text of every value that was read before it was written. before: by id of an owner, its attributes.
     contents: by id of a container, its path, itself, what it held, and the id of the attribute's value in which it is. first: what the
     forward has set that was None or not there: path, table of attributes, name, value and lines. lines: of the last write, by id of the
-    owner and name, and of the last read before it changed, by id of the container; None for code of torch.
+    owner and name, and of the last read before it changed, by id of the container; None for code of torch. outside: by path, what is
+    looked up in globals, modules and classes: where, under which name, and what stood there. functions: those that may run.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -57,11 +71,16 @@ class Attributes:
         self.contents: dict[int, tuple[str, Any, Any, int]] = {}
         self.first: list[First] = []
         self.lines: dict[Any, str | None] = {}
+        self.outside: dict[str, tuple[Any, str, Any]] = {}
+        self.functions: dict[FunctionType, None] = {}
         self.classes = ExitStack()
         self.watched: set[type] = set()
         for path, part in modules:
             if id(part) not in self.owners:
                 self.adopt_owner(path, part)
+        for _, owner in [*self.owners.values()]:
+            if isinstance(owner, nn.Module):
+                self.read(owner, "forward")
 
     def adopt_owner(self, path: str, owner: Any) -> None:
         """Watches the attributes of a module or of an object at a path."""
@@ -69,6 +88,8 @@ class Attributes:
         self.owners[id(owner)], self.before[id(owner)] = (prefix, owner), attributes
         if isinstance(owner, nn.Module):
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
+        else:
+            self.visit_class(type(owner))
         kind = nn.Module if isinstance(owner, nn.Module) else type(owner)
         if kind not in self.watched:
             self.watched.add(kind)
@@ -86,14 +107,75 @@ class Attributes:
     def adopt(self, path: str, value: Any) -> None:
         """Watches the objects in a value that has been read."""
         self.keep(path, value)
+        self.visit(value)
         if isinstance(value, CONTAINERS) and is_small(value):
             for key, item in parts_of(value):
                 self.adopt(f"{path}.{key}", item)
         elif id(value) not in self.owners and (isinstance(value, nn.Module) or is_object(value)):
             self.adopt_owner(path, value)
 
-    def read(self, owner: Any, name: str) -> None:
-        """Notes that the model reads an attribute."""
+    def visit_class(self, kind: type) -> None:
+        """Guards the globals that the methods of a class of somebody's own name."""
+        for each in [each for each in kind.__mro__ if is_foreign(each.__module__)]:
+            for method in vars(each).values():
+                self.visit(method)
+
+    def visit(self, value: Any) -> None:
+        """Guards the globals that a function names, and those of the functions that these are."""
+        function = function_in(value)
+        if function is None or function in self.functions:
+            return
+        self.functions[function] = None
+        for item in items_of(function):  # such as what a decorator decorates
+            self.visit(item)
+        table, used = function.__globals__, names_in(function.__code__)
+        if not is_own(table):
+            return
+        for names in chains(function.__code__):
+            self.follow(table, prefix_of(table), names, used)
+        if isinstance(value, classmethod) or used & {"type", "__class__"}:
+            for kind, path in {type(owner): path for path, owner in reversed(self.owners.values())}.items():
+                self.fields(kind, f"{path}__class__.", used)
+
+    def fields(self, owner: Any, path: str, names: Set[str]) -> None:
+        """Guards what a class or a module has under some names, of which a forward may read any."""
+        owner = vars(owner) if isinstance(owner, ModuleType) else owner
+        tables = [owner] if isinstance(owner, dict) else [vars(kind) for kind in owner.__mro__ if is_foreign(kind.__module__)]
+        for name in sorted({name for table in tables for name in table if not name.startswith("__")} & set(names)):
+            self.follow(owner, path, [name], frozenset())
+
+    def follow(self, owner: Any, path: str, names: Sequence[str], used: Set[str]) -> None:
+        """Guards what globals or a class have under the first of some names, or what that has under the next one.
+
+        used: the names of attributes of a class that may be read if there is no next one.
+        """
+        name, *rest = names
+        value = raw(owner, name)
+        if isinstance(value, ModuleType) and is_foreign(value.__name__):
+            if rest:
+                self.follow(vars(value), prefix_of(vars(value)), rest, used)
+        elif isinstance(value, type) and is_foreign(value.__module__):
+            if not issubclass(value, nn.Module):  # whose methods are those of some module
+                self.visit_class(value)
+            self.follow(value, f"{path}{name}.", rest, used) if rest else self.fields(value, f"{path}{name}.", used)
+        elif isinstance(owner, type) and hasattr(type(value), "__get__"):
+            self.visit(value)
+        elif f"{path}{name}" not in self.outside:
+            refuse_iterator(f"{path}{name}", value)
+            self.outside[f"{path}{name}"] = owner, name, value
+            if value is ABSENT:
+                self.guards |= {} if hasattr(builtins, name) else {f"{path}{name}": ABSENT}
+            elif is_plain(value) or isinstance(value, (*CONTAINERS, nn.Module)) or is_object(value):
+                self.guards[f"{path}{name}"] = text_of(value)
+                self.adopt(f"{path}{name}", value)
+
+    def read(self, owner: Any, name: str, code: CodeType | None = None) -> None:
+        """Notes that the model reads an attribute. code: of what reads it."""
+        if name == "__dict__":
+            found = [each for each in vars(owner) if each not in INTERNAL]
+            for each in [each for each in found if code and each in names_in(code)] or found:
+                self.read(owner, each, code)
+            return
         value, key = getattr(owner, "__dict__", {}).get(name), (id(owner), name)
         if id(value) in self.contents and same(self.contents[id(value)][2], value):
             self.lines[id(value)] = user_stack()
@@ -101,9 +183,15 @@ class Attributes:
             return
         self.seen.add(key)
         text, path = guard_text(owner, name), self.owners[id(owner)][0] + name
+        for kind in type(owner).__mro__:
+            self.visit(vars(kind).get(name))
         if text is not None and "." not in name:
+            value = held(owner, name)
+            refuse_iterator(path, value)
             self.guards[path] = text
             self.adopt(path, value)
+            if isinstance(value, (type, ModuleType)) and code and is_foreign(getattr(value, "__module__", value.__name__)):
+                self.fields(value, f"{path}.", names_in(code))
 
     def check(self, own: Iterable[Tensor]) -> None:
         """Raises CaptureError if a number is other than it was, or if there is a tensor that was not. own: parameters and buffers."""
@@ -118,9 +206,16 @@ class Attributes:
                 read = name == "training" or new is ABSENT or (key, name) in self.seen
                 if lines is not None and compare(prefix + name, old, new, lines, fine, read):
                     self.first.append((prefix + name, now, name, new, lines))
+        for path, (owner, name, old) in self.outside.items():
+            if (new := raw(owner, name)) is not old:
+                lines = line_of(self.functions, name)
+                if compare(path, old, new, lines, fine) and isinstance(owner, dict):
+                    self.first.append((path, owner, name, new, lines))
         for path, value, old, read in self.contents.values():
             if not same(old, value):
-                compare(path, old, value, self.lines.get(read) or "", fine)
+                free = old if isinstance(value, FunctionType) else ()
+                lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
+                compare(path, old, table_of(value), lines, fine)
         for path, table, now, before in self.tables:
             for name in {**before, **now}:
                 old, new = before.get(name), now.get(name)
@@ -136,6 +231,9 @@ class Attributes:
                 refill(vars(owner), self.before[key])
         for *_, now, before in self.tables:
             refill(now, before)
+        for owner, name, old in self.outside.values():
+            if raw(owner, name) is not old:
+                put_back(owner, name, old)
         for _, value, old, _ in self.contents.values():
             if not same(old, value):
                 refill(value, old)
@@ -189,29 +287,63 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 def parts_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """The items of a container that a path can name, with what names them."""
-    pairs = enumerate(container) if isinstance(container, (list, tuple)) else ()
-    if isinstance(container, (dict, *RECORDS)):
-        pairs = copied(container).items()
-    return ((key, item) for key, item in pairs if isinstance(key, int) or (isinstance(key, str) and "." not in key))
+    table = table_of(container)
+    pairs: Iterable[tuple[Any, Any]] = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, LISTS) else ()
+    for place, (key, item) in enumerate(pairs):
+        named = type(key) is int or (isinstance(key, str) and "." not in key and not key.startswith("["))
+        yield key if named else f"[{place}]", item
 
 
 def copied(container: Any) -> Any:
     """What a container holds, to be put back by `refill`."""
-    container = vars(container) if isinstance(container, RECORDS) else container
+    if isinstance(container, (deque, np.ndarray)):
+        return container.copy()
+    container = table_of(container)
     return dict(container) if isinstance(container, dict) else list(container)
 
 
 def refill(container: Any, items: Any) -> None:
     """Puts back what `copied` gave."""
-    container = vars(container) if isinstance(container, RECORDS) else container
-    container.clear()
-    container.extend(items) if isinstance(container, list) else container.update(items)
+    if isinstance(container, np.ndarray):
+        container[...] = items
+    elif isinstance(container, FunctionType):
+        for name, cell in zip(container.__code__.co_freevars, container.__closure__ or ()):
+            if name in items:
+                cell.cell_contents = items[name]
+    else:
+        table = table_of(container)
+        table.clear()
+        table.extend(items) if isinstance(table, (list, deque)) else table.update(items)
 
 
 def same(copy: Any, container: Any) -> bool:
     """Whether a container still holds the same objects as its copy."""
     one, other = items_of(copy, keys=True), items_of(container, keys=True)
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def raw(owner: Any, name: str) -> Any:
+    """What globals or a class have under a name."""
+    return owner.get(name, ABSENT) if isinstance(owner, dict) else inspect.getattr_static(owner, name, ABSENT)
+
+
+def put_back(owner: Any, name: str, value: Any) -> None:
+    """Makes a value what globals or a class have under a name again, or takes away what was not there."""
+    if isinstance(owner, dict):
+        owner[name] = value
+        if value is ABSENT:
+            del owner[name]
+    elif value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def refuse_iterator(path: str, value: Any) -> None:
+    """Raises CaptureError for an iterator, of which a program would have the same item for ever."""
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
+        what = f"the forward reads {path!r}, a {type(value).__name__}, and its program would have the same item in every step"
+        raise user_error(what, user_stack(), "Take the item outside of the forward, and pass it as an argument.")
 
 
 @contextmanager
@@ -223,9 +355,9 @@ def watched(kind: type, attributes: Attributes) -> Iterator[None]:
     known = attributes.owners
 
     def read(self: Any, name: str) -> Any:
-        ours = id(self) in known and name not in INTERNAL and not name.startswith("__")
-        if ours and not sys._getframe(1).f_code.co_filename.startswith(TORCH_OWN):
-            attributes.read(self, name)
+        ours = id(self) in known and name not in INTERNAL and (name == "__dict__" or not name.startswith("__"))
+        if ours and not (code := sys._getframe(1).f_code).co_filename.startswith(TORCH_OWN):
+            attributes.read(self, name, code)
         return get(self, name)
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -251,5 +383,4 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (Tensor, type, FunctionType, ModuleType)) or is_plain(value) or kind.__flags__ >> 8 & 3 != MUTABLE:
         return False
-    package = kind.__module__.partition(".")[0]
-    return package not in sys.stdlib_module_names | {"torch", "sbpc", "numpy"}
+    return is_foreign(kind.__module__)

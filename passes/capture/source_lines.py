@@ -31,7 +31,7 @@ def user_stack() -> str:
     while frame is not None:
         owner = _owner(frame.f_code.co_filename)
         if owner == "sbpc":
-            return _text(tuple(reversed(lines)))
+            return lines_text(*reversed(lines))
         if owner == "user":
             lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
@@ -42,7 +42,7 @@ def traceback_stack(error: BaseException) -> str:
     """Returns the user's frames of an error's traceback, innermost last, below those that called sbpc."""
     lines = [(f.f_code.co_filename, number, f.f_code.co_name) for f, number in traceback.walk_tb(error.__traceback__)]
     first = next((at for at, (file, *_) in enumerate(lines) if _owner(file) == "sbpc"), 0)
-    return _text(tuple(line for line in lines[first:] if _owner(line[0]) == "user"))
+    return lines_text(*(line for line in lines[first:] if _owner(line[0]) == "user"))
 
 
 def user_error(what: str, stack: str, todo: str) -> CaptureError:
@@ -58,7 +58,7 @@ def _owner(file: str) -> str:
     return "sbpc" if file.startswith(SBPC) else "user"
 
 
-def _text(lines: tuple[SourceLine, ...]) -> str:
+def lines_text(*lines: SourceLine) -> str:
     """Returns two lines of text for each, with files relative to the working directory where they lie below it."""
     # not remembered from one capture to the next: a file may have been edited and loaded anew, a cell of a notebook run again
     here = os.getcwd() + os.sep

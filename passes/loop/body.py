@@ -41,10 +41,11 @@ from sbpc.mesh.pins import Wish, both
 from sbpc.mesh.states import B, Partial, Split
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Requests, wishes
+from sbpc.passes.assign.wishes import wishes
 from sbpc.passes.box import box
 from sbpc.passes.loop.micro_batches import AXIS, KEPT, Unroller, batch_of, without_joins
 from sbpc.passes.loop.one_loss import one_loss
+from sbpc.plans.options import Options
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates
 
@@ -75,7 +76,7 @@ def written_loop(gm: GraphModule, batch: int, count: int, mesh: Mesh) -> Loop:
     leaves = [node.meta["val"] for port, node in placeholders(gm).items() if port.kind == INPUT]
     cut = [f"S(0)@{AXIS}" if count > 1 and leaf.dim() and leaf.shape[0] == batch else None for leaf in leaves]
     try:
-        asked = wishes(gm, mesh, Requests({}, inputs=cut, baseline="data"))
+        asked = wishes(gm, mesh, Options(inputs=cut, baseline="data"))
         nodes = both(asked.nodes, partial_gradients(gm) | of_parameters_alone(gm) if count > 1 else {}, mesh)
         assignment, _ = Space(gm, mesh, nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -13,10 +12,11 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.schedule.choice import Overlap, overlapped
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan
 
 
-def in_halves(plan: Plan, asked: Wishes, options: dict[str, Any], made: Callable[[GraphModule, Assignment], Plan]) -> Plan:
+def in_halves(plan: Plan, asked: Wishes, options: Options, made: Callable[[GraphModule, Assignment], Plan]) -> Plan:
     """Returns the plan of the same step in two micro-batches side by side, in the layouts of `plan`.
 
     asked: what the user wants. options: of the plan to be returned. made: makes the plan of a graph and an assignment. The bounds

@@ -35,8 +35,9 @@ from sbpc.mesh.states import Partial, Split, chunk_sizes
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Requests, wishes
+from sbpc.passes.assign.wishes import wishes
 from sbpc.passes.box import box
+from sbpc.plans.options import Options
 from sbpc.rules.choices import local_sizes
 from sbpc.rules.match import Shard
 
@@ -58,7 +59,7 @@ def micro_batches(gm: GraphModule, count: int, cluster: Cluster, in_turn: bool =
     batch_of(gm, count)
     mesh = Mesh(cluster=without_joins(cluster) if in_turn else cluster, **{AXIS: count})
     try:
-        asked = wishes(gm, mesh, Requests({}, baseline="data"))
+        asked = wishes(gm, mesh, Options(baseline="data"))
         assignment, _ = Space(gm, mesh, asked.nodes, asked.outputs).solve()
     except (PinError, LayoutError, PlanError) as error:
         raise PlanError(f"the step cannot run in {count} micro-batches: {error}") from error

@@ -30,9 +30,9 @@ from sbpc.graph.recomputed import RECOMPUTES
 from sbpc.graph.rewrite import called, copied, put
 from sbpc.passes.annotate import annotate
 from sbpc.plans.memory import is_view
+from sbpc.plans.options import FULL, NONE, SELECTIVE
 
 aten = torch.ops.aten
-NONE, SELECTIVE, FULL = "none", "selective", "full"
 PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "dot", "einsum", "linear", "mm", "mv"))
 COSTLY = PRODUCTS | {"convolution"}
 ATTENTION = "_scaled_dot_product_"  # how the names of attention kernels begin

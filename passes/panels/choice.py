@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -13,6 +12,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.panels.cut import in_panels
 from sbpc.passes.panels.moves import Move, cuts, moves
 from sbpc.passes.schedule.choice import Overlap, overlapped
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan
 
 PANELS = 2, 4, 8
@@ -30,7 +30,7 @@ def faster_in_panels(plan: Plan, gain: float, made: Made) -> Plan:
     if not saves:
         return plan
     tried = with_panels(plan, found, [(move, best[move]) for move in sorted(saves, key=lambda move: -saves[move])], made)
-    fits = tried.cost.memory["total"] <= (plan.options.get("memory") or math.inf)
+    fits = tried.cost.memory["total"] <= (plan.options.memory or math.inf)
     return tried if fits and tried.cost.seconds < (1 - gain) * plan.cost.seconds else plan
 
 
@@ -40,7 +40,7 @@ def all_in_panels(plan: Plan, panels: int, made: Made) -> Plan:
     return with_panels(plan, found, [(move, panels) for move in sorted(found, key=lambda move: -move.seconds)], made)
 
 
-def fitting_in_panels(free: Plan, nearest: Plan, options: dict[str, Any], panels: int | None, made: Made) -> Plan | None:
+def fitting_in_panels(free: Plan, nearest: Plan, options: Options, panels: int | None, made: Made) -> Plan | None:
     """Returns the fastest plan with these options that fits into their memory by its panels; None if none does.
 
     free: the plan without a limit, whose bounds hold for all plans. nearest: of the plans of a search for one that fits the smallest.
@@ -48,7 +48,8 @@ def fitting_in_panels(free: Plan, nearest: Plan, options: dict[str, Any], panels
     """
     plans = [overlapped(plan, options, of_whole(free), free.lower_bound, free.serial_bound) for plan in (free, nearest)]
     cut = [all_in_panels(plan, count, made) for plan in plans for count in ([panels] if panels else PANELS)]
-    return min((plan for plan in cut if plan.cost.memory["total"] <= options["memory"]), key=lambda plan: plan.cost.seconds, default=None)
+    most = options.memory or math.inf
+    return min((plan for plan in cut if plan.cost.memory["total"] <= most), key=lambda plan: plan.cost.seconds, default=None)
 
 
 def saved(move: Move, panels: int, mesh: Mesh) -> float:
@@ -68,7 +69,7 @@ def with_panels(plan: Plan, found: Sequence[Move], wanted: Iterable[tuple[Move, 
     """
     decided = cuts(plan, found, wanted)
     cut = made(*in_panels(plan, found, decided))
-    options = plan.options | {"panels": max((each.panels for each in decided.values()), default=1)}
+    options = replace(plan.options, panels=max((each.panels for each in decided.values()), default=1))
     return overlapped(cut, options, of_whole(plan), plan.lower_bound, plan.serial_bound)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from sbpc.mesh.cluster import LINKS
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan, Prover
 from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
 
@@ -84,7 +85,7 @@ class Overlap:
 
 
 def choose(
-    plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
+    plan: Plan, options: Options, solve: Callable[[Mesh], tuple[Prover, Assignment, float]],
     others: Iterable[Assignment], made: Callable[[Assignment], Plan], rounds: int,
 ) -> Plan:  # fmt: skip
     """Returns the plan with the shortest step of those that are fastest at some weights of the streams, and of `others`.
@@ -108,7 +109,7 @@ def choose(
         middle = weights if bound > prover.bound else middle
         prover.improve(space, bound)
         candidates.append(overlapped(made(assignment), options))
-    limit = options.get("memory") or math.inf
+    limit = options.memory or math.inf
     best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
     if rounds and prover.bound < best.cost.compute_seconds:
         prover.improve_by_computing(plan.mesh, solve)
@@ -116,7 +117,7 @@ def choose(
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 
 
-def bounded(plan: Plan, options: dict[str, Any], solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> Plan:
+def bounded(plan: Plan, options: Options, solve: Callable[[Mesh], tuple[Prover, Assignment, float]]) -> Plan:
     """Returns the overlapped step of a plan under a memory limit. Its bound holds for all plans, whatever memory they take.
 
     plan: solved as if nothing overlapped. options: of the plan to be returned. solve: as of `choose`.
@@ -137,7 +138,7 @@ def fastest(plans: list[Plan]) -> Plan:
 
 
 def overlapped(
-    plan: Plan, options: dict[str, Any], prover: Prover | None = None, bound: float = 0.0, serial_bound: float = 0.0
+    plan: Plan, options: Options, prover: Prover | None = None, bound: float = 0.0, serial_bound: float = 0.0
 ) -> Plan:
     """Returns a plan of the same layouts with these options and bounds. It shares the graphs that do not depend on them."""
     result = Plan(plan.mesh, plan.graph, plan.assignment, plan.rewriter, bound, options, plan.times)

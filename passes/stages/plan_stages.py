@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -21,6 +21,7 @@ from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
 from sbpc.passes.stages.zero import Build, within_levels
+from sbpc.plans.options import Options
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.part_memory import bytes_at
@@ -58,16 +59,17 @@ def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
 
 
 def staged(
-    gm: GraphModule, mesh: Mesh, axis: str | None, count: int, schedule: str, options: dict[str, Any], solve: Solve, spare: Spare,
-    search: Search, made: Made,
+    gm: GraphModule, mesh: Mesh, options: Options, solve: Solve, spare: Spare, search: Search, made: Made
 ) -> StagedPlan:
-    """Returns the plan of an annotated step with stages along `axis`, with one stage where that is None.
+    """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
-    count: micro-batches. options: what was asked, `memory` of a rank among it. solve: plans the body on the mesh of a stage; of several
+    solve: plans the body on the mesh of a stage; of several
     plans the one whose step is shortest is taken. spare: lays it out in other ways that may take fewer bytes. search: what plans it under
     limits of bytes, from the plan without. made: makes the plan of a chunk there. Raises PlanError if the model cannot be cut so,
     MemoryLimitError if no plan fits.
     """
+    axis, schedule, count = options.stages, options.schedule, options.microbatches
+    assert count is not None
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     batch_of(gm, count)
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
@@ -93,7 +95,7 @@ def staged(
         return Draft(first, whole, build)
 
     free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
-    memory = options.get("memory")
+    memory = options.memory
     if memory is None or free.plan.memory["total"] <= memory:
         return free.plan
     return within_memory(free, memory, lambda: spare(loop.body, inner), search, lambda whole: draft(whole, free.plan))

@@ -32,7 +32,6 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.mesh.states import B, Split
 from sbpc.passes.assign.space import Space
-from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -169,7 +168,7 @@ class Zero:
             node: [port.name, *(name for name, first in self.plan.ports.tied.items() if first == port.name)]
             for port, node in placeholders(gm).items() if port.kind == PARAMETER
         }  # fmt: skip
-        patterns = list(self.plan.options.get("pin", {}))
+        patterns = list(self.plan.options.pin)
         may_move = {node for node in ours if not any(fnmatch.filter(names[node], pattern) for pattern in patterns)}
         axes = tuple(axis for axis, size in enumerate(mesh.sizes) if size > 1)
         wishes = {}
@@ -191,7 +190,7 @@ class Zero:
     def bytes(self, number: int, level: int) -> int:
         """Returns about what a rank holds of the parameters of a group: stored, gathered, optimizer state and sums of gradients."""
         assignment, mesh = self.cut if level else self.plan.assignment, self.plan.mesh
-        axes, copies = mesh.axes, OPTIMIZER_STATE[self.plan.options.get("optimizer")]
+        axes, copies = mesh.axes, self.plan.options.copies
         total = 0
         for node in self.groups[number].nodes:
             home = assignment.choices[node.name].output(0, axes)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sbpc._compat import local_of, slots, with_local
 from sbpc.errors import PlanError
-from sbpc.graph.guards import GUARDS, Guards
+from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
@@ -370,7 +370,7 @@ def runner_of(module: nn.Module) -> StageRunner:
 def kept_by(module: nn.Module) -> StagedWeights:
     """Returns what a module keeps between steps."""
     if STAGED not in vars(module):
-        module.__dict__[STAGED] = StagedWeights(Guards(module, runner_of(module).plan.options.get(GUARDS, {})))
+        module.__dict__[STAGED] = StagedWeights(Guards(module, runner_of(module).plan.options.guards))
     kept: StagedWeights = module.__dict__[STAGED]
     return kept
 

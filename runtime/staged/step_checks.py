@@ -26,10 +26,10 @@ def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequ
             bind.check(f"argument {port.name}", leaves[int(port.name)], planned)
     if not torch.is_grad_enabled():
         raise PlanError("gradients are turned off, and a step of stages computes them\n  Call it outside of torch.no_grad().")
-    check_autocast(plan.options.get("dtype"), where)
+    check_autocast(plan.options.dtype, where)
     submodules = dict(module.named_modules())
     modes = frozenset(name for name, each in submodules.items() if not each.training)
-    planned_modes = frozenset(plan.options.get("eval", ())) & submodules.keys()
+    planned_modes = frozenset(plan.options.eval) & submodules.keys()
     if modes != planned_modes:
         raise other_mode(modes, planned_modes)
     if (error := guards.broken()) is not None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sbpc.errors import MeshError, PlanError
-from sbpc.graph.guards import GUARDS
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
@@ -41,7 +40,7 @@ def identity(plan: Plan | Programs | StagedPlan) -> dict[str, str]:
     parts = [chunk["plan"] for chunk in stages["chunks"]] if stages else [content]
     for item in (item for part in parts for item in part["graph"]):
         item.pop("stack_trace", None)  # where the source lies may differ from node to node
-    options = [{key: value for key, value in each["options"].items() if key != GUARDS} for each in (content, *parts)]
+    options = [{key: value for key, value in each["options"].items() if key != "guards"} for each in (content, *parts)]
     asked = options, [stages.get(key) for key in ("axis", "schedule", "count", "in_loop")]
     return same | {
         "model": digest([[part["graph"], part["constants"]] for part in parts]),

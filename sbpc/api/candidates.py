@@ -16,7 +16,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.loop.recompute import block_of
 from sbpc.passes.stages.balance import blocks_at, places_of, work_at
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.options import OPTIMIZER_STATE
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Mapping
-from typing import Any
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
-from sbpc.api.recompute import RECOMPUTE
 from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number, shown
 from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.passes.stages.plan_stages import mesh_of_stage
+from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Options
+from sbpc.plans.staged.schedules import chunks_in
 
-OBJECTIVES = ("seconds", "serial", "bytes")
+KEYWORDS = [each for each in dataclasses.fields(Options) if each.metadata]  # of `sbpc.plan`
+WIDTH = 132  # of a line of help() about an option
+T = TypeVar("T")
 
 
 def check_mesh(mesh: Any) -> None:
@@ -26,34 +33,70 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def check_options(
-    *, optimizer: Any = None, memory: Any = None, objective: Any = "seconds", pin: Any = None, spread: Any = False,
-    inputs: Any = None, outputs: Any = None, dynamic: Any = None, microbatches: Any = None, panels: Any = None, recompute: Any = "none",
-) -> None:  # fmt: skip
-    """Raises SbpcError for options of the wrong kind and for what cannot be planned, before anything is captured."""
+def with_options(function: Callable[..., T]) -> Callable[..., T]:
+    """Gives a function whose last argument is `**options` the keywords of `Options`, and its docstring what they mean."""
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
+    more = [inspect.Parameter(each.name, own[-1].kind, default=each.default, annotation=each.type) for each in KEYWORDS]
+    function.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+    texts = [textwrap.wrap(f"{each.name:10} {each.metadata['doc']}", WIDTH, subsequent_indent=" " * 11) for each in KEYWORDS]
+    function.__doc__ = (function.__doc__ or "").replace("{options}", "\n    ".join(line for text in texts for line in text))
+    return function
+
+
+def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
+    """Returns the options of a plan. Raises SbpcError for what is of the wrong kind or cannot be planned, before anything is captured.
+
+    mesh: that of the plan, None where there are many.
+    """
+    names = [each.name for each in KEYWORDS]
+    if unknown := [name for name in asked if name not in names]:
+        raise TypeError(f"there is no option {unknown[0]!r}\n  Options are {', '.join(names)}.")
+    known = SimpleNamespace(**{each.name: each.default for each in KEYWORDS} | asked)
     check_kinds(
-        optimizer=(optimizer, "a text", "None"),
-        pin=(pin, "a mapping whose keys are texts", "None"),
-        inputs=(inputs, "a list", "None"),
-        outputs=(outputs, "a list", "None"),
-        recompute=(recompute, "a text"),
-        objective=(objective, "a text"),
-        spread=(spread, "True or False"),
+        optimizer=(known.optimizer, "a text", "None"),
+        pin=(known.pin, "a mapping whose keys are texts", "None"),
+        inputs=(known.inputs, "a list", "None"),
+        outputs=(known.outputs, "a list", "None"),
+        recompute=(known.recompute, "a text"),
+        objective=(known.objective, "a text"),
+        spread=(known.spread, "True or False"),
+        schedule=(known.schedule, "a text"),
+        stages=(known.stages, "a text", "None"),
     )
-    for name, text in (pin or {}).items():
+    for name, text in (known.pin or {}).items():
         if not isinstance(text, (str, Layout)):
             raise PinError(f"pin {name!r}: {shown(text)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
-    for name, count in (("microbatches", microbatches), ("panels", panels)):
+    for name in ("microbatches", "panels"):
+        count = getattr(known, name)
         if count is not None and (not is_number(count, int) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
-    if recompute not in RECOMPUTE:
-        raise SbpcError(f"recompute is {shown(recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
-    if optimizer not in OPTIMIZER_STATE:
-        raise SbpcError(f"no optimizer {optimizer!r} is known\n  Known are {', '.join(map(repr, OPTIMIZER_STATE))}.")
-    if objective not in OBJECTIVES:
-        raise SbpcError(f"no objective {objective!r} is known\n  Known are {', '.join(map(repr, OBJECTIVES))}.")
-    if memory is not None and (not is_number(memory, (int, float)) or not memory > 0):
-        raise SbpcError(f"memory is {shown(memory)}\n  It is the bytes that a rank has, a positive number.")
+    if known.recompute not in RECOMPUTE:
+        raise SbpcError(f"recompute is {shown(known.recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
+    for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):
+        if getattr(known, name) not in among:
+            raise SbpcError(f"no {name} {getattr(known, name)!r} is known\n  Known are {', '.join(map(repr, among))}.")
+    if known.memory is not None and (not is_number(known.memory, (int, float)) or not known.memory > 0):
+        raise SbpcError(f"memory is {shown(known.memory)}\n  It is the bytes that a rank has, a positive number.")
+    chunks_in(known.schedule)
+    options = Options(**asked)
+    if mesh is not None and options.stages is not None:
+        check_staged(mesh, train, options)
+    return options
+
+
+def check_staged(mesh: Mesh, train: bool, options: Options) -> None:
+    """Raises SbpcError for what cannot be asked of a plan with stages."""
+    mesh_of_stage(mesh, options.stages)
+    if not train:
+        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
+    if options.objective == BYTES:
+        raise SbpcError("objective='bytes' with stages=\n  Leave it out: a pipeline is planned to be fast.")
+    if options.panels not in (None, 1):
+        raise SbpcError("panels= with stages=\n  Leave it out: stages and loops are not cut into panels.")
+    given = [name for name in ("inputs", "outputs", "spread") if getattr(options, name) not in (None, False)]
+    if given:
+        raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")
 
 
 def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:
@@ -63,9 +106,9 @@ def values_pinned(gm: GraphModule, pins: Mapping[str, Any]) -> list[str]:
     return [pattern for pattern in pins if not fnmatch.filter(names, pattern)]
 
 
-def check_parts(gm: GraphModule, pins: Mapping[str, Any], dynamic: Any) -> None:
+def check_parts(gm: GraphModule, options: Options) -> None:
     """Raises PlanError for what cannot be asked of a step in several micro-batches: their graph has other values."""
-    pinned = values_pinned(gm, pins)
-    if pinned or dynamic is not None:
+    pinned = values_pinned(gm, options.pin)
+    if pinned or options.dynamic is not None:
         what = f"the pin {pinned[0]!r} of a value" if pinned else "dynamic="
         raise PlanError(f"{what} with microbatches=\n  Pin parameters alone and name no dims, or plan with microbatches=1.")

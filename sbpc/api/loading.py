@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from sbpc.api.checks import check_options
 from sbpc.api.planning import Task
 from sbpc.errors import PlanError
-from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import INPUT, OUTPUT
 from sbpc.graph.pytree import unflatten
 from sbpc.passes.annotate import annotate, duplicate
@@ -26,7 +25,7 @@ from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 
 TRAIN = "train"  # the step that a file of stages holds
-ABOUT = ("train", "model", "dtype", "eval", "left_out", GUARDS)  # what the options of a plan say of its step
+ABOUT = ("train", "model", "dtype", "eval", "left_out", "guards")  # what the options of a plan say of its step
 
 
 def load(path: str | Path) -> Any:
@@ -83,38 +82,28 @@ def plan_in(decoder: Decoder) -> Plan:
     gm = annotate(decoder.graph(decoder.body))
     choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
     body = decoder.body
-    if "dynamic" in body["options"]:
-        name_dims(gm, mesh, body["options"]["dynamic"])
+    options = decoder.options()
+    if options.dynamic is not None:
+        name_dims(gm, mesh, options.dynamic)
     assignment = Assignment(choices, aliases, tuple(outputs))
-    options = dict(body["options"])
-    if "serial_bound" not in body and options["objective"] == "seconds":  # an earlier version, whose steps did not overlap
-        options["objective"] = "serial"
-    proved = options["objective"] != "seconds" or "buckets" in body  # else the bound is of steps whose collectives go one by one
-    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]) if proved else 0.0, options, Stages())
-    plan.serial_bound = float(body.get("serial_bound", 0.0))
+    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
+    plan.serial_bound = float(body["serial_bound"])
     check_loaded(plan)
     plan.again = partial(again, plan)
     return plan
 
 
 def again(plan: Plan, **other: Any) -> Plan:
-    """Plans the graph of a loaded plan again. Inputs and outputs keep their layouts. other: options of `Task.plan`."""
-    options = plan.options
-    about = {name: options.get(name) for name in ABOUT}
-    asked = {name: options.get(name) for name in ("optimizer", "memory", "objective", "pin", "spread", "baseline")}
-    given, left = plan.given, plan.left
-    asked |= {"recompute": options.get("recompute", "none"), "forms": {}}  # what is computed again is in the graph
-    asked["inputs"] = [layout for port, layout in given.items() if port.kind == INPUT]
-    asked["outputs"] = [layout for port, layout in left.items() if port.kind == OUTPUT]
-    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, **{**asked, **other})
+    """Plans the graph of a loaded plan again, in which is already what is computed again. other: options."""
+    asked = replace(plan.options, **{"microbatches": None, "panels": None, "forms": {}, **other})
+    about = {name: getattr(plan.options, name) for name in ABOUT}
+    return Task(duplicate(plan.graph), Stages(), about).plan(plan.mesh, asked)
 
 
 def check_loaded(plan: Plan) -> None:
     """Checks a plan that came from a file as far as its boxed graph, and what its report reads."""
     verify_captured(plan.graph)
     verify_annotated(plan.graph)
-    if not all(isinstance(name, str) for name in plan.options.get("eval", ())):
-        raise PlanError("the modules in eval mode have no names\n  Plan anew.")
     verify_assigned(plan.graph, plan.assignment, plan.mesh)
     names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
     if names != [str(number) for number in range(len(names))]:
@@ -122,6 +111,5 @@ def check_loaded(plan: Plan) -> None:
     leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
     unflatten(plan.ports.results, leaves)
     unflatten(plan.ports.arguments, [None] * len(names))
-    check_options(optimizer=plan.options.get("optimizer"), objective=plan.options["objective"])
     verify_boxed(plan.boxed, plan.mesh)
     str(plan)

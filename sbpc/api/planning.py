@@ -16,26 +16,26 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc._compat import left_out_of, trace_artifact
-from sbpc.api.checks import check_mesh, check_options, check_parts, values_pinned
-from sbpc.api.recompute import AUTO, forms_of, least_recompute
-from sbpc.api.staging import check_schedule, check_staged, plan_stages
+from sbpc.api.checks import check_mesh, check_parts, checked, values_pinned, with_options
+from sbpc.api.recompute import forms_of, least_recompute
+from sbpc.api.staging import plan_stages
 from sbpc.errors import LayoutError, LoopError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds
 from sbpc.graph.guards import GUARDS
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.report import plan_json
-from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
 from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Layouts, Requests, Wishes, expert_alternatives, wishes
+from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.capture.capture import capture as capture_graph
 from sbpc.passes.loop.halves import in_halves
 from sbpc.passes.loop.micro_batches import micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.plans.options import AUTO, BYTES, Options
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.symbolic_sizes import name_dims
@@ -43,10 +43,6 @@ from sbpc.plans.symbolic_sizes import name_dims
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
 GAIN, EXPOSED = 2e-2, 5e-2  # fractions of the step: what parts must save, and what must be exposed before they are tried
 FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
-LOOP: dict[str, Any] = {  # options that a plan with stages has, with their defaults, in the order in which `plan_stages` takes them
-    "microbatches": None, "recompute": "none", "optimizer": "adamw", "memory": None, "pin": None, "baseline": None,
-    "objective": "seconds", "dynamic": None,
-}  # fmt: skip
 log = logging.getLogger("sbpc")
 
 
@@ -54,7 +50,8 @@ log = logging.getLogger("sbpc")
 def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
 @overload
 def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
-def plan(  # type: ignore[misc]  # it names its options
+@with_options
+def plan(
     model: nn.Module,
     args: Sequence[Any],
     mesh: Mesh,
@@ -63,22 +60,10 @@ def plan(  # type: ignore[misc]  # it names its options
     loss: Callable[..., Any] | None = None,
     targets: Sequence[Any] = (),
     train: bool = True,
-    optimizer: str | None = "adamw",
     dtype: Any = None,
-    memory: float | None = None,
-    pin: Mapping[str, str | Layout] | None = None,
-    inputs: Sequence[str | Layout | None] | None = None,
-    outputs: Sequence[str | Layout | None] | None = None,
-    spread: bool = False,
-    objective: str = "seconds",
-    dynamic: Any = None,
-    microbatches: int | None = None,
-    panels: int | None = None,
-    stages: str | None = None,
-    schedule: str = "1f1b",
-    recompute: str = "none",
     capture: str = "light",
     dump: str | Path | None = None,
+    **options: Any,
 ) -> Plan | StagedPlan:
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
 
@@ -86,50 +71,15 @@ def plan(  # type: ignore[misc]  # it names its options
     loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
     from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
     parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
-    modules are in now, and for the numbers that a forward reads from attributes: with others it is refused, so make those that
-    change buffers or arguments. A forward that counts its calls in an attribute, or keeps a tensor in one, is refused.
+    modules are in now, and for the numbers that a forward reads from attributes, globals and free variables: with others it is
+    refused, so make those that change buffers or arguments. A forward that counts its calls there, or keeps a tensor, is refused.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
                pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.
-    optimizer  whose state counts as memory: "adamw", "adam" (2 tensors for each parameter), "momentum" (1), "sgd", None (0).
     dtype      the type for autocast, such as torch.bfloat16; None is no autocast.
-    memory     bytes that a rank may take at the peak of the step; None is no limit, whatever the cluster has. The plan is then
-               as fast as can be found under it: that can take minutes, and the gap may be some percent.
-    pin        {name: layout}: what you know better. A name is that of a parameter or of a value that `sbpc show` prints, or a
-               pattern such as "*.up.weight". "S(0)@tensor" leaves the other axes free, "B@data, S(1)@tensor" names two,
-               "S(0)@tensor>data" cuts over tensor first, "[B, S(0)]" is all axes in the order of the mesh. "S(0)" will do on
-               a mesh of one axis. A `sbpc.Layout` is taken too.
-    inputs     one layout, or None, for each tensor among the arguments: ["S(0)@data", None]. Axes that it does not name are B.
-    outputs    With an input layout each rank passes its own shard. Without, inputs and outputs are whole on every rank.
-    spread     store inputs, parameters and outputs exactly once over the ranks.
-    objective  "seconds", where collectives run beside computing; "serial", where they do not; or "bytes", which
-               counts what the busiest rank sends and nothing else. With spread=True a single product then attains the tight lower
-               bound on the best mesh (tests/matmul_bound.py).
-    dynamic    {"x": ("b", "s", "h"), "*up.weight": ("4*h", "h"), "heads": 12} names dims of inputs and parameters, so that
-               `plan.cost.expr` is a formula in them. A dim that is not named is what it meets in an op, such as the bias of
-               up, or else its number, and a note says so. A name with a number is a symbol that no dim has alone. The layouts
-               are those of the plan.
-    microbatches  how many equal parts of the batch the step works on. Numbers are those of the whole batch: means, counts of targets,
-               batch statistics and random numbers. With a number above 1 the step is a loop: `module.step(*args)` takes the whole
-               batch on every rank, gradients add up and go home once, and the plan is an
-               `sbpc.plans.staged.staged_plan.StagedPlan` of one stage, whose formulas have the number as `m`. A step is written out
-               part by part, as a `Plan`, where it has no loss, where its parts need each other (batch norm), or with inputs=,
-               outputs=, spread=, panels= or objective="bytes". None is two parts side by side where the simulated step is
-               shorter by 2 % so, else 1; spaces of many layouts are not tried.
-    panels     into how many equal parts the products next to a collective are cut, so that one part is computed while the next is
-               gathered, or the last one reduced and scattered. Bytes and results are the same, each part gathered is smaller. None is
-               2, 4 or 8, where the simulated step is shorter by 2 % with them, or no plan fits into `memory` without, else 1.
-    stages     the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an
-               `sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages,
-               microbatches is by default the largest divisor of the batch up to four for each stage.
-    schedule   the order in which stages work: "gpipe", "1f1b", "interleaved" (two chunks of the model on each stage, or so
-               many as "interleaved:3" says) or "zbv" (two, there and back, and the backward in two parts).
-    recompute  what a backward computes again instead of having it kept since the forward: "none"; "selective", in each repeated block
-               what is cheap, or where attention is written out its values between the products; "full", all but the inputs of
-               each block; "auto", nothing where `memory` allows it, else what makes the fastest plan that fits. A block is a module
-               such as "layers.3", or a child of a model without such. `plan.cost.recompute_seconds` tells what that takes.
     capture    "light", or "aot" for torch's own tracer.
     dump       a folder for the text of the graph after every pass.
+    {options}
 
     The logger "sbpc" tells the seconds of each pass at INFO, "sbpc.progress" what the search is at, at DEBUG. An op without a
     rule runs whole on every rank, and `plan.notes` says so; see `sbpc.rule` and `sbpc.probe`.
@@ -144,29 +94,19 @@ def plan(  # type: ignore[misc]  # it names its options
     Raises CaptureError if the model is not one graph, PinError for pins that match nothing or cannot be met, LayoutError,
     MemoryLimitError if nothing fits into `memory`, SbpcError for a bad option. Each says what to do.
     """
-    options: dict[str, Any] = {
-        "optimizer": optimizer, "memory": memory, "objective": objective, "pin": pin,
-        "spread": spread, "inputs": inputs, "outputs": outputs, "dynamic": dynamic, "microbatches": microbatches,
-        "panels": panels, "recompute": recompute,
-    }  # fmt: skip
     check_mesh(mesh)
-    check_options(**options)
-    check_schedule(schedule)
-    if stages is not None:
-        check_staged(mesh, stages, train=train, **options)
+    asked = checked(mesh, train=train, **options)
     task = prepare(
         model, args, kwargs=kwargs, loss=loss, targets=targets, train=train, dtype=dtype, capture=capture, dump=dump
     )
-    return task.planned(mesh, stages, schedule, options)
+    return task.planned(mesh, asked)
 
 
 @overload
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
 @overload
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
-def baseline(
-    name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str | None = None, schedule: str = "1f1b", **options: Any
-) -> Plan | StagedPlan:
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan | StagedPlan:
     """Returns the plan that an expert would make by hand, under the same cost model. options are those of `sbpc.plan`.
 
     "data"              every axis splits the batch, parameters are whole
@@ -186,11 +126,8 @@ def baseline(
     check_mesh(mesh)
     check_kinds(name=(name, "a text"))
     about = {key: options.pop(key) for key in STEP if key in options}
-    check_options(**options)
-    check_schedule(schedule)
-    if stages is not None:
-        check_staged(mesh, stages, train=about.get("train", True), **options)
-    return prepare(model, args, **about).planned(mesh, stages, schedule, {**options, "baseline": name})
+    asked = checked(mesh, train=about.get("train", True), **options)
+    return prepare(model, args, **about).planned(mesh, replace(asked, baseline=name))
 
 
 @dataclass
@@ -201,103 +138,79 @@ class Task:
     stages: Stages
     about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
 
-    def planned(self, mesh: Mesh, axis: str | None, schedule: str, options: Mapping[str, Any]) -> Plan | StagedPlan:
-        """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for and the step is one.
-
-        options: those of `plan`, already checked.
-        """
-        if axis is not None or (self.about["train"] and may_loop(options)):
-            asked = [options.get(name, default) for name, default in LOOP.items()]
+    def planned(self, mesh: Mesh, options: Options) -> Plan | StagedPlan:
+        """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for and the step is one."""
+        if options.stages is not None or (self.about["train"] and may_loop(options)):
             try:
-                return plan_stages(self.gm, self.stages, self.about, mesh, axis, schedule, *asked)
+                return plan_stages(self.gm, self.stages, mesh, replace(options, **self.about))
             except LoopError as error:
-                if axis is not None:
+                if options.stages is not None:
                     raise
                 log.info("micro-batches are written out one by one, as the step is no loop over them: %s", error)
-        return self.plan(mesh, **options)
+        return self.plan(mesh, options)
 
     @uncollected()
-    def plan(
-        self, mesh: Mesh, *,
-        optimizer: str | None = "adamw", memory: float | None = None, objective: str = "seconds",
-        pin: Mapping[str, str | Layout] | None = None, spread: bool = False,
-        inputs: Layouts = None, outputs: Layouts = None, dynamic: Any = None, baseline: str | None = None,
-        microbatches: int | None = None, panels: int | None = None, recompute: str = "none", forms: Mapping[str, str] | None = None,
-    ) -> Plan:  # fmt: skip
-        """Returns the plan on `mesh`. Options are those of `plan`, already checked. baseline: the expert to follow. forms: by block,
-        what it computes again; by default what `recompute` says.
-        """
-        asked_for = {
-            "optimizer": optimizer, "memory": memory, "objective": objective, "inputs": inputs, "forms": forms, "panels": panels,
-            "outputs": outputs, "baseline": baseline, "microbatches": microbatches, "recompute": recompute, "spread": spread, "pin": pin,
-        }  # fmt: skip
-        if recompute == AUTO and forms is None:
+    def plan(self, mesh: Mesh, asked: Options) -> Plan:
+        """Returns the plan on `mesh` in one piece, without stages."""
+        if asked.recompute == AUTO and asked.forms is None:
             def planned(**other: Any) -> Plan:
-                return Task(duplicate(self.gm), self.stages, self.about).plan(mesh, **{**asked_for, **other})
+                return self.again().plan(mesh, replace(asked, **other))
 
-            quick = {"objective": "serial" if objective == "seconds" else objective, "microbatches": microbatches or 1}
-            return least_recompute(self.gm, memory, planned, quick)
-        gm, whole = self.rewritten(mesh, forms_of(self.gm, recompute) if forms is None else forms, microbatches or 1, pin or {}, dynamic)
-        pins = {name: str(layout) for name, layout in (pin or {}).items()}
-        options = {
-            "optimizer": optimizer if self.about["train"] else None, "memory": memory, "objective": objective,
-            "pin": pins, "spread": spread, "microbatches": microbatches or 1, "panels": 1, "recompute": recompute, **self.about,
-        }  # fmt: skip
-        if baseline is not None:
-            options["baseline"] = baseline
-        if dynamic is not None:
-            options["dynamic"] = name_dims(gm, mesh, dynamic)
-        requests = Requests(pins, inputs, outputs, spread, baseline)
+            quick = {"objective": asked.in_order.objective, "microbatches": asked.microbatches or 1}
+            return least_recompute(self.gm, asked.memory, planned, quick)
+        forms = forms_of(self.gm, asked.recompute) if asked.forms is None else asked.forms
+        gm, whole = self.rewritten(mesh, forms, asked)
+        options = replace(asked, microbatches=asked.microbatches or 1, panels=1, forms=None, **self.about)
+        options = options if options.train else replace(options, optimizer=None)
+        if asked.dynamic is not None:
+            options = replace(options, dynamic=name_dims(gm, mesh, asked.dynamic))
         try:
-            asked = wishes(gm, mesh, requests, whole)
-            experts = None if baseline else partial(expert_alternatives, gm, mesh, asked.nodes, whole)
+            wished = wishes(gm, mesh, options, whole)
+            experts = None if asked.baseline else partial(expert_alternatives, gm, mesh, wished.nodes, whole)
             try:
-                plan = finish(gm, mesh, asked.nodes, asked.outputs, options, self.stages, experts)
+                plan = finish(gm, mesh, wished, options, self.stages, experts)
             except MemoryLimitError as error:
-                if panels == 1 or baseline is not None or (panels is None and not few_calls(gm)):
+                if asked.panels == 1 or asked.baseline is not None or (asked.panels is None and not few_calls(gm)):
                     raise
-                free = finish(gm, mesh, asked.nodes, asked.outputs, options | {"memory": None}, self.stages, experts)
-                plan = self.fitting(free, error, options, panels)
-            made = self.faster_in_halves(plan, asked) if microbatches is None else plan
-            made = self.in_panels(made, panels)
+                free = finish(gm, mesh, wished, replace(options, memory=None), self.stages, experts)
+                plan = self.fitting(free, error, options, asked.panels)
+            made = self.faster_in_halves(plan, wished) if asked.microbatches is None else plan
+            made = self.in_panels(made, asked.panels)
         except PinError as error:
-            raise conflicting_pins(gm, mesh, requests) from error
-        plan.again = made.again = lambda **other: self.again().plan(mesh, **{**asked_for, **other})
+            raise conflicting_pins(gm, mesh, options) from error
+        plan.again = made.again = lambda **other: self.again().plan(mesh, replace(asked, **other))
         trace_artifact("plan", "string", lambda: str(made))
         trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
         return made
 
-    def rewritten(
-        self, mesh: Mesh, forms: Mapping[str, str], count: int, pin: Mapping[str, Any], dynamic: Any
-    ) -> tuple[GraphModule, GraphModule | None]:
-        """Returns the graph that computes again what `forms` say and works on `count` micro-batches, and that without these if it does."""
+    def rewritten(self, mesh: Mesh, forms: Mapping[str, str], asked: Options) -> tuple[GraphModule, GraphModule | None]:
+        """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these if it does."""
         gm = self.gm
         if forms:
             with self.stages.timed("recompute"):
                 gm = compute_again(gm, forms)
+        count = asked.microbatches or 1
         if count == 1:
             return gm, None
-        check_parts(gm, pin, dynamic)
+        check_parts(gm, asked)
         with self.stages.timed("microbatches"):
             return micro_batches(gm, count, mesh.cluster), gm
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
-        if not may_gain(plan) or not plan.options["train"] or values_pinned(plan.graph, plan.options["pin"]):
+        if not may_gain(plan) or not plan.options.train or values_pinned(plan.graph, plan.options.pin):
             return plan
-        options = plan.options | {"microbatches": 2}
-        in_order = options | {"objective": "serial"}
+        options = replace(plan.options, microbatches=2)
         with suppress(PlanError, PinError, LayoutError), self.stages.timed("microbatches"):
-            halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, in_order, self.stages))
-            limit = plan.options["memory"]
-            fits = limit is None or halves.cost.memory["total"] <= limit
+            halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, options.in_order, self.stages))
+            fits = options.memory is None or halves.cost.memory["total"] <= options.memory
             return halves if fits and halves.cost.seconds < (1 - GAIN) * plan.cost.seconds else plan
         return plan
 
     def in_panels(self, plan: Plan, panels: int | None) -> Plan:
         """Returns the plan in so many panels; None: in as many as make it faster, if it may gain by them."""
-        if panels == 1 or plan.options["panels"] > 1 or (panels is None and not may_gain(plan)):
+        if panels == 1 or (plan.options.panels or 1) > 1 or (panels is None and not may_gain(plan)):
             return plan
         made = self.maker(plan)
         with self.stages.timed("panels"):
@@ -307,13 +220,13 @@ class Task:
         """Returns what makes a plan like `plan` of a graph in panels and its assignment."""
 
         def made(gm: GraphModule, assignment: Assignment) -> Plan:
-            if "dynamic" in plan.options:
-                name_dims(gm, plan.mesh, plan.options["dynamic"])
-            return make_plan(gm, plan.mesh, assignment, 0.0, plan.options | {"objective": "serial"}, self.stages)
+            if plan.options.dynamic is not None:
+                name_dims(gm, plan.mesh, plan.options.dynamic)
+            return make_plan(gm, plan.mesh, assignment, 0.0, plan.options.in_order, self.stages)
 
         return made
 
-    def fitting(self, free: Plan, error: MemoryLimitError, options: dict[str, Any], panels: int | None) -> Plan:
+    def fitting(self, free: Plan, error: MemoryLimitError, options: Options, panels: int | None) -> Plan:
         """Returns a plan that fits by its panels, else raises the error of a search without any. free: the plan without a limit."""
         with self.stages.timed("panels"):
             if (plan := fitting_in_panels(free, error.nearest, options, panels, self.maker(free))) is None:
@@ -330,7 +243,8 @@ def may_gain(plan: Plan) -> bool:
 
     Not on the ideal cluster, where a kernel of half the size takes half the time however small it is.
     """
-    if plan.objective != "seconds" or plan.mesh.cluster.name == "ideal" or not {"baseline", "dynamic"}.isdisjoint(plan.options):
+    options = plan.options
+    if not options.overlaps or plan.mesh.cluster.name == "ideal" or options.baseline is not None or options.dynamic is not None:
         return False
     return few_calls(plan.graph) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
 
@@ -340,25 +254,24 @@ def few_calls(gm: GraphModule) -> bool:
     return sum(node.op == "call_function" for node in gm.graph.nodes) <= FEW_CALLS
 
 
-def may_loop(options: Mapping[str, Any]) -> bool:
-    """Returns whether options ask for micro-batches, and for nothing that a loop over them does not have."""
-    several = {name: (options.get(name) or 1) > 1 for name in ("microbatches", "panels")}
-    others = any(options.get(name) is not None for name in ("inputs", "outputs")) or options.get("spread") or several["panels"]
-    return several["microbatches"] and not others and options.get("objective") != "bytes"
+def may_loop(asked: Options) -> bool:
+    """Returns whether micro-batches are asked for, and nothing that a loop over them does not have."""
+    others = asked.inputs is not None or asked.outputs is not None or asked.spread or (asked.panels or 1) > 1
+    return (asked.microbatches or 1) > 1 and not others and asked.objective != BYTES
 
 
-def conflicting_pins(gm: GraphModule, mesh: Mesh, requests: Requests) -> SbpcError:
+def conflicting_pins(gm: GraphModule, mesh: Mesh, options: Options) -> SbpcError:
     """Returns the error about requests that cannot be met, with the fewest pins that conflict."""
 
     def refusal(pins: Mapping[str, str]) -> SbpcError | None:
         try:
-            asked = wishes(gm, mesh, replace(requests, pins=pins))
+            asked = wishes(gm, mesh, replace(options, pin=pins))
             Space(gm, mesh, asked.nodes, asked.outputs)
         except PinError as error:
             return error
         return None
 
-    return conflict(requests.pins, refusal)
+    return conflict(options.pin, refusal)
 
 
 @uncollected()
@@ -389,8 +302,8 @@ def prepare(
         "train": train,
         "model": type(model).__name__,
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-        "eval": [name for name, module in model.named_modules() if not module.training],
-        "left_out": list(left_out_of(model)),
-        GUARDS: captured.meta.pop(GUARDS),
+        "eval": tuple(name for name, module in model.named_modules() if not module.training),
+        "left_out": tuple(left_out_of(model)),
+        "guards": captured.meta.pop(GUARDS),
     }
     return Task(front(captured, stages), stages, about)

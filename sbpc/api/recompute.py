@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,16 +14,14 @@ from torch.fx import GraphModule
 from sbpc.errors import MemoryLimitError, PlanError
 from sbpc.graph.operands import is_late
 from sbpc.graph.ports import GRADIENT, PARAMETER
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of
+from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.schedule.choice import overlapped
-from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.memory import Life
 from sbpc.plans.memory_curve import GRADIENTS, OPTIMIZER, PARAMETERS, memory_curve
+from sbpc.plans.options import FULL, NONE, OPTIMIZER_STATE, SELECTIVE
 from sbpc.plans.plan import Plan
 
 log = logging.getLogger("sbpc")
-AUTO = "auto"
-RECOMPUTE = NONE, SELECTIVE, FULL, AUTO
 Forms = Mapping[str, str]  # by block, what its backward computes again
 
 
@@ -53,7 +52,7 @@ def least_recompute(
     free = planned(forms={}, memory=None)
     if memory is None:
         return free
-    limited = overlapped(free, {**free.options, "memory": memory}, free.prover, free.lower_bound, free.serial_bound)
+    limited = overlapped(free, replace(free.options, memory=memory), free.prover, free.lower_bound, free.serial_bound)
     limited.again = lambda **other: planned(**{"forms": {}, **other})
     if limited.cost.memory["total"] <= memory:
         return limited
@@ -83,7 +82,7 @@ def reachable(plan: Plan) -> float:
 
     So far a plan under a limit may go without computing anything again.
     """
-    boxed, mesh, optimizer = plan.unscheduled, plan.mesh, plan.options.get("optimizer")
+    boxed, mesh, optimizer = plan.unscheduled, plan.mesh, plan.options.optimizer
     curve = memory_curve(Life.of(boxed, mesh), boxed, mesh, optimizer)
     others = [sizes for name, sizes in curve.groups.items() if name not in (PARAMETERS, GRADIENTS, OPTIMIZER)]
     held = max(map(sum, zip(*others)))

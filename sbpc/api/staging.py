@@ -9,18 +9,16 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc.api.recompute import AUTO, forms_of
-from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, SbpcError, check_kinds, least_of
-from sbpc.graph.guards import GUARDS
+from sbpc.api.recompute import forms_of
+from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, least_of
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER
-from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import duplicate
 from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
-from sbpc.passes.assign.wishes import Requests, Wishes, expert_alternatives, wishes
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE, blocks_of
+from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
+from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
@@ -28,76 +26,71 @@ from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
 from sbpc.passes.stages.zero import Zero, groups_of
+from sbpc.plans.options import AUTO, FULL, NONE, SECONDS, SELECTIVE, SERIAL, Options
 from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
-from sbpc.plans.staged.schedules import chunks_in
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 
 
 @uncollected()
-def plan_stages(
-    gm: GraphModule, clocks: Stages, about: Mapping[str, Any], mesh: Mesh, axis: str | None, schedule: str, microbatches: int | None,
-    recompute: str, optimizer: str | None, memory: float | None, pin: Mapping[str, str | Layout] | None, baseline: str | None = None,
-    objective: str = "seconds", dynamic: Any = None,
-) -> StagedPlan:  # fmt: skip
-    """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None.
-
-    about: what every plan's options say of the step. baseline: the expert to follow in each stage. The other options are those of
-    `sbpc.plan`, already checked.
-    """
-    if recompute == AUTO:
-        asked = (gm, clocks, about, mesh, axis, schedule, microbatches)
+def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> StagedPlan:
+    """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None."""
+    if asked.recompute == AUTO:
         forms = (NONE, SELECTIVE, FULL) if blocks_of(gm) else (NONE,)
-        return least(forms, lambda form: plan_stages(*asked, form, optimizer, memory, pin, baseline, objective, dynamic))
-    names = {} if dynamic is None else {"dynamic": check_names(gm, mesh, dynamic)}
-    gm = compute_again(gm, forms_of(gm, recompute))
-    pins = {name: str(layout) for name, layout in (pin or {}).items()}
-    options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": pins, "spread": False, **about, GUARDS: {}}
-    options |= {"baseline": baseline} if baseline else {}
-    count = microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
-    asked_for = {**options, GUARDS: about[GUARDS], "objective": objective, "memory": memory, "stages": axis, "schedule": schedule}
-    asked_for |= {"microbatches": count, "recompute": recompute, **names}
+        return least(forms, lambda form: plan_stages(gm, clocks, mesh, replace(asked, recompute=form)))
+    axis, baseline = asked.stages, asked.baseline
+    if asked.dynamic is not None:
+        asked = replace(asked, dynamic=check_names(gm, mesh, asked.dynamic))
+    gm = compute_again(gm, forms_of(gm, asked.recompute))
+    count = asked.microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
+    asked = replace(asked, microbatches=count)
+    options = of_body(asked)
 
     def solve(body: GraphModule, inner: Mesh) -> list[Plan]:
         plan = serial(body, inner)
-        return beside(plan, wishes(body, inner, Requests(pins, baseline=baseline))) if objective == "seconds" else [plan]
+        return beside(plan, wishes(body, inner, options)) if asked.overlaps else [plan]
 
-    def serial(body: GraphModule, inner: Mesh, pin: Mapping[str, str] = pins) -> Plan:
-        asked = wishes(body, inner, Requests(pin, baseline=baseline))
-        experts = None if baseline else partial(expert_alternatives, body, inner, asked.nodes)
-        plan = finish(body, inner, asked.nodes, asked.outputs, options | {"pin": pin}, clocks, experts)
+    def serial(body: GraphModule, inner: Mesh, **other: Any) -> Plan:
+        changed = replace(options, **other)
+        wished = wishes(body, inner, changed)
+        experts = None if baseline else partial(expert_alternatives, body, inner, wished.nodes)
+        plan = finish(body, inner, wished, changed, clocks, experts)
         plan.again = partial(serial, body, inner)
         return plan
 
     def spare(body: GraphModule, inner: Mesh) -> list[Assignment]:
         try:
-            asked = wishes(body, inner, Requests(pins, baseline=SPARING)) if baseline is None else None
-            return [finish(body, inner, asked.nodes, asked.outputs, options, clocks, exact=False).assignment] if asked else []
+            wished = wishes(body, inner, replace(options, baseline=SPARING)) if baseline is None else None
+            return [finish(body, inner, wished, options, clocks, exact=False).assignment] if wished else []
         except (LayoutError, PinError, PlanError):  # the scheme does not fit the model, or not beside the pins
             return []
 
     def made(piece: GraphModule, assignment: Assignment) -> Plan:
         return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
 
-    limits = partial(search, requests=Requests(pins, baseline=baseline), count=count, clocks=clocks)
+    limits = partial(search, options=options, count=count, clocks=clocks)
     with clocks.timed("stages"):
-        plan = staged(gm, mesh, axis, count, schedule, asked_for, solve, spare, limits, made)
+        plan = staged(gm, mesh, asked, solve, spare, limits, made)
     plan.times = clocks.times
     return plan
 
 
-def search(whole: Plan, requests: Requests, count: int, clocks: Stages) -> Callable[[float], Plan]:
+def of_body(asked: Options) -> Options:
+    """Returns the options of the plans of chunks and of the body of a loop: one micro-batch, on the mesh of a stage."""
+    return replace(asked, memory=None, objective=SERIAL, microbatches=1, panels=1, stages=None, recompute=NONE, dynamic=None, guards={})
+
+
+def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callable[[float], Plan]:
     """Returns what plans a body under limits of bytes, one after the other, and as if parameters were boxed in every micro-batch.
 
     whole: the plan of the body without a limit.
     """
     body, free = duplicate(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
     body.meta[ONCE] = {GRADIENT: 1 / count}
-    asked = wishes(body, free.mesh, requests)
-    found = searched(body, free, asked.nodes, asked.outputs, clocks)
+    found = searched(body, free, wishes(body, free.mesh, options), clocks)
 
     def limited(limit: float) -> Plan:
         with clocks.timed("assign"):
@@ -139,11 +132,11 @@ def short_plans(
 ) -> tuple[list[str], Callable[[int], StagedPlan]]:
     """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all parameters at a level
     of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow. The plan of a level is made once."""
-    options = {"optimizer": optimizer, "memory": None, "objective": "serial", "pin": {}, "spread": False, **about}
+    options = of_body(Options(optimizer=optimizer, baseline=baseline, **about))
     body = duplicate(loop.body)
     body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
-    asked = wishes(body, inner, Requests({}, baseline=baseline)).nodes
-    plan = finish(body, inner, asked, {}, options, clocks, exact=False)  # a search needs no last half percent
+    asked = wishes(body, inner, options).nodes
+    plan = finish(body, inner, Wishes(asked, {}), options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.graph)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]
     pieces = cut(plan.graph, places, starts)
@@ -157,7 +150,7 @@ def short_plans(
     def at(level: int) -> StagedPlan:
         levels = dict.fromkeys(range(len(zero.groups)), level)
         chunks = chunks_of(replace(plan, assignment=zero.assignment(levels)), pieces, made)
-        return StagedPlan(mesh, axis, loop, chunks, "1f1b", 0.0, zero.in_loop(levels), options | {"objective": "seconds"})
+        return StagedPlan(mesh, axis, loop, chunks, "1f1b", 0.0, zero.in_loop(levels), replace(options, objective=SECONDS))
 
     return [blocks[place] for place in (0, *starts)], at
 
@@ -177,25 +170,3 @@ def usual_count(gm: GraphModule, stages: int) -> int:
     """Returns the largest divisor of the batch that is at most four times the number of stages."""
     batch = Model(gm).batch
     return max(count for count in range(1, 4 * stages + 1) if batch % count == 0)
-
-
-def check_schedule(schedule: Any) -> None:
-    """Raises SbpcError for what is no schedule, though a plan without stages has no use for it."""
-    check_kinds(schedule=(schedule, "a text"))
-    chunks_in(schedule)
-
-
-def check_staged(mesh: Mesh, stages: Any, *, train: bool, **options: Any) -> None:
-    """Raises SbpcError for what cannot be asked of a plan with stages."""
-    check_kinds(stages=(stages, "a text"))
-    mesh_of_stage(mesh, stages)
-    if not train:
-        raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
-    given = [name for name in ("inputs", "outputs") if options.get(name) is not None]
-    given += ["spread"] if options.get("spread") else []
-    if options.get("objective") == "bytes":
-        raise SbpcError("objective='bytes' with stages=\n  Leave it out: a pipeline is planned to be fast.")
-    if options.get("panels") not in (None, 1):
-        raise SbpcError("panels= with stages=\n  Leave it out: stages and loops are not cut into panels.")
-    if given:
-        raise SbpcError(f"{given[0]}= with stages=\n  Leave it out: inputs and outputs are whole on every rank.")

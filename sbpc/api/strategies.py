@@ -16,15 +16,15 @@ from typing import Any
 
 from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
-from sbpc.api.recompute import AUTO, forms_of
+from sbpc.api.recompute import forms_of
 from sbpc.api.staging import SPARING, plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
-from sbpc.passes.loop.recompute import FULL, NONE, SELECTIVE
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.stages.plan_stages import mesh_of_stage
+from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
 from sbpc.plans.staged.estimate import Estimate, repeated
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.staged_plan import StagedPlan
@@ -183,8 +183,8 @@ class Search:
     def planned(self, each: Candidate, form: str) -> StagedPlan:
         """Returns the plan of a row."""
         task = self.task()
-        about = (task.gm, task.stages, task.about, each.mesh, PIPE, each.schedule, each.microbatches)
-        return plan_stages(*about, form, self.optimizer, self.memory, {})
+        asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)
+        return plan_stages(task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form))
 
 
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:

@@ -13,14 +13,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 from sbpc.api.candidates import candidates
-from sbpc.api.checks import check_options
+from sbpc.api.checks import checked
 from sbpc.api.planning import Task, prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.loop.recompute import NONE
+from sbpc.plans.options import NONE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
@@ -81,8 +81,7 @@ def sweep(
     raises.
     """
     check_devices(devices, axes, progress)
-    options: dict[str, Any] = {"optimizer": optimizer, "objective": objective, "spread": spread, "memory": memory}
-    check_options(**options, recompute=recompute)
+    options = checked(None, optimizer=optimizer, objective=objective, spread=spread, memory=memory, recompute=recompute)
     check_kinds(model=(model, "an nn.Module"))
     check_kinds(stages=(stages, "True or False"), microbatches=(microbatches, "True or False"), seconds=(seconds, "a number of seconds"))
     if stages or microbatches or recompute != NONE:
@@ -121,9 +120,9 @@ def check_devices(devices: Any, axes: Any, progress: Any) -> None:
         raise MeshError(f"axes is {axes!r}\n  A mesh has 1 to {len(AXES)} axes.")
 
 
-def row_of(task: Task, mesh: Mesh, options: dict[str, Any]) -> SweepRow:
+def row_of(task: Task, mesh: Mesh, options: Options) -> SweepRow:
     """Plans one mesh. The plan forgets the graphs that were made for its cost, and makes them again on use."""
-    plan = task.plan(mesh, **options)
+    plan = task.plan(mesh, options)
     cost = plan.cost.paid
     plan.forget()
     return SweepRow(mesh, plan, cost)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from sbpc.cli.train_loop import optimizer_of, train
 from sbpc.errors import SbpcError
 from sbpc.inspect.page_charts import largest_difference
 from sbpc.inspect.picture import graph_svg
-from sbpc.inspect.report import print_plan
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
 from sbpc.runtime.module import parallelize
@@ -165,7 +165,7 @@ def plan_model(model: GPT, dtype: str, console: Console) -> tuple[Plan, int]:
     say(console, f"[bold]1. plan[/]  a GPT of {about}\n")
     args, kwargs = next(batches(1))
     planned = plan(model, args, Mesh(data=2, tensor=2), kwargs=kwargs)
-    print_plan(planned, console)
+    say(console, escape(str(planned)))
     return planned, count
 
 

@@ -9,24 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sbpc.api.checks import OBJECTIVES
 from sbpc.api.loading import load
 from sbpc.api.planning import plan
-from sbpc.api.recompute import RECOMPUTE
 from sbpc.cli.progress import progress
 from sbpc.cli.target import DTYPES, Target, import_file, load_target, split_target
 from sbpc.errors import MeshError, PinError, PlanError, SbpcError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Options
 from sbpc.plans.staged.schedules import INTERLEAVED, SCHEDULES
 from sbpc.rules.proof.rule_files import load_rules
 
-PLANNING = (  # options that cannot change a finished plan
-    "mesh", "cluster", "pin", "no_train", "memory", "objective", "microbatches", "panels", "recompute", "stages", "schedule",
-    "dump",
-)  # fmt: skip
-SCHEDULE = "1f1b"
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -61,18 +54,8 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Adds the options of what plans on one mesh."""
     axes = "as in data=2,tensor=2, outermost axis first"
     parser.add_argument("--mesh", type=mesh_axes, metavar="AXIS=SIZE,...", help=axes)
-    pins = "as in '*.up.weight=S(0)@tensor'; may be given again"
-    parser.add_argument("--pin", action="append", default=[], metavar="NAME=LAYOUT", help=pins)
-    least = "what is to be least: seconds, where collectives run beside computing (the default); serial, where they do not; or bytes"
-    parser.add_argument("--objective", choices=OBJECTIVES, help=least)
-    parts = "run the step in this many parts of the batch (default: 2 where that is faster, else 1)"
-    parser.add_argument("--microbatches", type=positive, metavar="N", help=parts)
-    pieces = "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, else 1)"
-    parser.add_argument("--panels", type=positive, metavar="N", help=pieces)
-    parser.add_argument("--recompute", choices=RECOMPUTE, help="what a backward computes again instead of having it kept (default: none)")
-    parser.add_argument("--stages", metavar="AXIS", help="cut the model into stages of a pipeline along this axis of the mesh")
-    order = f"the order in which stages work, {', '.join(SCHEDULES)} (default: {SCHEDULE}); {INTERLEAVED}:3 has 3 chunks on each"
-    parser.add_argument("--schedule", metavar="NAME", help=order)
+    for name, more in ON_A_MESH.items():
+        parser.add_argument(f"--{name}", **more)
     add_file(parser, "--dump", metavar="DIR", help="write the graph after every pass into this folder")
 
 
@@ -110,6 +93,31 @@ positive = number(int, lambda count: count > 0, "integer from 1 on")
 quantity = number(with_unit, lambda size: 0 <= size < math.inf, "number of bytes, as in 80G")
 rate = number(float, lambda rate: 0 <= rate < math.inf, "learning rate, as in 0.001")
 seconds = number(float, lambda wait: 0 < wait < math.inf, "number of seconds, as in 60")
+
+
+ON_A_MESH: dict[str, dict[str, Any]] = {  # keywords of `sbpc.plan` for one mesh, with what argparse makes of each
+    "pin": {
+        "action": "append", "default": [], "metavar": "NAME=LAYOUT", "help": "as in '*.up.weight=S(0)@tensor'; may be given again",
+    },
+    "objective": {
+        "choices": OBJECTIVES,
+        "help": "what is to be least: seconds, where collectives run beside computing (the default); serial, where they do not; or bytes",
+    },
+    "microbatches": {
+        "type": positive, "metavar": "N", "help": "run the step in this many parts of the batch (default: 2 where that is faster, else 1)",
+    },
+    "panels": {
+        "type": positive, "metavar": "N",
+        "help": "cut products next to a collective into this many parts (default: 2, 4 or 8 where that is faster, else 1)",
+    },
+    "recompute": {"choices": RECOMPUTE, "help": "what a backward computes again instead of having it kept (default: none)"},
+    "stages": {"metavar": "AXIS", "help": "cut the model into stages of a pipeline along this axis of the mesh"},
+    "schedule": {
+        "metavar": "NAME",
+        "help": f"the order in which stages work, {', '.join(SCHEDULES)} (default: {Options.schedule}); {INTERLEAVED}:3: 3 chunks on each",
+    },
+}  # fmt: skip
+PLANNING = ("mesh", "cluster", "no_train", "memory", *ON_A_MESH, "dump")  # options that cannot change a finished plan
 
 
 def file_name(text: str) -> str:
@@ -179,17 +187,15 @@ def plan_of(options: argparse.Namespace, target: str) -> tuple[Any, Target]:
     split_target(target)
     if options.schedule and not options.stages:
         raise SbpcError(f"--schedule {options.schedule} is of use with stages alone\n  Add --stages AXIS, or remove it.")
-    mesh, pins = mesh_of(options), pins_of(options)
+    mesh = mesh_of(options)
+    asked = {name: getattr(options, name) for name in ("optimizer", "memory", *ON_A_MESH)} | {"pin": pins_of(options)}
     if options.dump:
         make_folder(options.dump)
     built = target_of(options, target)
-    asked: dict[str, Any] = {"train": not options.no_train, "optimizer": options.optimizer, "memory": options.memory}
-    asked |= {"objective": options.objective or OBJECTIVES[0], "microbatches": options.microbatches, "panels": options.panels}
-    asked |= {"recompute": options.recompute or "none", "dtype": built.dtype, "pin": pins, "dump": options.dump}
-    if options.stages:
-        asked |= {"stages": options.stages, "schedule": options.schedule or SCHEDULE}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    about = {"kwargs": built.kwargs, "train": not options.no_train, "dtype": built.dtype, "dump": options.dump}
     with progress():
-        return plan(built.model, built.args, mesh, kwargs=built.kwargs, **asked), built
+        return plan(built.model, built.args, mesh, **about, **asked), built
 
 
 def target_of(options: argparse.Namespace, target: str) -> Target:

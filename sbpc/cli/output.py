@@ -12,13 +12,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from sbpc.errors import SbpcError
-from sbpc.inspect import report
-from sbpc.inspect.staged_report import staged_json
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 
 @contextlib.contextmanager
@@ -68,16 +64,3 @@ def write(file: str, save: Any) -> None:
         save(file)
     except OSError as error:
         raise SbpcError(f"cannot write {file}: {error.strerror}\n  Name a file that may be written to.") from error
-
-
-def print_plan(plan: Any) -> None:
-    """Prints the report of a plan, with stages or without."""
-    if isinstance(plan, StagedPlan):
-        print(plan)
-    else:
-        report.print_plan(plan, Console())
-
-
-def plan_json(plan: Any) -> dict[str, Any]:
-    """Returns the report of a plan, with stages or without, as JSON values."""
-    return staged_json(plan) if isinstance(plan, StagedPlan) else report.plan_json(plan)

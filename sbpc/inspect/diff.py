@@ -7,23 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Node
-
-from sbpc.boxing.steps import WIRE
 from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, placeholders
 from sbpc.inspect.graph_text import bytes_sent
-from sbpc.inspect.report import numberless, some
+from sbpc.inspect.report import AnyPlan, boxings, mesh_of, numberless, plans_in, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B
-from sbpc.plans.plan import Plan
-from sbpc.plans.staged.stage_parts import parts_of
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.options import BYTES
 
-AnyPlan = Plan | StagedPlan
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
 ASKED = (  # options that are compared
@@ -119,30 +112,11 @@ def diff(one: AnyPlan, other: AnyPlan) -> Diff:
 def asked_of(plan: AnyPlan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
-    options = {name: "" if plan.options.get(name) in (None, {}, False) else str(plan.options.get(name)) for name in ASKED}
-    if options["memory"]:
-        options["memory"] = quantity(plan.options["memory"], "B")
-    return {"model": str(plan.options.get("model")), "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
-
-
-def mesh_of(plan: AnyPlan) -> Mesh:
-    """Returns the mesh on which layouts are: of a plan with stages that of one stage."""
-    return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
-
-
-def plans_in(plan: AnyPlan) -> list[Plan]:
-    """Returns the plan itself, or those of its chunks."""
-    return [chunk.plan for chunk in plan.chunks] if isinstance(plan, StagedPlan) else [plan]
-
-
-def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
-    """Yields the boxings of a plan that send, and how often each runs in a step."""
-    for each in plans_in(plan):
-        gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
-        parts = parts_of(gm, plan.in_loop) if isinstance(plan, StagedPlan) else {}
-        for node in gm.graph.nodes:
-            if "step" in node.meta and node.meta["step"].collective in WIRE:
-                yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1
+    asked = {name: getattr(plan.options, name) for name in ASKED}
+    options = {name: "" if value in (None, {}, False) else str(value) for name, value in asked.items()}
+    if asked["memory"]:
+        options["memory"] = quantity(asked["memory"], "B")
+    return {"model": plan.options.model, "mesh": mesh, "cluster": plan.mesh.cluster.name, **options}
 
 
 def text(layout: Layout, alike: bool) -> str:
@@ -174,10 +148,9 @@ def figures(one: AnyPlan, other: AnyPlan) -> Iterator[tuple[str, str, float, flo
     mine, others = one.cost, other.cost
     for name, key in (("a step", ""), ("computing", "compute_"), ("communicating", "comm_"), ("exposed", "exposed_")):
         yield name, "s", getattr(mine, f"{key}seconds"), getattr(others, f"{key}seconds")
-    bubbles = [plan.cost.bubble_seconds if isinstance(plan, StagedPlan) else 0.0 for plan in (one, other)]
-    if any(bubbles):
-        yield "bubble", "s", bubbles[0], bubbles[1]
-    yield "lower bound", "B" if getattr(mine, "objective", "") == "bytes" else "s", mine.lower_bound, others.lower_bound
+    if mine.bubble_seconds or others.bubble_seconds:
+        yield "bubble", "s", mine.bubble_seconds, others.bubble_seconds
+    yield "lower bound", "B" if mine.objective == BYTES else "s", mine.lower_bound, others.lower_bound
     yield "flops", "", mine.flops, others.flops
     for axis in {**mine.bytes_sent, **others.bytes_sent}:
         yield f"sent over {axis}", "B", mine.bytes_sent.get(axis, 0.0), others.bytes_sent.get(axis, 0.0)

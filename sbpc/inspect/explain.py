@@ -93,7 +93,7 @@ class Explanation:
     @uncollected()
     def report(self) -> Report:
         """The explanation as tables and lines."""
-        unit = "B" if self.plan.objective == "bytes" else "s"
+        unit = "B" if self.plan.options.objective == "bytes" else "s"
         title = f"{self.name} is laid out {self.layout}"
         cost, full = self.plan.cost, FULL if self.time == STEP else 0
         counted = [quantity(size, "B") if full else "" for size in (sum(cost.bytes_sent.values()), cost.memory["total"])]
@@ -120,7 +120,7 @@ class Explanation:
         sure = "exact" if each.exact else f"at least {quantity(each.at_least, unit, sign=True)}" if each.at_least > 0 else ""
         sent, held = math.fsum(one.bytes_sent for one in each.appear) - math.fsum(one.bytes_sent for one in each.gone), ""
         if full:
-            cost, mine, limit = each.cost, self.plan.cost, self.plan.options.get("memory")
+            cost, mine, limit = each.cost, self.plan.cost, self.plan.options.memory
             held = quantity(cost.memory["total"] - mine.memory["total"], "B", sign=True)
             sure += " over the limit" if limit is not None and cost.memory["total"] > limit else ""
         difference = quantity(each.difference, unit, sign=True)

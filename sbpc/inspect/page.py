@@ -53,7 +53,7 @@ def page_html(
     for moment in curve["moments"]:
         moment.append(places.get(moment[2]))
     page = {
-        "model": clean(str(plan.options.get("model", "model"))), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
+        "model": clean(plan.options.model), "mesh": str(mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
         "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "map": [map_row(row, alternatives) for row in model_map(plan)],
         "homes": homes, "traffic": traffic(plan), "curve": curve, "timeline": timeline(plan.timeline(), places, measured),
@@ -70,11 +70,11 @@ def page_html(
 def asked(plan: Plan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
     options, cluster = plan.options, plan.mesh.cluster.name
-    texts = [f"{plan.mesh.ranks} ranks", f"cluster {cluster}", "training" if options.get("train") else "forward alone"]
-    texts += [f"{name} {options[name]}" for name in ("dtype", "optimizer", "baseline") if options.get(name)]
-    if options.get("memory") is not None:
-        texts.append(f"at most {quantity(options['memory'], 'B')} a rank")
-    texts += [f"pin {name} = {layout}" for name, layout in (options.get("pin") or {}).items()]
+    texts = [f"{plan.mesh.ranks} ranks", f"cluster {cluster}", "training" if options.train else "forward alone"]
+    texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)]
+    if options.memory is not None:
+        texts.append(f"at most {quantity(options.memory, 'B')} a rank")
+    texts += [f"pin {name} = {layout}" for name, layout in options.pin.items()]
     return [clean(text) for text in texts]
 
 

@@ -1,34 +1,67 @@
-"""Reports a plan to people: layouts by parameter, collectives by axis, seconds, memory, how good it is."""
+"""Reports a plan to people: layouts by parameter, collectives by axis, chunks, seconds, memory, how good it is."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from io import StringIO
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
+from torch.fx import Node
 
-from sbpc.boxing.steps import wire
+from sbpc.boxing.steps import WIRE, wire
 from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost
+from sbpc.plans.options import BYTES
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.chunk_programs import Chunk
+from sbpc.plans.staged.pipeline_cost import RUNS
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD
+from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.staged.staged_plan import StagedPlan
 
+AnyPlan = Plan | StagedPlan
 IDEAL = (
     "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),\n"
     "          or measure yours with `sbpc profile`"
 )
+FIGURES = (
+    "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound", "gap",
+    "serial_gap", "flops", "flops_one_device", "bytes_sent", "memory",
+)  # fmt: skip
 
 
-def plan_text(plan: Plan, width: int = 110) -> str:
-    """Returns the report of a plan as plain text."""
-    out = StringIO()
-    console = Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    print_plan(plan, console)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+def report(plan: AnyPlan) -> Report:
+    """Returns what is told of a plan."""
+    tables = [parameter_table(plan), collective_table(plan), *([chunk_table(plan)] if isinstance(plan, StagedPlan) else [])]
+    told = [*figure_lines(plan), *(f"LOUD      {note}" for note in plan.notes), *(f"note      {remark}" for remark in plan.remarks)]
+    way = f", {plan.way}" if isinstance(plan, StagedPlan) else ""
+    return Report(f"{plan.options.model} on {plan.mesh}: {plan.mesh.ranks} ranks{way}", (), tables, told)
+
+
+def figure_lines(plan: AnyPlan) -> list[str]:
+    """Returns lines about seconds, bound, flops, bytes and memory."""
+    cost, mesh = plan.cost, plan.mesh
+    share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
+    whole = f"one device's {quantity(cost.flops_one_device, '')} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
+    exposed = "" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"
+    share_of_bubble = cost.bubble_seconds / cost.seconds if cost.seconds else 0.0
+    waits = f", {cost.bubble_seconds:.3g} ({share_of_bubble:.1%}) waiting for other stages" if cost.bubble_seconds else ""
+    serial = "" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"
+    sent = ", ".join(f"{quantity(size, 'B')} over {axis}" for axis, size in cost.bytes_sent.items() if size)
+    lines = [
+        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating{exposed}{waits}",
+        *recompute_lines(cost),
+        f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
+        f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
+        *([f"sent      {sent or 'nothing'} by the busiest rank"] if isinstance(plan, StagedPlan) else []),
+        "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
+    ]
+    if cost.memory["total"] > mesh.cluster.memory:
+        device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
+        lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
+    return lines + ([IDEAL] if mesh.cluster.name == "ideal" else [])
 
 
 def recompute_lines(cost: Cost) -> list[str]:
@@ -38,62 +71,16 @@ def recompute_lines(cost: Cost) -> list[str]:
     return [again] if cost.recompute_seconds else []
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints the report of a plan on a terminal."""
-    cost, mesh = plan.cost, plan.mesh
-    console.print(f"[bold]{escape(plan.options.get('model', 'model'))}[/] on {escape(str(mesh))}: {mesh.ranks} ranks", highlight=False)
-    console.print(parameter_table(plan))
-    console.print(collective_table(plan))
-    share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
-    pinned = " with these pins" if plan.options.get("pin") else ""
-    whole = f"one device's {quantity(cost.flops_one_device, '')} (1/{mesh.ranks} is {100 / mesh.ranks:.1f} %)"
-    lines = [
-        f"seconds   {cost.seconds:.3g} a step: {cost.compute_seconds:.3g} computing, {cost.comm_seconds:.3g} communicating"
-        + ("" if cost.makespan is None else f", {cost.exposed_seconds:.3g} of them exposed"),
-        *recompute_lines(cost),
-        f"proof     no plan{pinned} {least(cost)}: the gap is {100 * cost.gap:.2f} %"
-        + ("" if cost.makespan is None else f", {100 * cost.serial_gap:.2f} % where nothing overlaps"),
-        f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
-        "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
-    ]
-    if cost.memory["total"] > mesh.cluster.memory:
-        device = f"a device of {mesh.cluster.name!r} has {quantity(mesh.cluster.memory, 'B')}"
-        lines.append(f"          {device}: ask for a plan that fits with memory={mesh.cluster.memory:g}")
-    if mesh.cluster.name == "ideal":
-        lines.append(IDEAL)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for note in plan.notes:
-        console.print(f"[bold red]LOUD[/]      {escape(note)}", highlight=False, soft_wrap=True)
-    for remark in plan.remarks:
-        console.print(f"note      {escape(remark)}", highlight=False, soft_wrap=True)
-
-
-def plan_html(plan: Plan) -> str:
-    """Returns the report of a plan for a notebook."""
-    cost = plan.cost
-    tables = [titled(parameter_table(plan)), titled(collective_table(plan))]
-    parts = f"computing {quantity(cost.compute_seconds, 's')}, communicating {quantity(cost.comm_seconds, 's')}"
-    held = ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items())
-    lines = [f"a step takes {quantity(cost.seconds, 's')}: {parts}; the gap to the bound is {100 * cost.gap:.2f} %", f"memory: {held}"]
-    return Report(f"{plan.options.get('model', 'model')} on {plan.mesh}", [*lines, *recompute_lines(cost), *plan.notes], tables).html()
-
-
-def titled(source: RichTable) -> Table:
-    """Returns a table of the report as rows of texts."""
-    columns = [[str(cell).replace("\\[", "[") for cell in column.cells] for column in source.columns]
-    left = tuple(str(column.header) for column in source.columns if column.justify == "left")
-    return Table(str(source.title), tuple(str(column.header) for column in source.columns), list(zip(*columns)), left)
-
-
-def least(cost: Cost) -> str:
+def least(plan: AnyPlan) -> str:
     """Returns what no plan does, by the bound."""
-    if cost.objective == "bytes":
-        return f"sends less than {cost.lower_bound:,.0f} bytes a rank"
-    return f"takes less than {cost.lower_bound:.3g} s"
+    bound = plan.cost.lower_bound
+    if isinstance(plan, StagedPlan):
+        return f"layouts of {'these stages' if plan.axis else 'this loop'} take less than {bound:.3g} s"
+    does = f"sends less than {bound:,.0f} bytes a rank" if plan.cost.objective == BYTES else f"takes less than {bound:.3g} s"
+    return f"plan{' with these pins' if plan.options.pin else ''} {does}"
 
 
-def parameter_table(plan: Plan) -> RichTable:
+def parameter_table(plan: AnyPlan) -> Table:
     """Returns parameters with their shapes and homes. Those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     alike: Counter[str] = Counter()
@@ -103,14 +90,11 @@ def parameter_table(plan: Plan) -> RichTable:
         shape = ", ".join(map(str, shapes[name].shape))
         rows.setdefault((pattern, f"[{shape}]", str(layout)), []).append(name)
         alike[pattern] += 1
-    table = RichTable(title="parameters", title_justify="left", box=None, pad_edge=False)
-    for title in ("name", "shape", "home layout", "count"):
-        justify: Any = "right" if title == "count" else "left"
-        table.add_column(title, justify=justify, overflow="fold", no_wrap=title != "name")
-    for (pattern, shape, home), names in rows.items():
-        name = pattern if len(names) == alike[pattern] > 1 else some(names)
-        table.add_row(escape(name), escape(shape), escape(home), str(len(names)))
-    return table
+    texts = [
+        (pattern if len(names) == alike[pattern] > 1 else some(names), shape, home, str(len(names)))
+        for (pattern, shape, home), names in rows.items()
+    ]
+    return Table("parameters", ("name", "shape", "home layout", "count"), texts, ("name", "shape", "home layout"))
 
 
 def numberless(name: str) -> str:
@@ -141,49 +125,90 @@ def spans(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
-    """Returns by axis and collective how many there are, and the bytes that a rank sends."""
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for transfer, times in plan.cost.transfers:
-        step = transfer.step
-        key = plan.mesh.key(step.axes), step.collective
-        _, each = wire(step, transfer.shape, transfer.itemsize, plan.mesh.sizes)
-        count, sent = totals.get(key, (0, 0.0))
-        totals[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
+def plans_in(plan: AnyPlan) -> list[Plan]:
+    """Returns the plan itself, or those of its chunks."""
+    return [chunk.plan for chunk in plan.chunks] if isinstance(plan, StagedPlan) else [plan]
+
+
+def mesh_of(plan: AnyPlan) -> Mesh:
+    """Returns the mesh on which layouts are: of a plan with stages that of one stage."""
+    return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
+
+
+def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
+    """Yields the boxings of a plan that send, and how often each runs in a step."""
+    for each in plans_in(plan):
+        gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
+        parts = parts_of(gm, plan.in_loop) if isinstance(plan, StagedPlan) else {}
+        for node in gm.graph.nodes:
+            if "step" in node.meta and node.meta["step"].collective in WIRE:
+                yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1
+
+
+def collectives(plan: AnyPlan) -> dict[tuple[str, str], tuple[int, float]]:
+    """Returns by axis and collective how many there are, and the bytes that a rank sends; of stages, those of all of them."""
+    totals, mesh = dict[tuple[str, str], tuple[int, float]](), mesh_of(plan)
+    for node, times in boxings(plan):
+        step, value = node.meta["step"], node.meta["val"]
+        rounds, each = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
+        if rounds:
+            count, sent = totals.get(key := (mesh.key(step.axes), step.collective), (0, 0.0))
+            totals[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
     return dict(sorted(totals.items()))
 
 
-def collective_table(plan: Plan) -> RichTable:
+def collective_table(plan: AnyPlan) -> Table:
     """Returns the table of collectives by axis, with how many there are and the bytes that a rank sends."""
-    table = RichTable(title="collectives", title_justify="left", box=None, pad_edge=False)
-    for title in ("axis", "collective", "count", "bytes sent per rank"):
-        table.add_column(title, justify="right" if title in ("count", "bytes sent per rank") else "left")
-    for key, (count, sent) in collectives(plan).items():
-        table.add_row(*key, str(count), f"{sent:,.0f}")
-    if not table.rows:
-        table.add_row("none", "", "", "0")
-    return table
+    rows = [(*key, str(count), f"{sent:,.0f}") for key, (count, sent) in collectives(plan).items()]
+    heads = ("axis", "collective", "count", "bytes sent per rank")
+    return Table("collectives", heads, rows or [("none", "", "", "0")], ("axis", "collective"))
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def chunk_table(plan: StagedPlan) -> Table:
+    """Returns the chunks of the model with what each takes for a micro-batch."""
+    rows = [
+        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.program(RUNS[FORWARD]).seconds, "s"),
+         quantity(part.program(RUNS[BACKWARD]).seconds, "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
+        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+    ]  # fmt: skip
+    return Table("chunks", ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends"), rows, ("modules", "sends"))
+
+
+def span_of(chunk: Chunk) -> str:
+    """Returns the first and the last module of a chunk."""
+    nodes = [node for node in chunk.graph.graph.nodes if node.op == "call_function"]
+    named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
+    return f"{named[0]} to {named[-1]}" if named else "no module"
+
+
+def plan_json(plan: AnyPlan) -> dict[str, Any]:
     """Returns the report as JSON values."""
-    cost = plan.cost
-    figures = (
-        "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "lower_bound", "gap", "serial_gap", "flops",
-        "flops_one_device", "bytes_sent", "recompute_seconds",
-    )  # fmt: skip
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.name,
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
-        **{name: getattr(cost, name) for name in figures},
+        **{name: getattr(plan.cost, name) for name in FIGURES},
         "collectives": [
             {"axis": axis, "collective": name, "count": count, "bytes_sent": sent}
             for (axis, name), (count, sent) in collectives(plan).items()
         ],
-        "memory": cost.memory,
-        "formula": str(cost.expr),
+        "formula": str(plan.cost.expr),
         "times": plan.times,
         "notes": list(plan.notes),
         "remarks": list(plan.remarks),
+        **(stages_json(plan) if isinstance(plan, StagedPlan) else {}),
     }
+
+
+def stages_json(plan: StagedPlan) -> dict[str, Any]:
+    """Returns what the report tells of stages and chunks."""
+    return {
+        "stages": plan.axis, "schedule": plan.schedule, "microbatches": plan.count,
+        "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
+        "chunks": [
+            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.program(RUNS[FORWARD]).seconds,
+             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.plan.parameters),
+             "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
+            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
+        ],
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reports a plan with pipeline stages: as JSON values, for a notebook, and as one HTML page that loads nothing."""
+"""Writes a plan with pipeline stages as one HTML page that loads nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.page import chip_of, chips_of, parts
 from sbpc.inspect.page_charts import curves
 from sbpc.inspect.picture import clean, template
-from sbpc.inspect.report import numberless, some
-from sbpc.inspect.tables import Report, Table, quantity
+from sbpc.inspect.report import numberless, some, span_of
+from sbpc.inspect.tables import quantity
+from sbpc.plans.options import NONE
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged.staged_lines import span_of
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.staged.staged_timeline import actions_of, measured_actions
 from sbpc.plans.timeline import Event, makespan
@@ -22,60 +22,6 @@ from sbpc.plans.timeline import Event, makespan
 WIDE, LANE, BAR = 1200.0, 34.0, 26.0  # units of the schedule's picture: its width, from stage to stage, and of a bar
 ONCE = {BEFORE: "what is done before the loop", AFTER: "what is done after the loop"}
 ROOM = 16.0  # units of a bar in which a number can be read
-FIGURES = (
-    "seconds", "compute_seconds", "comm_seconds", "exposed_seconds", "bubble_seconds", "recompute_seconds", "lower_bound", "gap",
-    "flops", "bytes_sent", "memory",
-)  # fmt: skip
-
-
-def staged_json(plan: StagedPlan) -> dict[str, Any]:
-    """Returns the report as JSON values."""
-    return {
-        "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)), "cluster": plan.mesh.cluster.name,
-        "stages": plan.axis, "schedule": plan.schedule, "microbatches": plan.count,
-        "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
-        **{name: getattr(plan.cost, name) for name in FIGURES},
-        "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
-        "chunks": [
-            {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.program(RUNS[FORWARD]).seconds,
-             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.plan.parameters),
-             "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
-            for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
-        ],
-        "times": plan.times,
-    }  # fmt: skip
-
-
-def title_of(plan: StagedPlan) -> str:
-    """Returns what is planned, and where."""
-    return f"{plan.options.get('model', 'model')} on {plan.mesh}"
-
-
-def summary(plan: StagedPlan) -> list[str]:
-    """Returns the figures of a step as lines."""
-    cost = plan.cost
-    times = {"computing": cost.compute_seconds, "communication that nothing hides": cost.exposed_seconds, "bubble": cost.bubble_seconds}
-    sent = [f"{quantity(size, 'B')} over {axis}" for axis, size in cost.bytes_sent.items() if size]
-    return [
-        plan.way,
-        f"a step takes {quantity(cost.seconds, 's')}: " + ", ".join(f"{kind} {quantity(size, 's')}" for kind, size in times.items()),
-        f"sent by a rank: {', '.join(sent) or 'nothing'}",
-        "memory: " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
-    ]
-
-
-def staged_html(plan: StagedPlan) -> str:
-    """Returns the report of a plan for a notebook."""
-    heads = ("chunk", "stage", "modules", "forward", "backward", "parameters", "sends")
-    rows = [
-        (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.program(RUNS[FORWARD]).seconds, "s"),
-         quantity(part.program(RUNS[BACKWARD]).seconds, "s"), quantity(sum(part.homes.values()), "B"), ", ".join(chunk.sends.values()))
-        for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
-    ]  # fmt: skip
-    homes = [(str(at), name, str(layout)) for at, chunk in enumerate(plan.chunks) for name, layout in chunk.plan.parameters.items()]
-    left = ("modules", "sends", "name", "home layout")
-    tables = [Table("chunks", heads, rows, left), Table("parameters", ("chunk", "name", "home layout"), homes, left)]
-    return Report(title_of(plan), summary(plan), tables).html()
 
 
 def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None = None, measured: Sequence[Event] = ()) -> str:
@@ -84,7 +30,8 @@ def staged_page(plan: StagedPlan, losses: Mapping[str, Sequence[float]] | None =
     losses: by name of a run, the loss of every step. measured: the events of a step that rank 0 ran.
     """
     page = {
-        "title": clean(title_of(plan)), "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
+        "title": clean(f"{plan.options.model} on {plan.mesh}"),
+        "asked": [clean(text) for text in asked(plan)], "ideal": plan.mesh.cluster.name == "ideal",
         "losses": curves(losses) if losses else None, "cards": cards(plan), "schedule": picture(plan, measured), "memory": memory(plan),
         "chunks": [chunk(plan, at) for at in range(len(plan.chunks))],
         "axes": list(zip(plan.inner.axes, plan.inner.sizes)), "chip": chip_of, "seconds": quantity(plan.cost.seconds, "s"),
@@ -98,12 +45,13 @@ def asked(plan: StagedPlan) -> list[str]:
     options = plan.options
     texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}"]
     texts += [f"{plan.stages} stages along {plan.axis}", plan.schedule] if plan.axis else []
-    texts += [f"{plan.count} micro-batches", *(f"{name} {options[name]}" for name in ("dtype", "optimizer") if options.get(name))]
-    if options.get("recompute", "none") != "none":
-        texts.append(f"recompute {options['recompute']}")
-    if options.get("memory") is not None:
-        texts.append(f"at most {quantity(options['memory'], 'B')} a rank")
-    return texts + [f"pin {name} = {layout}" for name, layout in (options.get("pin") or {}).items()]
+    texts.append(f"{plan.count} micro-batches")
+    texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer") if getattr(options, name)]
+    if options.recompute != NONE:
+        texts.append(f"recompute {options.recompute}")
+    if options.memory is not None:
+        texts.append(f"at most {quantity(options.memory, 'B')} a rank")
+    return texts + [f"pin {name} = {layout}" for name, layout in options.pin.items()]
 
 
 def cards(plan: StagedPlan) -> list[dict[str, Any]]:

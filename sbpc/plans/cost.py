@@ -15,7 +15,7 @@ import numpy as np
 import sympy
 
 from sbpc.boxing.steps import Step, wire
-from sbpc.errors import check_kinds
+from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.mesh import Mesh
 
@@ -93,28 +93,40 @@ class Transfer:
     dims: tuple[Any, ...] = ()
 
 
-OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, None: 0}
-"""How many tensors of a parameter's size an optimizer keeps."""
+@dataclass(frozen=True)
+class Terms:
+    """What the formulas of a cost are sums over: kernels and transfers of the busiest stage, equal ones once, with how often they run, a
+    number or a formula.
+
+    mesh: of a stage. numbers: values of the symbols that are no figure of mesh or cluster. memory_of: sizes of axes -> bytes at the peak.
+    """
+
+    mesh: Mesh
+    kernels: tuple[tuple[Kernel, Any], ...]
+    transfers: tuple[tuple[Transfer, Any], ...]
+    numbers: Mapping[str, float]
+    memory_of: Callable[[Sequence[sympy.Symbol]], sympy.Expr]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cost:
     """The cost of one step of a plan on the busiest rank.
 
     compute_seconds, comm_seconds: that kernels and collectives are busy, if each collective goes by itself. makespan: seconds from the
-    start of the step to its end, with collectives beside kernels, and several in one message (`sbpc.plans.timeline`); None where they
-    run one after the other. flops, flops_one_device: of
-    a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor"), padding included. memory: bytes
-    by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the step. lower_bound: what no
-    plan of the same space can beat; seconds, or bytes where `objective` is "bytes". serial_bound: what compute_seconds +
-    comm_seconds of no plan can beat. recompute_seconds: the part of compute_seconds in which values of the forward are computed again.
+    start of the step to its end, with collectives beside kernels, several in one message (`sbpc.plans.timeline`), and stages as their
+    schedule goes; None where everything runs one after the other. bubble_seconds: that a rank waits for other stages. flops,
+    flops_one_device: of a rank, and of the model on one device. bytes_sent: by axis ("data", merged ones "data+tensor", that of stages),
+    padding included. memory: bytes by kind (parameters, gradients, optimizer, activations, temporaries); "total" is the peak over the
+    step. lower_bound: what no plan of the same space, or no layouts of the same stages, can beat; seconds, or bytes where `objective` is
+    "bytes". serial_bound: what compute_seconds + comm_seconds of no plan can beat; with stages, those of the mean one. recompute_seconds:
+    the part of compute_seconds in which values of the forward are computed again.
 
-    `expr` (of compute_seconds + comm_seconds, whatever overlaps), `bytes_expr` and `memory_expr` (of the peak, with the calls in the
-    plan's order) are formulas in the sizes of axes, the figures of the cluster, and the dims that `dynamic=` of `sbpc.plan` names.
-    `subs` puts numbers into `expr`, `evaluate` arrays of numbers.
+    `expr` (of compute_seconds + comm_seconds, whatever overlaps, of the busiest stage), `bytes_expr` (over the axes of a stage) and
+    `memory_expr` (of the peak, with the calls in the plan's order) are formulas in the sizes of axes, the figures of the cluster, the
+    dims that `dynamic=` of `sbpc.plan` names, and of a loop the number of micro-batches `m` and the `batch`. `subs` puts numbers into
+    `expr`, `evaluate` arrays of numbers.
     """
 
-    mesh: Mesh
     compute_seconds: float
     comm_seconds: float
     flops: float
@@ -122,14 +134,12 @@ class Cost:
     bytes_sent: dict[str, float]
     memory: dict[str, int]
     lower_bound: float
-    kernels: tuple[tuple[Kernel, int], ...]  # equal ones once, with their count
-    transfers: tuple[tuple[Transfer, int], ...]
-    dynamic: dict[str, int] = field(default_factory=dict)  # the symbolic dims and their numbers
     objective: str = "seconds"
     makespan: float | None = None
     serial_bound: float = 0.0
     recompute_seconds: float = 0.0
-    memory_of: Callable[[Sequence[sympy.Symbol]], sympy.Expr] | None = field(default=None, repr=False, compare=False)
+    bubble_seconds: float = 0.0
+    terms_of: Callable[[], Terms] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         sent = ", ".join(f"{size:,.0f} over {axes}" for axes, size in self.bytes_sent.items() if size) or "none"
@@ -148,7 +158,7 @@ class Cost:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which nothing is computed, since a collective is waited for."""
-        return self.seconds - self.compute_seconds
+        return max(0.0, self.seconds - self.compute_seconds - self.bubble_seconds)
 
     @property
     def gap(self) -> float:
@@ -167,6 +177,23 @@ class Cost:
         return (serial - self.serial_bound) / serial if serial else 0.0
 
     @functools.cached_property
+    def terms(self) -> Terms:
+        """Kernels and transfers. Raises PlanError for the estimate of a step, of which none are known."""
+        if self.terms_of is None:
+            raise PlanError("an estimate of a step has no formula\n  Ask the plan of the row, row.plan.cost.")
+        return self.terms_of()
+
+    @property
+    def kernels(self) -> tuple[tuple[Kernel, Any], ...]:
+        """The kernels, equal ones once, with how often they run."""
+        return self.terms.kernels
+
+    @property
+    def transfers(self) -> tuple[tuple[Transfer, Any], ...]:
+        """The collectives that send, equal ones once, with how often they run."""
+        return self.terms.transfers
+
+    @functools.cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:
         """The symbols of `expr` by name: axis sizes by their axis, the cluster's figures, the symbolic dims."""
         return {name: sympy.Symbol(name, positive=True) for name in self.numbers}
@@ -174,7 +201,7 @@ class Cost:
     @property
     def numbers(self) -> dict[str, float]:
         """The value of every symbol on this plan's mesh and cluster."""
-        mesh, cluster = self.mesh, self.mesh.cluster
+        mesh, cluster = self.terms.mesh, self.terms.mesh.cluster
         numbers: dict[str, float] = dict(zip(mesh.axes, mesh.sizes))
         numbers |= {"peak": cluster.peak, "memory_bandwidth": cluster.memory_bandwidth, "launch": cluster.launch}
         for transfer, _ in self.transfers:
@@ -182,28 +209,29 @@ class Cost:
             key = self.link_name(transfer.step)
             numbers |= {f"latency_{key}": latency, f"bandwidth_{key}": bandwidth}
             numbers |= {f"least_{key}": least} if least else {}
-        return numbers | self.dynamic
+        return numbers | dict(self.terms.numbers)
 
     def link_name(self, step: Step) -> str:
         """Returns how the symbols of a step's link end: by axis, and by collective where the cluster tells them apart."""
-        key = self.mesh.key(step.axes).replace("+", "_")
-        apart = any(rate.collective == step.collective for rate in self.mesh.cluster.collectives)
+        key = self.terms.mesh.key(step.axes).replace("+", "_")
+        apart = any(rate.collective == step.collective for rate in self.terms.mesh.cluster.collectives)
         return f"{key}_{step.collective}" if apart else key
 
     @property
     def bytes_on_wire(self) -> dict[str, float]:
         """By axis, the bytes that the backend puts on the wire: `bytes_sent` times the traffic that the cluster says it makes."""
-        traffic = dict.fromkeys(self.bytes_sent, 0.0)
+        traffic, mesh = dict.fromkeys(self.bytes_sent, 0.0), self.terms.mesh
         for transfer, count in self.transfers:
             step = transfer.step
-            _, sent = wire(step, transfer.shape, transfer.itemsize, self.mesh.sizes)
-            traffic[self.mesh.key(step.axes)] += count * float(sent) * self.mesh.rate(step.axes, step.collective).traffic
+            _, sent = wire(step, transfer.shape, transfer.itemsize, mesh.sizes)
+            times = float(sympy.sympify(count).subs(self.numbers))
+            traffic[mesh.key(step.axes)] += times * float(sent) * mesh.rate(step.axes, step.collective).traffic
         return traffic
 
     @functools.cached_property
     def expr(self) -> sympy.Expr:
         """`compute_seconds + comm_seconds` as a formula in dims, axis sizes and figures of the cluster; see `symbols` and `numbers`."""
-        s, mesh = self.symbols, self.mesh
+        s, mesh = self.symbols, self.terms.mesh
         sizes = tuple(s[name] for name in mesh.axes)
         terms = []
         for kernel, count in self.kernels:
@@ -221,22 +249,24 @@ class Cost:
     @functools.cached_property
     def bytes_expr(self) -> dict[str, sympy.Expr]:
         """`bytes_sent` as formulas, by axis."""
-        terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent}
+        mesh = self.terms.mesh
+        own = (*mesh.axes, *map(mesh.key, mesh.runs()))
+        terms: dict[str, list[Any]] = {key: [] for key in self.bytes_sent if key in own}
         for transfer, count in self.transfers:
-            terms[self.mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
+            terms[mesh.key(transfer.step.axes)].append(count * self.wire_expr(transfer)[1])
         return {key: sympy.Add(*each) for key, each in terms.items()}
 
     @functools.cached_property
     def memory_expr(self) -> sympy.Expr:
         """`memory["total"]` as a formula: put all numbers in at once, `memory_expr.xreplace({symbols["b"]: 64, ...})`, as sympy's `subs`
         takes long to compare the terms of a maximum."""
-        assert self.memory_of is not None
-        return self.memory_of([self.symbols[name] for name in self.mesh.axes])
+        return self.terms.memory_of([self.symbols[name] for name in self.terms.mesh.axes])
 
     def wire_expr(self, transfer: Transfer) -> tuple[Any, Any]:
         """Returns rounds and bytes of one collective as formulas."""
-        sizes = tuple(self.symbols[name] for name in self.mesh.axes)
-        return wire(transfer.step, transfer.shape, transfer.itemsize, self.mesh.sizes, sizes, transfer.dims)
+        mesh = self.terms.mesh
+        sizes = tuple(self.symbols[name] for name in mesh.axes)
+        return wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes, sizes, transfer.dims)
 
     def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
         """Returns `expr` in seconds, with the values given here in place of this plan's own: `plan.cost.subs(b=64, data=8)`.

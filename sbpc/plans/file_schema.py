@@ -13,6 +13,7 @@ from sbpc.errors import is_name, is_number, shown
 from sbpc.graph.panels import PANEL_OF
 from sbpc.graph.ports import INPUTS, OUTPUTS
 from sbpc.graph.recomputed import RECOMPUTES
+from sbpc.plans.options import OBJECTIVES, OPTIMIZER_STATE
 
 Check = Callable[[Any], str | None]  # the first place within a value that does not fit, with what stands there; None if all fits
 MOST_RANKS, MOST_MICRO_BATCHES = 1 << 20, 1 << 14  # which are told one by one, and of which a small file can ask for very many
@@ -132,34 +133,34 @@ PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})), "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})),
     "arguments": structure, "results": structure, "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
 })  # fmt: skip
+LAYOUTS = many(either(NONE, NAME))
 MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
-OPTIONS = record({"train": FLAG, "model": NAME, "objective": NAME, "optimizer": either(NONE, NAME)}, {
+OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": leaf(lambda v: v in (*OPTIMIZER_STATE,))}, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME), "spread": FLAG,
     "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME, "stages": either(NONE, NAME),
-    "dynamic": table(either(INTEGER, many(either(NONE, NAME)))), "guards": table(many(LINE)),
+    "inputs": LAYOUTS, "outputs": LAYOUTS, "dynamic": table(either(INTEGER, many(either(NONE, NAME)))), "guards": table(many(LINE)),
 })  # fmt: skip
 FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest
 STEP = {"torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS}
-LAYOUTS = many(either(NONE, NAME))
 WHOLE = {
     **STEP, **GRAPH, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS, "lower_bound": NUMBER,
+    "serial_bound": NUMBER,
 }  # fmt: skip
-LATER = {"serial_bound": NUMBER, "buckets": FLAG}  # which early versions did not write
-PLAN = record(WHOLE, LATER)
+PLAN = record(WHOLE)
 PROGRAMS = WHOLE | {
     "programs": many(record(GRAPH)), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
     "outputs": many(VALUE),
 }  # fmt: skip
-EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS, LATER))}, LATER)
+EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS))})
 NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
 CHUNK = record({"plan": PLAN, "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED})
 STAGED = record(STEP | {"stages": record({
     "axis": either(NONE, NAME), "schedule": NAME, "count": COUNT, "in_loop": many(row(NAME, NAME)), "bound": NUMBER,
-    "joins": many(either(INTEGER, NAME)), "before": record(GRAPH), "after": record(GRAPH),
+    "serial_bound": NUMBER, "joins": many(either(INTEGER, NAME)), "before": record(GRAPH), "after": record(GRAPH),
     "inputs": table(row(NAME, INTEGER, either(NONE, INTEGER))),
     "shapes": many(row(one_of(*INPUTS), NAME, TENSOR)), "chunks": many(CHUNK),
-}, LATER)})  # fmt: skip
+})})  # fmt: skip
 
 
 def misfit(body: dict[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,17 @@ from sbpc.graph.recomputed import is_recomputed
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import Cost, Kernel, Transfer, kernel_work
+from sbpc.plans.cost import Cost, Kernel, Terms, Transfer, kernel_work
 from sbpc.rules.binding import flat_outputs
 
 
 def measure(
     boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds",
-    makespan: float | None = None, serial_bound: float = 0.0,
+    makespan: float | None = None, serial_bound: float = 0.0, memory_of: Callable[[Sequence[Any]], Any] = lambda sizes: None,
 ) -> Cost:  # fmt: skip
     """Returns the cost of one step of a boxed graph in the terms that `assign` minimises.
 
-    memory: see `memory_totals`. lower_bound, makespan, serial_bound: see `Cost`.
+    memory: see `memory_totals`. lower_bound, makespan, serial_bound: see `Cost`. memory_of: see `Terms`.
     """
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
@@ -45,10 +45,10 @@ def measure(
     moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
     compute, flops, flops_one_device = compute_totals(kernels, mesh)
     comm, bytes_sent = comm_totals(moving, mesh)
+    terms = Terms(mesh, tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), memory_of)
     cost = Cost(
-        mesh, compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound,
-        tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), objective, makespan,
-        min(serial_bound, compute + comm), compute_totals(again, mesh)[0],
+        compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound, objective, makespan,
+        min(serial_bound, compute + comm), compute_totals(again, mesh)[0], terms_of=lambda: terms,
     )  # fmt: skip
     return replace(cost, lower_bound=min(lower_bound, cost.paid))
 

@@ -26,7 +26,8 @@ from sbpc.graph.operands import is_sum, nodes_in, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, numel
+from sbpc.plans.cost import numel
+from sbpc.plans.options import OPTIMIZER_STATE
 
 POSITION = 8  # bytes of a rank's position on one axis
 WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default  # copy all memory that their first operand is a view of

@@ -10,8 +10,8 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders, results
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE
 from sbpc.plans.memory import POSITION, Life, local_bytes, phase_of
+from sbpc.plans.options import OPTIMIZER_STATE
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters", "gradients", "optimizer", "activations", "gathered copies", "inputs",

@@ -17,9 +17,10 @@ from sbpc.boxing.steps import Step
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, numel
+from sbpc.plans.cost import numel
 from sbpc.plans.measure import dims_at
 from sbpc.plans.memory import POSITION, WHOLE, Life
+from sbpc.plans.options import OPTIMIZER_STATE
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 

@@ -23,6 +23,7 @@ from sbpc.plans.measure import lacks_rule, measure, replicated
 from sbpc.plans.memory import Life, memory_totals, optimizer_bytes
 from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.plans.memory_formula import memory_formula
+from sbpc.plans.options import Options
 from sbpc.plans.timeline import Event, makespan, timeline
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 from sbpc.rules.choices import Choice
@@ -52,7 +53,7 @@ class Rewriter:
     verify: Callable[..., int]
     save: Callable[[Any, Path], None]
     export: Callable[[Plan, Path, Plan | None], None]
-    text: Callable[[Plan], str]
+    text: Callable[[Any], str]
     html: Callable[[Any], str]
     explain: Callable[[Plan, str], Any]
     diff: Callable[[Any, Any], Any]
@@ -112,7 +113,7 @@ class Plan:
     assignment: Assignment
     rewriter: Rewriter
     lower_bound: float
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     times: dict[str, float] = field(default_factory=dict)
     programs: dict[Any, GraphModule] = field(default_factory=dict, repr=False)
     prover: Prover | None = field(default=None, repr=False)
@@ -179,11 +180,7 @@ class Plan:
 
         Raises PlanError for a name that is neither.
         """
-        check_kinds(PlanError, name=(name, "a text"))
-        if name not in self.layouts:
-            names = ", ".join(closest(name, list(self.layouts)))
-            raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
-        return self.layouts[name]
+        return layout_of(self.layouts, name)
 
     def explain(self, name: str) -> Any:
         """Returns why a parameter or a value has its layout: an `sbpc.inspect.explain.Explanation`, which `print` tells.
@@ -207,9 +204,9 @@ class Plan:
 
         Where collectives run beside computing, a boxing starts one, and a node `wait(x)` waits for it.
         """
-        if self.objective != "seconds":
+        if not self.options.overlaps:
             return self.unscheduled
-        limit, optimizer = self.options.get("memory"), self.options.get("optimizer")
+        limit, optimizer = self.options.memory, self.options.optimizer
         budget = None if limit is None else limit - optimizer_bytes(self.unscheduled, self.mesh, optimizer)
         return self.rewriter.schedule(self.unscheduled, self.mesh, budget)
 
@@ -272,11 +269,6 @@ class Plan:
         for name in ("boxed", "unscheduled", "life", "cut_shapes"):
             vars(self).pop(name, None)
 
-    @property
-    def objective(self) -> str:
-        """What the plan minimises: "seconds", "serial" (seconds where nothing overlaps) or "bytes"."""
-        return str(self.options.get("objective", "seconds"))
-
     @functools.cached_property
     def life(self) -> Life:
         """What is alive at every moment of a step."""
@@ -286,21 +278,21 @@ class Plan:
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """Bytes on the busiest rank by what they are for, "total" at the peak; see `Cost`."""
-        return memory_totals(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+        return memory_totals(self.life, self.boxed, self.mesh, self.options.optimizer)
 
     def memory_curve(self) -> MemoryCurve:
         """Returns the bytes alive at every moment of a step, by what they are for, and what holds most at the peak."""
-        return memory_curve(self.life, self.boxed, self.mesh, self.options.get("optimizer"))
+        return memory_curve(self.life, self.boxed, self.mesh, self.options.optimizer)
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes, flops and memory of a step, with a lower bound: a `Cost`."""
         start = time.process_time()
         with uncollected():
-            took = makespan(self.timeline()) if self.objective == "seconds" else None
-            bounds = self.lower_bound, self.objective, took, self.serial_bound or self.lower_bound
-            cost = measure(self.boxed, self.mesh, self.memory, *bounds)
-            cost.memory_of = lambda sizes: memory_formula(self.life, self.boxed, self.mesh, self.options.get("optimizer"), sizes)
+            took = makespan(self.timeline()) if self.options.overlaps else None
+            bounds = self.lower_bound, self.options.objective, took, self.serial_bound or self.lower_bound
+            formula = functools.partial(memory_formula, self.life, self.boxed, self.mesh, self.options.optimizer)
+            cost = measure(self.boxed, self.mesh, self.memory, *bounds, formula)
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
 
@@ -383,6 +375,15 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({self.mesh}, {len(self.parameters)} parameters, {self.cost.seconds:.3g} s a step)"
+
+
+def layout_of(layouts: Mapping[str, Layout], name: str) -> Layout:
+    """Returns one of some layouts. Raises PlanError for a name that is none of theirs."""
+    check_kinds(PlanError, name=(name, "a text"))
+    if name not in layouts:
+        names = ", ".join(closest(name, list(layouts)))
+        raise PlanError(f"the plan has no parameter and no value {name!r}\n  The closest names are {names}.")
+    return layouts[name]
 
 
 def no_model() -> Plan:

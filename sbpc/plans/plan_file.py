@@ -27,6 +27,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.file_graph import check_graph, may_call
 from sbpc.plans.file_schema import DTYPES, misfit
+from sbpc.plans.options import Options
 from sbpc.rules.choices import Candidates, Choice, signature_text
 from sbpc.rules.registry import TABLE
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from sbpc.plans.plan import Plan
 
 FORMAT = "sbpc plan"
-VERSION = 1
+VERSION = 2
 NAMESPACES = ("aten", "prims", "sbpc")
 WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
@@ -128,9 +129,13 @@ def encode(plan: Plan) -> dict[str, Any]:
         "outputs": encode_layouts(assignment.outputs),
         "lower_bound": plan.lower_bound,
         "serial_bound": plan.serial_bound,
-        "buckets": True,  # the bound is of steps whose collectives may go together
-        "options": plan.options,
+        "options": encode_options(plan.options),
     }
+
+
+def encode_options(options: Options) -> dict[str, Any]:
+    """Returns options as JSON values; those that are None are left out."""
+    return {name: value for name, value in vars(options).items() if value is not None or name == "optimizer"}
 
 
 def encode_layouts(layouts: Iterable[Layout | None]) -> list[str | None]:
@@ -221,6 +226,11 @@ class Decoder:
             raise self.fail(str(error).splitlines()[0]) from error
         except Exception as error:
             raise self.fail(f"its content makes no sense ({type(error).__name__}: {error})") from error
+
+    def options(self) -> Options:
+        """Returns the options of the plan."""
+        options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in self.body["options"].items()}
+        return Options(**options)
 
     def graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
         """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`."""

@@ -26,6 +26,7 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import REDUCE
 from sbpc.plans import plan_file
+from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Programs:
     shapes: dict[Port, Tensor]
     given: dict[Port, Layout]
     left: dict[Port, Layout | None]
-    options: dict[str, Any]
+    options: Options
     kinds: tuple[GraphModule, ...]
     ranks: tuple[int, ...]
     digest: str
@@ -61,7 +62,7 @@ class Programs:
 
 def save(plan: Plan, path: Path, inference: Plan | None = None) -> None:
     """Writes a plan with its programs, and besides those of a plan for inference."""
-    if inference is not None and (inference.options["train"] or not plan.options["train"]):
+    if inference is not None and (inference.options.train or not plan.options.train):
         raise PlanError("a file holds one plan for training and one for inference\n  Plan the second with train=False.")
     plan_file.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
 
@@ -97,7 +98,7 @@ def decode(decoder: Decoder) -> Programs:
         shapes=dict(zip(ports.inputs, map(decoder.value, body["inputs"]))),
         given=dict(zip(ports.inputs, given)),  # type: ignore[arg-type]
         left=dict(zip(ports.outputs, left)),
-        options=dict(body["options"]),
+        options=decoder.options(),
         kinds=tuple(decoder.graph(program, collectives=True) for program in body["programs"]),
         ranks=tuple(body["ranks"]),
         digest=hashlib.sha256(decoder.path.read_bytes()).hexdigest()[:16],

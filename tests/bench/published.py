@@ -137,7 +137,7 @@ def predicted(row: dict[str, Any], found: Measured, rates: Rates) -> float:
         intra_bandwidth=sheet.intra_bandwidth / rates[2], inter_bandwidth=sheet.inter_bandwidth / rates[2],
     )  # fmt: skip
     mesh = mesh_of(row, cluster)
-    plan = replace(found.plan, options={"objective": OBJECTIVES[found.programs[0].overlaps]})
+    plan = replace(found.plan, options=replace(found.plan.options, objective=OBJECTIVES[found.programs[0].overlaps]))
     parts = []
     for part, programs in zip(plan.parts, found.programs):
         programs.plan.mesh = inner(mesh)  # what was scheduled stays in its order

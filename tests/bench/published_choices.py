@@ -23,7 +23,7 @@ from sbpc.api.planning import prepare
 from sbpc.api.short_model import short_model
 from sbpc.api.strategies import Search, StrategyRow
 from sbpc.mesh.cluster import Cluster, named_cluster
-from sbpc.passes.loop.recompute import FULL
+from sbpc.plans.options import FULL
 from tests.bench.published import APART, OBJECTIVES, SEQ, VOCAB, Decoder, Rates, fit, measured, rows_of
 from tests.bench.zoo import tokens
 

@@ -189,7 +189,7 @@ def predictions(part: str, plans: dict[str, Plan], found: dict[str, dict[str, fl
         seconds, moved = cost.comm_seconds if part == "collectives" else cost.seconds, sum(cost.bytes_on_wire.values())
         row = {"plan": title, "predicted": seconds, "predicted bytes": moved, **real}
         row["error"], row["error of bytes"] = seconds / real["seconds"] - 1, moved / real["bytes"] - 1
-        row |= {"microbatches": plan.options["microbatches"], "panels": plan.options["panels"]}
+        row |= {"microbatches": plan.options.microbatches, "panels": plan.options.panels}
         print(
             f"  {title:22} {seconds:7.3f} s predicted {real['seconds']:7.3f} s measured ({row['error']:+6.1%})  {moved / 1e6:8.3f} MB "
             f"predicted ({row['error of bytes']:+7.2%})  halves {row['microbatches']}  panels {row['panels']}  "
@@ -228,7 +228,7 @@ def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
         return plans
     serial = [sbpc.plan(net, (inputs,), mesh, **about, objective="serial") for mesh in meshes.values()]
     best = min((plan for title, plan in plans.items() if title != STAGED), key=lambda plan: plan.cost.seconds)
-    in_order = replace(best, options={**best.options, "objective": "serial"}, programs={})
+    in_order = replace(best, options=best.options.in_order, programs={})
     return plans | {IN_ORDER: in_order, SERIAL: min(serial, key=lambda plan: plan.cost.seconds)}
 
 
@@ -240,7 +240,7 @@ def versus(part: str, plans: dict[str, Plan], found: dict[str, dict[str, float]]
         if title in plans:
             cost, options = plans[title].cost, plans[title].options
             told = f"  {cost.seconds:6.3f} s predicted, compute {cost.compute_seconds:.3f} s, communication {cost.comm_seconds:.3f} s, "
-            told += f"micro-batches {options['microbatches']}, panels {options.get('panels', 1)}"
+            told += f"micro-batches {options.microbatches}, panels {options.panels}"
         print(f"  {title:30} {real['seconds']:6.3f} s  {real['bytes'] / 1e6:7.2f} MB{told}", flush=True)
         rows.append({"name": title, **real})
     seconds = {row["name"]: row["seconds"] for row in rows}

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     check_beside(Path(options.output))
     with quiet(options):
         planned, target = plan_of(options, options.target)
-        plans = {"train" if planned.options["train"] else "inference": planned}
+        plans = {"train" if planned.options.train else "inference": planned}
         if isinstance(planned, StagedPlan):
             edges = planned.verify()
             planned.export(options.output)
@@ -69,7 +69,7 @@ def plan_inference(trained: Plan, target: Target, options: argparse.Namespace) -
     """Plans the forward alone, of the model in eval mode, with the homes of the plan for training."""
     modes = {module: module.training for module in target.model.modules()}
     try:
-        asked = {"dtype": target.dtype, "memory": options.memory, "pin": trained.options["pin"]}
+        asked = {"dtype": target.dtype, "memory": options.memory, "pin": trained.options.pin}
         with progress():
             return plan(target.model.eval(), target.args, trained.mesh, kwargs=target.kwargs, train=False, **asked)
     finally:

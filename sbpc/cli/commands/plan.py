@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from sbpc.cli.options import add_file, add_planning, plan_of
-from sbpc.cli.output import check_file, plan_json, print_json, print_plan, quiet, write
+from sbpc.cli.output import check_file, print_json, quiet, write
+from sbpc.inspect.report import plan_json
 
 NAME = "plan"
 HELP = "plan a model and print layouts, collectives, seconds and memory"
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan_json(plan) | {"verified_edges": edges, "file": options.output})
         return 0
-    print_plan(plan)
+    print(plan)
     print(f"verified  {edges:,} edges")
     if options.output:
         print(f"written   {options.output}")

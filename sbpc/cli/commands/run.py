@@ -32,7 +32,7 @@ from sbpc.cli.options import (
     target_of,
     without_planning,
 )
-from sbpc.cli.output import check_file, print_json, print_plan, quiet
+from sbpc.cli.output import check_file, print_json, quiet
 from sbpc.cli.traced_run import TracedSteps, check_steps
 from sbpc.cli.train_loop import OPTIMIZERS, optimizer_of, train
 from sbpc.errors import PlanError, SbpcError
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             register(options, options.target)
         plan = load(options.plan) if options.plan else plan_of(options, options.target)[0]
         if not options.json:
-            print_plan(plan)
+            print(plan)
             sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="sbpc-run-") as folder:
         file = Path(folder, "plan.sbpc")
@@ -241,7 +241,7 @@ def job_of(options: argparse.Namespace) -> Job:
         plan = load(options.plan)
     else:
         plan, target = plan_of(options, options.target)
-    if not plan.options["train"]:
+    if not plan.options.train:
         raise SbpcError("the plan is for the forward alone\n  Plan without --no-train.")
     module = parallelize(target.model, plan, executor=executor)
     return Job(module, plan, lambda step: (target.args, target.kwargs))

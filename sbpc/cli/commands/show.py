@@ -110,4 +110,4 @@ def draw(graphs: list[Titled], options: argparse.Namespace) -> None:
 def title_of(plan: Any, options: argparse.Namespace) -> str:
     """Returns what the graph is that the options name."""
     place = f", rank {options.rank}" if options.stage == "local" else ""
-    return f"{plan.options.get('model', 'model')} on {plan.mesh}: {options.stage} graph{place}"
+    return f"{plan.options.model} on {plan.mesh}: {options.stage} graph{place}"

@@ -11,14 +11,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sbpc.api.candidates import Refused
-from sbpc.api.recompute import RECOMPUTE
 from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of
 from sbpc.cli.target import split_target
 from sbpc.inspect.tables import quantity
-from sbpc.passes.loop.recompute import NONE
+from sbpc.plans.options import NONE, RECOMPUTE
 
 NAME = "sweep"
 HELP = "rank every mesh of a number of devices by the plan found on it"
@@ -34,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     stages = "search stages of a pipeline, too: rows are then whole strategies on the axes pipe, data and tensor"
     parser.add_argument("--stages", action="store_true", help=stages)
     parser.add_argument("--microbatches", action="store_true", help="search numbers of micro-batches, too")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what the backward computes again (default: none)")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default=NONE, help="what the backward computes again (default: none)")
     parser.add_argument("--seconds", type=float, default=45.0, metavar="S", help="CPU seconds of a search of strategies (default: 45)")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many meshes to print (default: 10)")
     add_planning(parser, mesh=False)

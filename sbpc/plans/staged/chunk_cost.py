@@ -29,12 +29,13 @@ GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "hom
 @dataclass(frozen=True)
 class ProgramCost:
     """What a program costs. seconds: from its start to its end. compute, comm: those in which it computes, and its links are busy.
-    again: those of computing values again. sent: bytes by axis."""
+    flops, flops_one_device: of a rank, and of one device doing it all. again: seconds of computing values again. sent: bytes by axis."""
 
     seconds: float = 0.0
     compute: float = 0.0
     comm: float = 0.0
     flops: float = 0.0
+    flops_one_device: float = 0.0
     again: float = 0.0
     sent: Counter[str] = field(default_factory=Counter)
 
@@ -48,7 +49,8 @@ class ProgramCost:
         kernels = Counter(kernel_of(n) for n in gm.graph.nodes if "choice" in n.meta and n.op == "call_function")
         again = sum(work.seconds for node, work in works(gm, mesh).items() if is_recomputed(node))
         compute, comm = busy[COMPUTE], sum(seconds for stream, seconds in busy.items() if stream != COMPUTE)
-        return cls(makespan(events), compute, comm, compute_totals(kernels, mesh)[1], again, Counter(comm_totals(moved, mesh)[1]))
+        flops = compute_totals(kernels, mesh)[1:]
+        return cls(makespan(events), compute, comm, *flops, again, Counter(comm_totals(moved, mesh)[1]))
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,10 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
             if side in which and main in which:
                 seconds = beside(costs, which, side)
         sent = sum((one.sent for one in each), Counter[str]())
-        compute, comm, flops, again = (sum(getattr(one, name) for one in each) for name in ("compute", "comm", "flops", "again"))
-        return ProgramCost(seconds, compute, comm, flops, again, sent)
+        compute, comm, flops, whole, again = (
+            sum(getattr(one, name) for one in each) for name in ("compute", "comm", "flops", "flops_one_device", "again")
+        )
+        return ProgramCost(seconds, compute, comm, flops, whole, again, sent)
 
     @functools.cache
     def most(which: Parts, first: bool) -> int:

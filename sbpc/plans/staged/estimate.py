@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.options import Options
 from sbpc.plans.staged.chunk_cost import ChunkCost, together
 from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, owners
@@ -31,7 +31,7 @@ class Estimate(Pipeline):
     parts: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
     bound: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
 
     @property
     def simulated(self) -> int:
@@ -85,7 +85,7 @@ def even_ends(seconds: Sequence[float], chunks: int) -> list[int]:
     return best_steps(took, chunks, np.maximum)[1]
 
 
-def best_steps(cost: np.ndarray, count: int, join: Callable[[Any, Any], Any]) -> tuple[float, list[int]]:
+def best_steps(cost: np.ndarray, count: int, join: np.ufunc) -> tuple[float, list[int]]:
     """Returns the least cost of so many steps from the first to the last end, and the ends between which they go, these two too.
 
     cost [from, to]: of a step. join: what costs of steps come to, such as their sum.

@@ -16,7 +16,7 @@ from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, Cost, Kernel, Transfer
+from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import dims_at, kernel_of, layout_at, sum_kernel, transfer_of
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
@@ -25,7 +25,7 @@ from sbpc.plans.staged.chunk_cost import ADDED, LEFT
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import Kept, arrivals
-from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.symbolic_sizes import name_dims, symbol
 
@@ -67,11 +67,10 @@ def check_names(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict
 Chunks = Mapping[int, ChunkPrograms]  # of one stage, by number
 
 
-def formulas(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], like: StagedCost, largest: Callable[[], Chunks]) -> Cost:
+def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: Callable[[], Chunks]) -> Terms:
     """Returns the kernels and transfers of a stage's chunks, with those in the loop m times each, and what makes the formula of memory.
 
     chunks: those of the busiest stage, with symbolic dims if `numbers` has any. largest: gives those of the one that takes most bytes.
-    like: what the step costs.
     """
     m, mesh = symbol(M), next(iter(chunks.values())).plan.mesh
     kernels, transfers = dict[Kernel, Any](), dict[Transfer, Any]()
@@ -87,11 +86,9 @@ def formulas(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], like: S
                 elif "choice" in node.meta and node.op == "call_function":
                     kernel = kernel_of(node)
                     kernels[kernel] = kernels.get(kernel, 0) + times
-    sent = {axis: size for axis, size in like.bytes_sent.items() if axis in (*mesh.axes, *map(mesh.key, mesh.runs()))}
-    return Cost(
-        mesh, like.compute_seconds, like.comm_seconds, like.flops, like.flops, sent, dict(like.memory), like.lower_bound,
-        tuple(kernels.items()), tuple(transfers.items()), {M: plan.count, **numbers}, "serial",
-        memory_of=lambda sizes: memory_formula(plan, largest(), sizes),
+    return Terms(
+        mesh, tuple(kernels.items()), tuple(transfers.items()), {M: plan.count, **numbers},
+        lambda sizes: memory_formula(plan, largest(), sizes),
     )  # fmt: skip
 
 
@@ -110,7 +107,7 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
     most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])
-    copies = OPTIMIZER_STATE[plan.options.get("optimizer")]
+    copies = plan.options.copies
     stored = sympy.Add(*(each.stored + copies * each.trained for each in of.values()))
     return stored + sympy.Max(*dict.fromkeys(map(total, most)), evaluate=False)
 

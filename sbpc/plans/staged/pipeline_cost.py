@@ -5,100 +5,15 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import sympy
-
-from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import OPTIMIZER_STATE, Cost
+from sbpc.plans.cost import Cost, Terms
+from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Arrival, actions_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-
-
-@dataclass(frozen=True)
-class StagedCost:
-    """What one step of a plan with stages costs on the busiest rank.
-
-    seconds: from the start of the step to its end, as the schedule goes. compute_seconds, comm_seconds: that the busiest rank computes
-    and communicates; exposed_seconds: of the latter, inside a stage and between stages, those that nothing hides; bubble_seconds: that
-    it waits for other stages. bytes_sent: by axis. memory: by kind, "total" is the peak of the busiest rank. lower_bound: what no
-    layouts of these stages can beat. serial_bound: what compute_seconds + comm_seconds of no layouts can beat.
-    """
-
-    seconds: float
-    compute_seconds: float
-    comm_seconds: float
-    bubble_seconds: float
-    bytes_sent: dict[str, float]
-    memory: dict[str, int]
-    flops: float
-    lower_bound: float
-    recompute_seconds: float = 0.0
-    formulas_of: Callable[[StagedCost], Cost] | None = field(default=None, repr=False, compare=False)
-    serial_bound: float = 0.0
-
-    @functools.cached_property
-    def formulas(self) -> Cost:
-        """Kernels and collectives of the busiest stage, with those in the loop `m` times each. Raises PlanError for an estimate."""
-        if self.formulas_of is None:
-            raise PlanError("an estimate of a step has no formula\n  Ask the plan of the row, row.plan.cost.")
-        return self.formulas_of(self)
-
-    @property
-    def expr(self) -> sympy.Expr:
-        """The seconds in which the busiest stage computes and communicates, each collective by itself, as a formula in the micro-batches
-        `m`, the `batch` or what `dynamic=` names, sizes of axes and figures of the cluster; see `sbpc.plans.cost.Cost.expr`."""
-        return self.formulas.expr
-
-    @property
-    def bytes_expr(self) -> dict[str, sympy.Expr]:
-        """What the busiest stage sends over its own axes, as formulas."""
-        return self.formulas.bytes_expr
-
-    @property
-    def memory_expr(self) -> sympy.Expr:
-        """`memory["total"]` as a formula: put all numbers in at once, see `sbpc.plans.cost.Cost.memory_expr`."""
-        return self.formulas.memory_expr
-
-    @property
-    def symbols(self) -> dict[str, sympy.Symbol]:
-        """The symbols of the formulas by name."""
-        return self.formulas.symbols
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The value of every symbol."""
-        return self.formulas.numbers
-
-    def subs(self, values: Mapping[str, float] | None = None, **more: float) -> float:
-        """Returns `expr` with other values, as in `plan.cost.subs(m=8, batch=64)`; see `sbpc.plans.cost.Cost.subs`."""
-        return self.formulas.subs(values, **more)
-
-    def evaluate(self, values: Mapping[str, Any] | None = None, **more: Any) -> np.ndarray:
-        """Returns what `subs` does, for arrays of values."""
-        return self.formulas.evaluate(values, **more)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which nothing is computed, since a collective is waited for."""
-        return max(0.0, self.seconds - self.compute_seconds - self.bubble_seconds)
-
-    @property
-    def gap(self) -> float:
-        """(seconds - lower_bound) / seconds: bubble and uneven stages are in it."""
-        return (self.seconds - self.lower_bound) / self.seconds if self.seconds else 0.0
-
-    @property
-    def serial_gap(self) -> float:
-        """The gap of compute_seconds + comm_seconds to what the mean stage takes at least; that stages are uneven is in it."""
-        serial = self.compute_seconds + self.comm_seconds
-        return (serial - self.serial_bound) / serial if serial else 0.0
-
 
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}  # by kind of action
 
@@ -123,7 +38,7 @@ class Pipeline:
 
     mesh: Mesh
     axis: str | None
-    options: dict[str, Any]
+    options: Options
     schedule: str
     bound: float
     serial_bound: float = 0.0
@@ -171,7 +86,7 @@ class Pipeline:
     @property
     def overlaps(self) -> bool:
         """Whether collectives run beside computing."""
-        return self.options.get("objective", "seconds") == "seconds"
+        return self.options.overlaps
 
     @property
     def simulated(self) -> int:
@@ -293,7 +208,7 @@ class Pipeline:
         return sum(self.parts[at].program((part,)).seconds for at in mine)
 
     @functools.cached_property
-    def cost(self) -> StagedCost:
+    def cost(self) -> Cost:
         """Seconds, bytes and memory of a step."""
         stages = range(self.stages)
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
@@ -304,11 +219,19 @@ class Pipeline:
         flops = max(self.totals(stage, "flops") for stage in stages)
         bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
-        figures = seconds, compute, communicate, bubble, self.bytes_sent, self.memory, flops, bound, again
-        return StagedCost(*figures, self.formulas_of(most), min(self.serial_bound, compute + communicate))
+        serial_bound = min(self.serial_bound, compute + communicate)
+        return Cost(
+            compute, communicate, flops, self.flops_one_device, self.bytes_sent, self.memory, bound, self.options.objective, seconds,
+            serial_bound, again, bubble, self.terms_of(most),
+        )  # fmt: skip
 
-    def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost] | None:
-        """Returns what makes the formulas of a stage's cost; None where nothing is known of its kernels."""
+    @property
+    def flops_one_device(self) -> float:
+        """Flops of the model on one device."""
+        return sum(self.parts[at].program(each).flops_one_device * n for at in range(len(self.parts)) for each, n in self.tally(at).items())
+
+    def terms_of(self, stage: int) -> Callable[[], Terms] | None:
+        """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its kernels."""
         return None
 
     @functools.cached_property
@@ -358,7 +281,7 @@ class Pipeline:
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in parts.values()),
             "gradients": sum(part.added for part in parts.values()),
-            "optimizer": OPTIMIZER_STATE[self.options.get("optimizer")] * sum(part.trained for part in parts.values()),
+            "optimizer": self.options.copies * sum(part.trained for part in parts.values()),
             "activations": 0,
             "temporaries": sum(part.kept.gathered for part in parts.values()),
         }

@@ -41,7 +41,7 @@ def encode(plan: StagedPlan) -> dict[str, Any]:
         "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.figures(),
         "ports": asdict(loop.ports),
-        "options": plan.options,
+        "options": plan_file.encode_options(plan.options),
         STAGES: {
             "axis": plan.axis,
             "schedule": plan.schedule,
@@ -73,9 +73,9 @@ def decode(decoder: Decoder, plan_in: Callable[[Decoder], Plan]) -> StagedPlan:
     before, after = decoder.bare_graph(body["before"]), decoder.bare_graph(body["after"])
     loop = Loop(body["count"], None, before, after, inputs, tuple(body["joins"]), decoder.ports(), shapes)
     chunks = [decode_chunk(Decoder(chunk["plan"], decoder.path), chunk, plan_in) for chunk in body["chunks"]]
-    options, in_loop = dict(decoder.body["options"]), frozenset(Port(*each) for each in body["in_loop"])
+    options, in_loop = decoder.options(), frozenset(Port(*each) for each in body["in_loop"])
     plan = StagedPlan(mesh, body["axis"], loop, chunks, body["schedule"], float(body["bound"]), in_loop, options)
-    plan.serial_bound = float(body.get("serial_bound", 0.0))
+    plan.serial_bound = float(body["serial_bound"])
     for mistake in chain(wrong_mesh(plan), wrong_loop(plan), wrong_chunks(plan), plan.wrong_crossings(), wrong_parameters(plan)):
         raise decoder.fail(mistake)
     in_turn(plan.actions, plan.needs)

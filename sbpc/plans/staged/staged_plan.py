@@ -12,31 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sbpc.errors import PlanError, VerifyError, check_kinds, closest
+from sbpc.errors import PlanError, VerifyError, check_kinds
 from sbpc.graph.ports import GRADIENT, PARAMETER, TANGENT, Port, Ports
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import Cost
-from sbpc.plans.plan import Checked, Plan, Rewriter, write_page
+from sbpc.plans.cost import Terms
+from sbpc.plans.options import Options
+from sbpc.plans.plan import Checked, Plan, Rewriter, layout_of, write_page
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms, OnUse
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.loop_formula import formulas, name_parts, with_dims
+from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.pipeline_cost import Pipeline, StagedCost
+from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, Arrival
-from sbpc.plans.staged.staged_lines import report_lines
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
 
-CHUNKS_HAVE = "Every chunk has one: plan.chunks[0].plan.{}."
-OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve", "notes", "remarks")  # a plan of one chunk has those of the chunk
+OF_CHUNKS = ("graph", "boxed", "local", "local_at", "memory_curve")  # a plan of one chunk has those of the chunk
 AGAIN = "Plan the model anew here, without a memory limit, and ask that plan."
-LACKING = {  # what a plan without stages has -> what to do instead
-    **{name: CHUNKS_HAVE.format(name) for name in OF_CHUNKS},
-}  # fmt: skip
 
 
 @dataclass
@@ -57,7 +53,7 @@ class StagedPlan(Pipeline):
     schedule: str
     bound: float
     in_loop: frozenset[Port] = frozenset()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     times: dict[str, float] = field(default_factory=dict)
     body: Plan | None = field(default=None, repr=False, compare=False)
     serial_bound: float = 0.0
@@ -96,6 +92,16 @@ class StagedPlan(Pipeline):
         """Returns the stage of a rank."""
         return 0 if self.axis is None else self.mesh.coordinates(rank)[self.mesh.axis(self.axis)]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Loud lines about any chunk, see `Plan.notes`."""
+        return tuple(dict.fromkeys(note for chunk in self.chunks for note in chunk.plan.notes))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Quiet lines about any chunk, see `Plan.remarks`."""
+        return tuple(dict.fromkeys(remark for chunk in self.chunks for remark in chunk.plan.graph.meta["remarks"]))
+
     @functools.cached_property
     def sources(self) -> dict[str, tuple[int, Port]]:
         """By name of a value that crosses, the chunk that sends it and the port."""
@@ -133,21 +139,18 @@ class StagedPlan(Pipeline):
 
     def layout(self, name: str) -> Layout:
         """Returns the layout of a parameter or of a value on the mesh of its stage. Raises PlanError for a name that is neither."""
-        check_kinds(PlanError, name=(name, "a text"))
-        if name not in self.layouts:
-            raise PlanError(f"the plan has no {name!r}\n  The closest names are {', '.join(closest(name, list(self.layouts)))}.")
-        return self.layouts[name]
+        return layout_of(self.layouts, name)
 
-    def formulas_of(self, stage: int) -> Callable[[StagedCost], Cost]:
-        """Returns what makes the formulas of a stage's cost."""
+    def terms_of(self, stage: int) -> Callable[[], Terms]:
+        """Returns what makes the terms of the formulas of a stage's cost."""
         most = max(range(self.stages), key=lambda each: self.memory_of(each)["total"])
-        return lambda cost: formulas(self, self.symbolic(stage), self.numbers, cost, lambda: self.symbolic(most))
+        return lambda: terms(self, self.symbolic(stage), self.numbers, lambda: self.symbolic(most))
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
         """The numbers of the symbols in the dims of the body. A plan of several chunks that was read from a file has none."""
         source = self.body or (self.chunks[0].plan if len(self.chunks) == 1 else None)
-        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.get("dynamic") or {})
+        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.dynamic or {})
 
     def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
         """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
@@ -202,9 +205,9 @@ class StagedPlan(Pipeline):
 
     def sent_by(self, stage: int) -> Counter[str]:
         sent = super().sent_by(stage)
-        for name, terms in self.summands.items() if self.axis else ():
+        for name, having in self.summands.items() if self.axis else ():
             others = {self.owners[other] for other in self.shared[name]} - {stage}
-            mine = [at for at in terms if self.owners[at] == stage]
+            mine = [at for at in having if self.owners[at] == stage]
             sent[str(self.axis)] += len(others) * sum(self.parts[at].homes[name] for at in mine)
         return sent
 
@@ -279,7 +282,7 @@ class StagedPlan(Pipeline):
     @property
     def solved(self) -> Plan:
         """The plan of the body, whose layout problem is that of the step. Raises PlanError under a memory limit, and if it was not kept."""
-        if self.body is None or self.options.get("memory") is not None:
+        if self.body is None or self.options.memory is not None:
             lost = "that was read from a file" if self.body is None else "under a memory limit"
             raise PlanError(f"a plan {lost} does not hold the problem that it solves\n  {AGAIN}")
         return self.body
@@ -326,14 +329,14 @@ class StagedPlan(Pipeline):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in OF_CHUNKS and len(self.chunks) == 1:
-                return getattr(self.chunks[0].plan, name)
-            if name in LACKING:
-                raise PlanError(f"a plan with stages has no {name}\n  {LACKING[name]}")
-            raise AttributeError(f"a plan with stages has no {name!r}")
+            if name not in OF_CHUNKS:
+                raise AttributeError(f"a plan with stages has no {name!r}")
+            if len(self.chunks) > 1:
+                raise PlanError(f"a plan with stages has no {name}\n  Every chunk has one: plan.chunks[0].plan.{name}.")
+            return getattr(self.chunks[0].plan, name)
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self))
+        return self.rewriter.text(self)
 
     def _repr_html_(self) -> str:
         return self.rewriter.html(self)
