@@ -116,7 +116,7 @@ def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     gm = duplicate(plan.graph) if graph else plan.graph
     same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
     least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
-    made = Plan(plan.mesh, gm, solved.assignment(plan.assignment, each.labels), plan.rewriter, least, plan.options)
+    made = Plan(plan.mesh, gm, solved.space.assignment(each.labels), plan.rewriter, least, plan.options)
     for node in gm.graph.nodes if graph else ():
         if node.name in made.layouts:
             node.meta["sbp"] = made.layouts[node.name]

@@ -32,8 +32,7 @@ from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
-from sbpc.passes.memory.limited_space import LimitedSpace
-from sbpc.passes.memory.saved_values import store
+from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule

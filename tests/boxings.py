@@ -15,10 +15,10 @@ from torch.fx import Graph, GraphModule
 from torch.nn import Module
 
 from sbpc.boxing.lower import lower
-from sbpc.boxing.steps import Step, steps
+from sbpc.boxing.steps import COLLECTIVE, Step, steps
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B, P, Partial, Split, State
+from sbpc.mesh.states import B, Broadcast, P, Partial, Split, State
 from sbpc.runtime.one_process.lockstep import LockstepResult, lockstep
 
 NAMES = ("a", "b", "c", "d")
@@ -70,6 +70,44 @@ def boxed_layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, extremes: b
         Partial(draw(st.sampled_from(["max", "min", "sum"]))) if isinstance(s, Partial) else s for s in layout.states
     ]
     return Layout(mesh.axes, tuple(states), layout.order)
+
+
+def textbook_steps(layout: Layout, rank: int) -> Iterator[Step]:
+    """Every step out of `layout`, for a tensor with `rank` dims, as one would say it of states and orders."""
+    for axes in _runs(layout):
+        before = layout.states[axes[0]]
+        for after in _targets(before, rank, merged=len(axes) > 1):
+            states = tuple(after if at in axes else state for at, state in enumerate(layout.states))
+            kept = tuple(at for at in layout.order if at not in axes)
+            kind = COLLECTIVE[str(before)[0] + str(after)[0]]
+            for fresh in itertools.permutations(axes) if isinstance(after, Split) else [()]:
+                yield Step(kind, axes, layout, Layout(layout.axes, states, (*kept, *fresh)))
+
+
+def _runs(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """The single axes, then the runs of neighbouring axes in one state, that may leave that state (together)."""
+    count = len(layout.axes)
+    for length in range(1, count + 1):
+        for first in range(count - length + 1):
+            axes = tuple(range(first, first + length))
+            state = layout.states[first]
+            if any(layout.states[at] != state for at in axes):
+                continue
+            if isinstance(state, Split) and set(layout.cuts[state.dim][-length:]) != set(axes):
+                continue  # only the last cuts of a dim can be undone: the blocks of an earlier one interleave
+            later = layout.states[first + length :]
+            if isinstance(state, Partial) and any(isinstance(s, Partial) and s != state for s in later):
+                continue  # a sum of maxima is not a maximum of sums: the innermost axis is reduced first
+            yield axes
+
+
+def _targets(state: State, rank: int, merged: bool) -> list[State]:
+    splits: list[State] = [Split(dim) for dim in range(rank) if state != Split(dim)]
+    if isinstance(state, Broadcast):
+        return [] if merged else [*splits, P]
+    if isinstance(state, Split) and not merged:
+        return [*splits, B, P]
+    return [*splits, B]
 
 
 def crops(layout: Layout, rank: int) -> list[Step]:

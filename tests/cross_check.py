@@ -82,8 +82,8 @@ def differs(one: Case, signature: Signature, size: Size | None, wanted: Sequence
     try:
         held = [parts(value, state, generator) for value, state in zip(one.operands, signature.inputs)]
         for rank in range(RANKS):
-            args, kwargs = swapped(one, [each[rank] for each in held])
-            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank), **kwargs)))
+            args, kwargs = resized(one, *swapped(one, [each[rank] for each in held]), size, rank)
+            results.append(flat_outputs(call(one.op, *args, **kwargs)))
     except BROKEN:
         return "does not run"
     for at, expected in enumerate(wanted):

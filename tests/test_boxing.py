@@ -22,7 +22,7 @@ from sbpc.mesh.layout import Layout, broadcast
 from sbpc.mesh.layout_codes import decode, encode
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, S
-from tests.boxings import LOCAL, boxed_layouts, crops, layouts, meshes, shapes
+from tests.boxings import LOCAL, boxed_layouts, crops, layouts, meshes, shapes, textbook_steps
 
 GRID = Mesh(a=2, b=4)
 SLOW = Cluster(
@@ -60,7 +60,8 @@ def test_the_arrays_hold_the_layouts_and_the_steps_that_the_objects_give() -> No
         every = [decode(int(code), axes) for code in graph.numbered]
         if not any(extremes):
             assert tuple(every) == layouts(dims, axes)
-        wanted = [step for at in every for step in steps(at, dims)]
+        wanted = [step for at in every for step in textbook_steps(at, dims)]
+        assert [step for at in every for step in steps(at, dims)] == wanted
         made = [graph.step(edge) for edge in range(len(graph.source))]
         assert len(made) == len(wanted) == len(set(made)) and set(made) == set(wanted)
 

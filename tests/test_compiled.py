@@ -108,8 +108,8 @@ def test_what_is_not_a_number_is_not_passed_over():
     problem = stars(np.random.default_rng(1), 6, 5, 4, 1.0)
     one, other = (Messages(problem, big_m(problem)) for _ in range(2))
     for messages in (one, other):
-        [at.inbox for at in messages.nodes if at.earlier.edges and len(at.inbox)][-1][:] = np.nan
-    assert np.isnan(other.tables.run(compiled.BACKWARD)) and np.isnan(one.backward())
+        [at.inbox for at in messages.nodes if at.earlier and len(at.inbox)][-1][:] = np.nan
+    assert np.isnan(other.tables.run(True)) and np.isnan(one.send(True))
 
 
 @built

@@ -17,7 +17,7 @@ from sbpc import Mesh
 from sbpc.boxing.paths import path
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import REDUCE
-from sbpc.runtime.start import direct_exchange, process_groups
+from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.direct_exchange import LARGE, DirectGroup
 from sbpc.runtime.start.launch import RankError, launch
 from tests import models
@@ -96,8 +96,8 @@ def ways() -> list[Any]:
     """On a rank: which collectives go directly on one node and on several; how many are in flight at the end."""
     mesh, taken = Mesh(x=2), list[str]()
     name = mesh.group_name((0,))
-    original = direct_exchange.exchange
-    direct_exchange.exchange = lambda *given: taken.append("direct") or original(*given)  # type: ignore[func-returns-value]
+    original = DirectGroup.exchange
+    DirectGroup.exchange = lambda *given: taken.append("direct") or original(*given)  # type: ignore[func-returns-value,assignment,method-assign]
     small, large = torch.ones(2, LARGE // 4 - 1), torch.ones(2, LARGE // 4)
     for across in (False, True):
         bind(mesh, across)

@@ -38,7 +38,7 @@ def test_blanks_do_not_matter():
 def test_every_clause_is_read():
     rule = parse(
         "a b c d e f, a, a -> a, () ; +b ; max c ; min d ; fix e f ; same(a -> 1) ; add(1, 2) ; lin(0, 1) ; "
-        "lin(2 -> 0) ; lin(1 -> ) ; idx a @ 1 ; idx b ; via e f = softmax ; halo e : f (3, k) ; rng ; mut(0) ; "
+        "lin(2 -> 0) ; lin(1 -> ) ; idx a @ 1 ; idx b ; via e f = softmax ; "
         "when(not causal and (a > 1 or p == 0))"
     )
     assert (rule.summed, rule.maxed, rule.minned, rule.fixed) == (("b",), ("c",), ("d",), ("e", "f"))
@@ -46,8 +46,7 @@ def test_every_clause_is_read():
     assert rule.added == (1, 2)
     assert rule.linear == (((0, 1), (0, 1)), ((2,), (0,)), ((1,), ()))
     assert rule.idx == (("a", 1), ("b", None))
-    assert (rule.via, rule.halo) == (((("e", "f"), "softmax"),), (("e", "f", ("3", "k")),))
-    assert (rule.rng, rule.mutated, rule.when) == (True, (0,), "not causal and (a > 1 or p == 0)")
+    assert (rule.via, rule.when) == (((("e", "f"), "softmax"),), "not causal and (a > 1 or p == 0)")
 
 
 def test_lin_all_is_every_tensor_operand():

@@ -16,8 +16,8 @@ from sbpc.mesh.pins import exactly
 from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
+from sbpc.passes.memory.limited_space import store
 from sbpc.passes.memory.live_bytes import STORED
-from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
 from tests.test_recompute import Layers
 

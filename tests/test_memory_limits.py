@@ -19,9 +19,8 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.assign.local_bytes import Place, PlaceKind
 from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.memory import search as memory
-from sbpc.passes.memory.limited_space import LimitedSpace
+from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.live_bytes import Moment, at_optimizer, bytes_alive_in_every_plan, bytes_at_next_reads, calls_of
-from sbpc.passes.memory.saved_values import store
 from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.plans.options import OPTIMIZER_STATE
 from sbpc.plans.plan import Assignment

@@ -102,7 +102,7 @@ def test_a_limit_that_only_panels_meet_is_met() -> None:
         assert plan.options.panels > 1 and plan.cost.memory["total"] <= limit < whole
         run = sbpc.simulate(plan, model, (x,))
         assert run.peak_memory <= limit and (run.outputs - x @ model.w).abs().max() <= 1e-10
-        assert plan.check_bound().bound <= plan.cost.seconds and plan.objective == objective
+        assert plan.check_bound().bound <= plan.cost.seconds and plan.options.objective == objective
     for panels, most in ((1, limit), (None, eighths // 2)):
         with pytest.raises(MemoryLimitError, match="no plan was found that takes less than"):
             summa(panels, SQUARE, size, memory=most)

@@ -86,8 +86,8 @@ def test_an_interrupt_while_a_program_is_solved_is_not_lost(monkeypatch: pytest.
 
 def test_after_an_interrupt_that_a_handler_lets_pass_a_model_runs_as_ever() -> None:
     problem, came, runs = stars(np.random.default_rng(0), 12, 6, 12, 1.0), [], []
-    program, x = build(problem, everything(problem))
-    model = model_of(program, sum(map(len, x)), 1.0)
+    program = build(problem, everything(problem))
+    model = model_of(program, sum(map(len, program.x)), 1.0)
 
     def once(event: Any) -> None:
         if not runs and not came and not model.stopped:

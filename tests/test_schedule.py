@@ -25,7 +25,6 @@ from sbpc.passes.pipeline import Stages, make_plan
 from sbpc.passes.schedule.choice import choose
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
-from sbpc.plans import plan_file
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, kind_of, makespan, sends, timeline, works
 from sbpc.runtime.partition import is_scheduled, joint
@@ -321,18 +320,6 @@ def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
         plan = choose(small, options, lambda _: None, [whole.assignment], lambda each: made[id(each)], 0)  # type: ignore[arg-type, return-value]
         assert plan.assignment is chosen.assignment
         assert limit is None or plan.cost.memory["total"] <= limit
-
-
-def test_a_file_of_a_version_without_overlap_keeps_a_bound_that_holds(tmp_path: Path) -> None:
-    serial, *_ = gpt_on_slow_links(objective="serial")
-    serial.save(tmp_path / "plan.sbpc")
-    body = json.loads((tmp_path / "plan.sbpc").read_text().partition("\n")[2])
-    del body["serial_bound"]
-    body["options"]["objective"] = "seconds"
-    plan_file.write(body, tmp_path / "old.sbpc")
-    old = sbpc.load(tmp_path / "old.sbpc")
-    assert old.objective == "serial" and old.cost.seconds == serial.cost.seconds
-    assert old.cost.gap == pytest.approx(serial.cost.gap)
 
 
 def test_waits_of_a_scheduled_program_stay_and_others_are_moved() -> None:

@@ -157,8 +157,8 @@ def test_no_sweep_lowers_the_bound_whatever_parts_of_beliefs_go_along_paths(prob
     for _ in range(16):
         messages.follow_paths(bool(rng.integers(2)))
         messages.sweeps += 1
-        messages.forward()
-        bound = messages.backward()
+        messages.send(False)
+        bound = messages.send(True, messages.balance_from)
         assert bound >= messages.bound - 1e-9 * abs(bound) - 1e-15
         messages.bound = bound
 
@@ -172,8 +172,7 @@ def test_the_relaxed_program_of_a_shared_boxing_costs_what_its_best_plan_does():
         takers = [(at, rng.integers(0, layouts, 6)) for at in range(1, consumers + 1)]
         closure = closed(rng.random((layouts, layouts)) * 2e-3)
         problem = Problem(nodes, [Value(0, rng.integers(0, layouts, 6), takers, closure)])
-        program, _ = build(problem, everything(problem))
-        seconds = solve_lp(program, 1e-3)[1]
+        seconds = solve_lp(build(problem, everything(problem)), 1e-3)[1]
         assert seconds == pytest.approx(brute_force(problem), rel=1e-6)
 
 

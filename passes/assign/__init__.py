@@ -10,8 +10,7 @@ label_tables, build_tables   all labels of a kind of node, as arrays
 two_phase_tables             labels under which a node runs as the small graph of its rule
 local_bytes                  bytes of labels, for limits of memory
 layout_problem               from the graph to variables and values, and from labels back to layouts
-space                        solving, and proving how far the best plan may be
-repeated_blocks              equal layers, which the solver takes as one
+space                        solving, equal layers as one, and proving how far the best plan may be
 wishes                       layouts of inputs, outputs and pins
 expert_schemes               what experts do by hand, as pins
 expert_structure             what these see in a graph: layers, batch, states from op to op

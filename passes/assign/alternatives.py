@@ -17,10 +17,9 @@ import numpy as np
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
-from sbpc.plans.plan import Assignment
-from sbpc.solver import Problem, Proof, Value, Variable, star, total
+from sbpc.solver import Problem, Proof, Value, Variable, total
 from sbpc.solver.highs import cheapest
-from sbpc.solver.problem import SLACK, star_seconds
+from sbpc.solver.problem import SLACK, Labels, star_seconds
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, everything, least_reduced
 
@@ -56,7 +55,7 @@ class Solved:
     problem: Problem
     proof: Proof
     bound: float
-    labels: Sequence[int]
+    labels: Labels
     allowed: float = 0.0
 
     @cached_property
@@ -69,31 +68,16 @@ class Solved:
         """By variable, the values that it makes or reads."""
         touching: list[list[int]] = [[] for _ in self.problem.variables]
         for number, value in enumerate(self.problem.values):
-            for at in dict.fromkeys([value.producer, *(reader for reader, _ in value.consumers)]):
+            for at in dict.fromkeys(at for at, _ in value.ends):
                 touching[at].append(number)
         return touching
 
-    def touched(self, labels: Sequence[int]) -> tuple[list[int], list[int]]:
+    def touched(self, labels: Labels) -> tuple[list[int], list[int]]:
         """Returns the variables that have other labels than in the plan, and the values that these make or read."""
         changed = [at for at, (mine, others) in enumerate(zip(labels, self.labels)) if mine != others]
         return changed, sorted({number for at in changed for number in self.touching[at]})
 
-    def assignment(self, base: Assignment, labels: Sequence[int]) -> Assignment:
-        """Returns the assignment of labels. base: that of the plan, of which most stays."""
-        changed, numbers = self.touched(labels)
-        space, choices, aliases, outputs = self.space, dict(base.choices), dict(base.aliases), list(base.outputs)
-        for at in changed:
-            if at < len(space.nodes):
-                choices[space.nodes[at].name] = space.tables[at].choice(labels[at])
-        for number in numbers:
-            (node, index), (alias, _) = space.keys[number], star(space.values[number], labels)
-            aliases[node.name, index] = decode(int(space.codes[number][alias]), space.mesh.axes)
-        for place, port in enumerate(space.output_variables):
-            if port in changed:
-                outputs[place] = space.tables[port].output(0, labels[port])
-        return Assignment(choices, aliases, tuple(outputs))
-
-    def difference(self, problem: Problem, labels: Sequence[int]) -> float:
+    def difference(self, problem: Problem, labels: Labels) -> float:
         """Returns what labels cost more than the plan. problem: the one here, or the same with other costs of labels."""
         changed, numbers = self.touched(labels)
         costs = [problem.variables[at].costs for at in changed]
@@ -107,7 +91,7 @@ class Solved:
         costs = self.problem.variables[at].costs
         for number in self.touching[at]:
             value = self.problem.values[number]
-            for (reader, _), place in zip([(value.producer, None), *value.consumers], value.places):
+            for (reader, _), place in zip(value.ends, value.places):
                 given = self.proof.multipliers.get((self.proof.classes[at], place)) if reader == at else None
                 costs = costs if given is None else costs + given
         return costs - costs.min()
@@ -118,7 +102,7 @@ class Solved:
         for near in queue:
             for number in self.touching[near] if distance[near] < reach else ():
                 value = self.problem.values[number]
-                for other in (value.producer, *(reader for reader, _ in value.consumers)):
+                for other, _ in value.ends:
                     if other not in distance and len(distance) < MANY:
                         distance[other] = distance[near] + 1
                         queue.append(other)
@@ -128,8 +112,7 @@ class Solved:
         """Returns the values that touch free variables as a problem, and which variables it has, the free ones first."""
         numbers = sorted({number for at in free for number in self.touching[at]})
         values = [self.problem.values[number] for number in numbers]
-        ends = (at for value in values for at in (value.producer, *(reader for reader, _ in value.consumers)))
-        members = list(dict.fromkeys([*free, *ends]))
+        members = list(dict.fromkeys([*free, *(at for value in values for at, _ in value.ends)]))
         place = {at: number for number, at in enumerate(members)}
         moved = [
             Value(place[v.producer], v.out, [(place[at], wants) for at, wants in v.consumers], v.closure, v.places) for v in values

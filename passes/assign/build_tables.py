@@ -14,6 +14,7 @@ from sbpc.passes.assign.label_tables import Table, Tensors, call_seconds, codes_
 from sbpc.passes.assign.two_phase_tables import may_run, two_phase_seconds
 from sbpc.rules import Match
 from sbpc.rules.choices import Candidates
+from sbpc.solver.problem import Array
 
 
 def tabulate(
@@ -38,7 +39,7 @@ def tabulate(
     return table.subset(cheapest_of_equals(table))
 
 
-def all_labels(factors: Sequence[str | None], mesh: Mesh, every: bool) -> tuple[np.ndarray, np.ndarray]:
+def all_labels(factors: Sequence[str | None], mesh: Mesh, every: bool) -> tuple[Array, Array]:
     """Returns the digits and bits of all combinations of signatures and orders. factors: that the signatures cut."""
     per_axis = [len(factors) if size > 1 else 1 for size in mesh.sizes]
     digits = np.indices(per_axis).reshape(len(per_axis), -1).T
@@ -49,7 +50,7 @@ def all_labels(factors: Sequence[str | None], mesh: Mesh, every: bool) -> tuple[
     return digits[rows], bits
 
 
-def with_orders(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def with_orders(factors: Array) -> tuple[Array, Array]:
     """Returns row numbers and bits for each order in which the axes of a row can cut. factors [rows, axes]: -1 for none."""
     shared = np.zeros(len(factors), dtype=np.int64)
     for bit, (a, b) in enumerate(pairs(factors.shape[1])):
@@ -65,7 +66,7 @@ def with_orders(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row[by_row], bits_of_row[by_row]
 
 
-def orders_of_cutting(factors: Sequence[int], mask: int) -> np.ndarray:
+def orders_of_cutting(factors: Sequence[int], mask: int) -> Array:
     """Returns the bits of all orders of the axes that cut the same factors, mesh order first."""
     groups: dict[int, list[int]] = {}
     for axis, factor in enumerate(factors):
@@ -76,7 +77,7 @@ def orders_of_cutting(factors: Sequence[int], mask: int) -> np.ndarray:
     return np.array(bits, dtype=np.int64)
 
 
-def laid_out(candidates: Candidates, mesh: Mesh, digits: np.ndarray, bits: np.ndarray) -> Table:
+def laid_out(candidates: Candidates, mesh: Mesh, digits: Array, bits: Array) -> Table:
     """Returns the table of these digits and orders, which take no time yet."""
     ins, outs = (
         tuple(codes_of(states, digits, bits) for states in zip(*columns))
@@ -85,7 +86,7 @@ def laid_out(candidates: Candidates, mesh: Mesh, digits: np.ndarray, bits: np.nd
     return Table(candidates, mesh, digits, bits, np.zeros(len(digits)), ins, outs)
 
 
-def cheapest_of_equals(table: Table) -> np.ndarray:
+def cheapest_of_equals(table: Table) -> Array:
     """Returns the labels that no earlier or cheaper one equals in all layouts, in their order."""
     key = np.zeros(len(table), dtype=np.int64)
     for codes in table.ports:
@@ -114,7 +115,7 @@ def only_renames(table: Table, tensors: Tensors) -> bool:
     )
 
 
-def narrowed(table: Table, made: np.ndarray, taken: np.ndarray) -> Table:
+def narrowed(table: Table, made: Array, taken: Array) -> Table:
     """Returns the labels of a renaming that read a layout which is `made`, or leave one which is `taken`: the fewer of these.
 
     All of them, where the table lacks some of these layouts.

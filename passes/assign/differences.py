@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sbpc.boxing.paths import path
-from sbpc.boxing.steps import Step, wire
+from sbpc.boxing.steps import wire
 from sbpc.graph.operands import shape_of
 from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.inspect.explain import Moved
@@ -13,75 +13,56 @@ from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout_codes import decode
 from sbpc.passes.assign.space import Space
 from sbpc.solver import star
+from sbpc.solver.problem import Labels
 
-Edge = tuple[int, int, int]  # a value, and the layouts from and to which it is boxed
+Edge = tuple[int, int, int]  # a value, and the layout codes from and to which it is boxed
 
 
-def only_in(space: Space, numbers: Sequence[int], labels: Sequence[int], other: Sequence[int]) -> tuple[Moved, ...]:
+def only_in(space: Space, numbers: Sequence[int], labels: Labels, other: Labels) -> tuple[Moved, ...]:
     """Returns the collectives of the plan of `labels` that the plan of `other` has not, dearest first.
 
     numbers: the values that meet a variable which has different labels in the two.
     """
     known = {edge for number in numbers for edge in edges(space, number, other)}
-    moved = [
-        moved_by(space, edge, step, labels)
-        for number in numbers
-        for edge in edges(space, number, labels)
-        if edge not in known
-        for step in steps_of(space, edge)
-    ]
-    return tuple(sorted((each for each in moved if each.bytes_sent), key=lambda each: -each.seconds))
+    new = [edge for number in numbers for edge in edges(space, number, labels) if edge not in known]
+    moved = [each for edge in new for each in moved_by(space, edge, labels) if each.bytes_sent]
+    return tuple(sorted(moved, key=lambda each: -each.seconds))
 
 
-def computing(space: Space, changed: Sequence[int], labels: Sequence[int], other: Sequence[int]) -> dict[str, float]:
+def computing(space: Space, changed: Sequence[int], labels: Labels, other: Labels) -> dict[str, float]:
     """Returns by module how many more seconds its ops take under `labels` than under `other`, where that differs.
 
     changed: the variables which have different labels in the two.
     """
     seconds: dict[str, float] = {}
     for at in changed:
-        costs = space.variables[at].costs
+        costs, module = space.variables[at].costs, module_of(space, at)
         if costs[labels[at]] != costs[other[at]]:
-            module = module_of(space, at)
             seconds[module] = seconds.get(module, 0.0) + float(costs[labels[at]] - costs[other[at]])
     return seconds
 
 
-def edges(space: Space, number: int, labels: Sequence[int]) -> list[Edge]:
+def edges(space: Space, number: int, labels: Labels) -> list[Edge]:
     """Returns the boxings of a value in a plan."""
-    value = space.values[number]
-    source = int(value.out[labels[value.producer]])
-    alias, targets = star(value, labels)
-    codes = [int(code) for code in space.codes[number]]
+    value, codes = space.values[number], space.codes[number].tolist()
+    source, (alias, targets) = int(value.out[labels[value.producer]]), star(value, labels)
     first = [(number, codes[source], codes[alias])] if alias != source else []
     return first + [(number, codes[alias], codes[target]) for target in targets]
 
 
-def steps_of(space: Space, edge: Edge) -> tuple[Step, ...]:
-    """Returns the steps of a boxing."""
-    number, before, after = edge
-    axes = space.mesh.axes
-    return path(decode(before, axes), decode(after, axes), *shape_of(*space.keys[number]), space.mesh)
-
-
-def moved_by(space: Space, edge: Edge, step: Step, labels: Sequence[int]) -> Moved:
-    """Returns what a step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
-    mesh, (node, index), share = space.mesh, space.keys[edge[0]], space.counted_parts[edge[0]]
-    rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
-    taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
-    reader = reader_of(space, edge, labels)
+def moved_by(space: Space, edge: Edge, labels: Labels) -> Iterator[Moved]:
+    """Yields what each step of a boxing sends, for whom; of what is done once for all micro-batches, the part of one."""
+    mesh, (number, before, after) = space.mesh, edge
+    value, (node, index), share = space.values[number], space.keys[number], space.counted_parts[number]
+    readers = [at for at, wants in value.consumers if space.codes[number][wants[labels[at]]] == after]
+    reader = readers[0] if readers else value.consumers[0][0]  # the first of all where others box it on
     about = node if reader >= len(space.nodes) or space.nodes[reader].op == "placeholder" else space.nodes[reader]
-    module = module_of(space, space.number[about])
-    phase, states = about.meta.get("phase", "forward"), (str(step.before), str(step.after))
-    return Moved(step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken)
-
-
-def reader_of(space: Space, edge: Edge, labels: Sequence[int]) -> int:
-    """Returns the first variable that reads a value as it is boxed; the first of all where others box it on."""
-    value = space.values[edge[0]]
-    codes = space.codes[edge[0]]
-    readers = [at for at, wants in value.consumers if int(codes[wants[labels[at]]]) == edge[2]]
-    return readers[0] if readers else value.consumers[0][0]
+    module, phase = module_of(space, space.number[about]), about.meta.get("phase", "forward")
+    for step in path(decode(before, mesh.axes), decode(after, mesh.axes), *shape_of(node, index), mesh):
+        rounds, sent = wire(step, *shape_of(node, index), mesh.sizes)
+        taken = float(collective_seconds(rounds, sent, *mesh.link(step.axes, step.collective))) if rounds else 0.0
+        states = str(step.before), str(step.after)
+        yield Moved(step.collective, mesh.key(step.axes), node.name, module, phase, *states, share * float(sent), share * taken)
 
 
 def module_of(space: Space, at: int) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.fx import Node
@@ -59,23 +59,17 @@ class Scheme:
 
 
 def data(model: Model, mesh: Mesh) -> Scheme:
-    axes = range(len(mesh.axes))
-    scheme = split_batch(model, mesh, axes)
-    scheme.store_whole(axes, model.parameters)
-    return scheme
+    return split_batch(model, mesh, range(len(mesh.axes)), range(len(mesh.axes)))
 
 
 def fsdp(model: Model, mesh: Mesh) -> Scheme:
-    axes = range(len(mesh.axes))
-    scheme = split_batch(model, mesh, axes)
-    scheme.spread = tuple(axes)
-    return scheme
+    axes = tuple(range(len(mesh.axes)))
+    return replace(split_batch(model, mesh, axes), spread=axes)
 
 
 def megatron(model: Model, mesh: Mesh, stream: State = B) -> Scheme:
     *outer, tensor = range(len(mesh.axes))
-    scheme = split_batch(model, mesh, outer)
-    scheme.store_whole(outer, model.parameters)
+    scheme = split_batch(model, mesh, outer, outer)
     columns_then_rows(scheme, model, tensor, stream, [layer for layer in model.layers if not layer.convolution])
     return scheme
 
@@ -88,8 +82,7 @@ def sequence_parallel(model: Model, mesh: Mesh) -> Scheme:
 
 def summa(model: Model, mesh: Mesh) -> Scheme:
     *outer, i, j = need_axes(mesh, 2, "batch and features")
-    scheme = split_batch(model, mesh, (*outer, i))
-    scheme.store_whole(outer, model.parameters)
+    scheme = split_batch(model, mesh, (*outer, i), outer)
     layers = linear_layers(model)
     for layer in layers:
         scheme.store(j, layer, layer.column)
@@ -101,8 +94,7 @@ def summa(model: Model, mesh: Mesh) -> Scheme:
 
 def agarwal(model: Model, mesh: Mesh) -> Scheme:
     *outer, z, y, x = need_axes(mesh, 3, "z, y and x")
-    scheme = split_batch(model, mesh, (*outer, z))
-    scheme.store_whole(outer, model.parameters)
+    scheme = split_batch(model, mesh, (*outer, z), outer)
     summed_on = axes_of_sums(model, linear_layers(model), (x, y))
     for layer, axis in summed_on.items():
         scheme.store(axis, layer, layer.row)
@@ -197,8 +189,12 @@ def legal(candidates: Candidates, on: Mapping[int, Signature], mesh: Mesh) -> bo
     return candidates.legal(Choice(tuple(on.get(axis, first) for axis in axes), axes), mesh.sizes)
 
 
-def split_batch(model: Model, mesh: Mesh, axes: Sequence[int], loose: Iterable[Node] = ()) -> Scheme:
+def split_batch(
+    model: Model, mesh: Mesh, axes: Sequence[int], whole: Iterable[int] = (), loose: Iterable[Node] = ()
+) -> Scheme:
     """Returns a scheme that splits the batch on `axes`, everywhere but where it meets `loose` nodes.
+
+    whole: axes on which parameters are whole.
 
     Raises PlanError if the batch is too small.
     """
@@ -207,7 +203,9 @@ def split_batch(model: Model, mesh: Mesh, axes: Sequence[int], loose: Iterable[N
         problem = f"a batch of {batch} for {math.prod(ranks)} ranks"
         raise PlanError(f"{problem}\n  Give a larger batch, or fewer ranks on these axes.")
     signatures = Follower(model, model.batch_states, loose=loose).run() if axes else {}
-    return Scheme({axis: dict(signatures) for axis in axes})
+    scheme = Scheme({axis: dict(signatures) for axis in axes})
+    scheme.store_whole(whole, model.parameters)
+    return scheme
 
 
 def columns_then_rows(scheme: Scheme, model: Model, axis: int, stream: State, layers: Sequence[Layer]) -> None:

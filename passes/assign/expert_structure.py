@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.errors import PlanError
 from sbpc.graph.operands import operands, value_of
-from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, Port, placeholders, results
+from sbpc.graph.ports import INPUT, OUTPUT, PARAMETER, TANGENT, placeholders, results
 from sbpc.mesh.states import B, Partial, Split, State
 from sbpc.rules import Signature
 
@@ -68,21 +70,23 @@ class Model:
         ports = placeholders(gm)
         self.parameters = [node for port, node in ports.items() if port.kind == PARAMETER]
         self.inputs = [node for port, node in ports.items() if port.kind == INPUT and node.meta["val"].dim()]
-        outputs = dict(zip(gm.meta["ports"].outputs, results(gm)))
-        self.results = [value_of(node) for port, node in outputs.items() if node is not None and port.kind == OUTPUT]
-        self.tangents = {
-            node: value_of(result)
-            for port, node in ports.items()
-            if port.kind == TANGENT and (result := outputs.get(Port(OUTPUT, port.name))) is not None
-        }
+        named = zip(gm.meta["ports"].outputs, results(gm))
+        outputs = {port.name: value_of(node) for port, node in named if node is not None and port.kind == OUTPUT}
+        self.results = list(outputs.values())
+        tangents = [(port.name, node) for port, node in ports.items() if port.kind == TANGENT]
+        self.tangents = {node: outputs[name] for name, node in tangents if name in outputs}
         self.views: dict[Node, tuple[Node, tuple[Node, ...]]] = {node: (node, ()) for node in self.parameters}
         for node in self.forward:
             match, reads = node.meta.get("match"), nodes_read(node)
-            several = isinstance(node.meta["val"], (tuple, list))
-            if match is not None and match.view and not several and len(reads) == 1 and reads[0] in self.views:
+            one = isinstance(node.meta["val"], Tensor) and len(reads) == 1
+            if match is not None and match.view and one and reads[0] in self.views:
                 parameter, views = self.views[reads[0]]
                 self.views[node] = (parameter, (node, *views))
-        self.layers = [layer for node in self.forward if (layer := self.layer(node)) is not None]
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """The layers of the forward."""
+        return [layer for node in self.forward if (layer := self.layer(node)) is not None]
 
     @property
     def batch(self) -> int:
@@ -217,58 +221,54 @@ def column_row_pairs(model: Model, layers: Sequence[Layer]) -> tuple[list[Layer]
     leave the model, or reach no row are taken back, until none is.
     """
     by_node = {layer.node: layer for layer in layers}
-    refused: set[Node] = set()
+    excluded: set[Node] = set()
     while True:
-        trial = PairTrial(model, by_node, refused)
-        if not trial.refused:
-            return trial.columns, trial.rows
-        refused |= trial.refused
+        columns, rows, refused = try_pairs(model, by_node, excluded)
+        if not refused:
+            return columns, rows
+        excluded |= refused
 
 
-class PairTrial:
-    """One attempt at pairs of columns and rows. Afterwards `refused` has the columns that cannot be."""
-
-    def __init__(self, model: Model, layers: Mapping[Node, Layer], excluded: Container[Node]) -> None:
-        self.model, self.refused = model, set[Node]()
-        self.columns: list[Layer] = []
-        self.rows: list[Layer] = []
-        self.split: States = {}
-        self.origins: dict[Key, tuple[Node, ...]] = {}  # by split value, the columns it comes from
-        reaching_rows: set[Node] = set()
-        for node in model.forward:
-            keys = [value_of(operand) for operand in operands(node)]
-            origins = tuple(dict.fromkeys(column for key in keys for column in self.origins.get(key, ())))
-            layer = layers.get(node)
-            if layer is None:
-                self.carry(node, keys, origins)
-            elif not origins:
-                if node not in excluded:
-                    self.columns.append(layer)
-                    self.leave(node, layer.column, (node,))
-            elif self.split.get(keys[layer.read]) == layer.row.inputs[layer.read]:
-                self.rows.append(layer)
-                reaching_rows.update(origins)
-            else:
-                self.refused.update(origins)
-        self.refused.update(*(self.origins.get(key, ()) for key in model.results))
-        self.refused.update(layer.node for layer in self.columns if layer.node not in reaching_rows)
-
-    def carry(self, node: Node, keys: Sequence[Key], origins: tuple[Node, ...]) -> None:
-        """Goes on with the split of the operands, if the node can; operands that are not split stay whole, or are weights."""
-        if not origins:
-            return
-        for signature in node.meta["signatures"]:
-            fits = all(
-                state == self.split[key] if key in self.split else state == B or key[0] in self.model.views
-                for key, state in zip(keys, signature.inputs)
-            )
-            if fits and not any(isinstance(state, Partial) for state in signature.outputs):
-                self.leave(node, signature, origins)
-                return
-        self.refused.update(origins)
-
-    def leave(self, node: Node, signature: Signature, origins: tuple[Node, ...]) -> None:
-        """Notes the split results of a node."""
+def try_pairs(
+    model: Model, layers: Mapping[Node, Layer], excluded: Container[Node]
+) -> tuple[list[Layer], list[Layer], set[Node]]:
+    """Returns the columns and rows of one attempt, and the columns that cannot be."""
+    columns: list[Layer] = []
+    rows: list[Layer] = []
+    split: States = {}
+    columns_of: dict[Key, tuple[Node, ...]] = {}  # by split value, the columns it comes from
+    refused, reaching_rows = set[Node](), set[Node]()
+    for node in model.forward:
+        keys = [value_of(operand) for operand in operands(node)]
+        origins = tuple(dict.fromkeys(column for key in keys for column in columns_of.get(key, ())))
+        layer, signature = layers.get(node), None
+        if layer is None and origins:
+            signature = carrying(model, node, keys, split)
+        elif layer is not None and not origins and node not in excluded:
+            columns.append(layer)
+            signature, origins = layer.column, (node,)
+        elif layer is not None and split.get(keys[layer.read]) == layer.row.inputs[layer.read]:
+            rows.append(layer)
+            reaching_rows.update(origins)
+            continue
+        if signature is None:
+            refused.update(origins)
+            continue
         for index, state in enumerate(signature.outputs):
             if isinstance(state, Split):
-                self.split[node, index], self.origins[node, index] = state, origins
+                split[node, index], columns_of[node, index] = state, origins
+    refused.update(*(columns_of.get(key, ()) for key in model.results))
+    refused.update(layer.node for layer in columns if layer.node not in reaching_rows)
+    return columns, rows, refused
+
+
+def carrying(model: Model, node: Node, keys: Sequence[Key], split: States) -> Signature | None:
+    """Returns the signature that goes on with the split of the operands; those that are not split stay whole, or are weights."""
+    for signature in node.meta["signatures"]:
+        fits = all(
+            state == split[key] if key in split else state == B or key[0] in model.views
+            for key, state in zip(keys, signature.inputs)
+        )
+        if fits and not any(isinstance(state, Partial) for state in signature.outputs):
+            return signature  # type: ignore[no-any-return]
+    return None

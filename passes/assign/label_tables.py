@@ -16,6 +16,7 @@ from sbpc.mesh.pins import Wish
 from sbpc.mesh.states import State
 from sbpc.rules import Match
 from sbpc.rules.choices import Candidates, Choice, may_cut
+from sbpc.solver.problem import Array
 
 PAIR_BITS = 6  # bits for an order of cutting: one per pair of up to four axes
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
@@ -33,22 +34,22 @@ class Table:
 
     candidates: Candidates
     mesh: Mesh
-    digits: np.ndarray
-    bits: np.ndarray
-    seconds: np.ndarray
-    ins: tuple[np.ndarray, ...]
-    outs: tuple[np.ndarray, ...]
+    digits: Array
+    bits: Array
+    seconds: Array
+    ins: tuple[Array, ...]
+    outs: tuple[Array, ...]
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     @property
-    def ports(self) -> tuple[np.ndarray, ...]:
+    def ports(self) -> tuple[Array, ...]:
         """The layout codes of all operands and outputs."""
         return (*self.ins, *self.outs)
 
     @property
-    def two_phase(self) -> np.ndarray:
+    def two_phase(self) -> Array:
         """Which labels run the node in two phases."""
         phases = self.candidates.phases
         if phases is None:
@@ -85,7 +86,7 @@ class Table:
         good = np.array([wish.admits(decode(int(code), self.mesh.axes)) for code in codes], dtype=bool)
         return self.subset(good[at])
 
-    def subset(self, labels: np.ndarray) -> Table:
+    def subset(self, labels: Array) -> Table:
         """Returns some of the labels, given by their numbers or by a mask."""
         return replace(
             self,
@@ -97,12 +98,12 @@ class Table:
         )
 
 
-def codes_of(states: Sequence[State], digits: np.ndarray, bits: np.ndarray) -> np.ndarray:
+def codes_of(states: Sequence[State], digits: Array, bits: Array) -> Array:
     """Returns the layout codes of a tensor, by label. states: by digit."""
     return joined(np.array([state_code(state) for state in states])[digits], bits)
 
 
-def cut_masks(factors: Sequence[str | None], digits: np.ndarray) -> dict[str, np.ndarray]:
+def cut_masks(factors: Sequence[str | None], digits: Array) -> dict[str, Array]:
     """Returns, by factor and label, the axes that cut it, as bits. factors: by digit the factor that it cuts."""
     bit = np.arange(digits.shape[1])
     cut = {factor: np.array([other == factor for other in factors]) for factor in factors if factor is not None}
@@ -110,8 +111,8 @@ def cut_masks(factors: Sequence[str | None], digits: np.ndarray) -> dict[str, np
 
 
 def legal_labels(
-    candidates: Candidates, masks: Mapping[str, np.ndarray], bits: np.ndarray, sizes: Sequence[int]
-) -> np.ndarray:
+    candidates: Candidates, masks: Mapping[str, Array], bits: Array, sizes: Sequence[int]
+) -> Array:
     """Returns which labels keep the conditions of every factor that they cut. masks: see `cut_masks`."""
     legal = np.ones(len(bits), dtype=bool)
     factor_sizes = dict(candidates.sizes)
@@ -130,12 +131,12 @@ def legal_labels(
 
 def call_seconds(
     match: Match | None,
-    masks: Mapping[str, np.ndarray],
+    masks: Mapping[str, Array],
     tensors: Tensors,
-    ports: Sequence[np.ndarray],
+    ports: Sequence[Array],
     points: float,
     mesh: Mesh,
-) -> np.ndarray:
+) -> Array:
     """Returns the seconds of the local kernel, by label.
 
     masks: see `cut_masks`. ports: by tensor the layout codes. points: the flops of a call without a rule.
@@ -154,7 +155,7 @@ def call_seconds(
     return np.broadcast_to(seconds, (labels,)).astype(float)
 
 
-def local_size(size: int, masks: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+def local_size(size: int, masks: Array, sizes: Sequence[int]) -> Array:
     """Returns what the rank at coordinates 0 holds of a factor of `size`, by label. masks: the axes that cut it, as bits."""
     cut = (masks[:, None] >> np.arange(len(sizes))) & 1
     return (-(-size // np.where(cut == 1, np.array(sizes), 1).prod(1))).astype(float)

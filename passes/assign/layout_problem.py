@@ -24,8 +24,9 @@ from sbpc.passes.assign.label_tables import Table, Tensors
 from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
 from sbpc.plans.plan import Assignment
-from sbpc.rules.choices import Choice, of_stored
+from sbpc.rules.choices import of_stored
 from sbpc.solver import Problem, Value, Variable, star
+from sbpc.solver.problem import Array
 from sbpc.solver.surroundings import Surroundings
 
 ORDERED = 3  # on meshes of more wide axes ops cut in mesh order only; what is stored may be cut in any
@@ -56,18 +57,19 @@ class LayoutProblem:
         self, gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], outputs: Mapping[int, Wish],
         like: LayoutProblem | None = None,
     ) -> None:  # fmt: skip
-        self.gm, self.mesh = gm, mesh
+        self.gm, self.mesh, self.parts = gm, mesh, gm.meta.get(ONCE, {})
         self.nodes = [node for node in gm.graph.nodes if "candidates" in node.meta]
         self.number = {node: at for at, node in enumerate(self.nodes)}
         self.known: dict[Any, Any] = {} if like is None else like.known  # see `once`
         self.tables = [self.table(node, wishes.get(node.name)) for node in self.nodes]
         self.variables = [Variable(node.name, self.seconds_of(node, t), t.digits) for node, t in zip(self.nodes, self.tables)]
         self.values: list[Value] = []
-        self.codes: list[np.ndarray] = []
+        self.codes: list[Array] = []
         self.keys: list[Key] = []
         self.counted_parts: list[float] = []
         self.output_variables: list[int | None] = []
         self.output_tensors: dict[int, Tensors] = {}
+        self.gradients = set[Key]()
         readers = self.add_outputs(outputs)
         for at, node in enumerate(self.nodes):
             for slot, operand in enumerate(operands(node)):
@@ -136,6 +138,8 @@ class LayoutProblem:
                 self.output_tensors[reader] = (shape_of(*value_of(node))[::-1],)
                 self.variables.append(Variable(result_name(at), table.seconds, table.digits))
             self.output_variables.append(reader)
+            if port.kind == GRADIENT:
+                self.gradients.add(value_of(node))
             readers.setdefault(value_of(node), []).append((reader, HOME - outputs_at[reader]))
             outputs_at[reader] += 1
         return readers
@@ -161,25 +165,12 @@ class LayoutProblem:
             self.tables[at] = few = self.once(key, partial(narrowed, table, made, taken))
             self.variables[at] = Variable(node.name, self.seconds_of(node, few), few.digits)
 
-    def seconds_of(self, node: Node, table: Table) -> np.ndarray:
+    def seconds_of(self, node: Node, table: Table) -> Array:
         """Returns the seconds of a node by label: a part of them where it runs once for all micro-batches of a loop."""
-        part = self.gm.meta.get(ONCE, {}).get(PARAMETER, 1.0)
+        part = self.parts.get(PARAMETER, 1.0)
         if part == 1.0 or node.op == "placeholder" or node not in self.fixed:
             return table.seconds
         return self.once((id(table), "once"), lambda: part * table.seconds)
-
-    def counted_part(self, producer: Node, readers: list[Reader]) -> float:
-        """Returns what part of its seconds a boxing counts: less than 1 where it is done once for all micro-batches of a loop."""
-        once = self.gm.meta.get(ONCE, {})
-        if producer in self.fixed:
-            return float(once.get(PARAMETER, 1.0))
-        return float(once.get(GRADIENT, 1.0)) if all(place < 0 for _, place in readers) else 1.0
-
-    @cached_property
-    def gradients(self) -> set[Key]:
-        """The values that are gradients of parameters."""
-        ends = zip(self.gm.meta["ports"].outputs, results(self.gm))
-        return {value_of(node) for port, node in ends if port.kind == GRADIENT and node is not None}
 
     @cached_property
     def fixed(self) -> set[Node]:
@@ -200,7 +191,7 @@ class LayoutProblem:
         homes = {result_name(place): at for place, at in enumerate(self.output_variables) if at is not None}
         return homes | {node.name: at for at, node in enumerate(self.nodes)}
 
-    def bytes_of(self, at: int, place: Place) -> np.ndarray:
+    def bytes_of(self, at: int, place: Place) -> Array:
         """Returns the bytes on the busiest rank at a place of variable number `at`, by label."""
         table = self.tables[at]
         tensors = tensors_of(self.nodes[at]) if at < len(self.nodes) else self.output_tensors[at]
@@ -211,7 +202,7 @@ class LayoutProblem:
         """What is solved, bytes for nothing."""
         return Problem(self.variables, self.values)
 
-    def taken(self, reader: Reader) -> np.ndarray:
+    def taken(self, reader: Reader) -> Array:
         """Returns the layouts by label in which a reader takes a value."""
         at, place = reader
         return self.tables[at].ins[place] if place >= 0 else self.tables[at].outs[0]
@@ -221,7 +212,8 @@ class LayoutProblem:
         producer, about = self.number[key[0]], shape_of(*key)
         ports = [self.tables[producer].outs[key[1]], *map(self.taken, readers)]
         codes, (out, *wants), seconds = self.once((*map(id, ports), *about), lambda: self.boxings(ports, *about))
-        share = self.counted_part(key[0], readers)
+        kind = PARAMETER if key[0] in self.fixed else GRADIENT if all(place < 0 for _, place in readers) else ""
+        share = float(self.parts.get(kind, 1.0))  # less than 1 where it is boxed once for all micro-batches of a loop
         if share != 1.0:
             full = seconds
             seconds = self.once((id(full), share), lambda: full * share)
@@ -234,22 +226,22 @@ class LayoutProblem:
         self.keys.append(key)
         self.counted_parts.append(share)
 
-    def add_sums(self, at: int, out: np.ndarray, part: float, sums: np.ndarray) -> None:
+    def add_sums(self, at: int, out: Array, part: float, sums: Array) -> None:
         """Adds to the costs of what makes a gradient that it is added to those of other micro-batches. sums: seconds by layout."""
         variable = self.variables[at]
         costs = self.once((id(variable.costs), id(out), part, id(sums)), lambda: variable.costs + part * sums[out])
         self.variables[at] = replace(variable, costs=costs)
 
-    def sums(self, codes: np.ndarray, boxings: np.ndarray, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    def sums(self, codes: Array, boxings: Array, shape: tuple[int, ...], itemsize: int) -> Array:
         """Returns by layout the seconds of adding a value to another one: there, or where it may be boxed before, as a plan under a limit
         of memory does. So they bound both."""
         size = elements(codes, shape, self.mesh.sizes)
-        added: np.ndarray = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
+        added: Array = (boxings + self.mesh.cluster.kernel_seconds("add", size, 3 * itemsize * size)).min(axis=1)
         return added
 
     def boxings(
-        self, ports: list[np.ndarray], shape: tuple[int, ...], itemsize: int
-    ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        self, ports: list[Array], shape: tuple[int, ...], itemsize: int
+    ) -> tuple[Array, list[Array], Array]:
         """Returns the codes of all layouts at these ports, by port and label which of them it is, and the seconds between them."""
         codes = np.unique(np.concatenate(list({id(port): port for port in ports}.values())))
         seconds = self.once((codes.tobytes(), shape, itemsize), lambda: closure(codes, shape, itemsize, self.mesh))
@@ -278,22 +270,16 @@ class LayoutProblem:
         labels = [label or 0 for label in known]
         if None in known:
             surroundings = Surroundings(self.problem)
-            cheapest: dict[Any, int] = {}  # by what a variable sees: in equal blocks that is the same
             for at in (at for at, label in enumerate(known) if label is None):
-                seen = surroundings.seen(at, labels)
-                if seen not in cheapest:
-                    cheapest[seen] = int(surroundings.costs(at, labels).argmin())
-                labels[at] = cheapest[seen]
+                labels[at] = int(surroundings.costs(at, labels).argmin())
         return labels
 
     def assignment(self, labels: list[int]) -> Assignment:
         """Returns the choices and layouts that the labels stand for."""
-        choices: dict[tuple[int, int], Choice] = {}  # by table and label
-        chosen = {}
-        for node, table, label in zip(self.nodes, self.tables, labels):
-            if (id(table), label) not in choices:
-                choices[id(table), label] = table.choice(label)
-            chosen[node.name] = choices[id(table), label]
+        chosen = {
+            node.name: self.once((id(table), "choice", label), partial(table.choice, label))
+            for node, table, label in zip(self.nodes, self.tables, labels)
+        }
         aliases = {}
         for key, value, codes in zip(self.keys, self.values, self.codes):
             alias, _ = star(value, labels)

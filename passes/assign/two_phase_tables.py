@@ -12,6 +12,7 @@ from sbpc.mesh.layout_codes import elements, order_bits
 from sbpc.passes.assign.label_tables import Table, Tensors, call_seconds, codes_of, cut_masks, legal_labels
 from sbpc.rules.choices import of_match
 from sbpc.rules.match import SubOp
+from sbpc.solver.problem import Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +25,13 @@ class CallTable:
 
     part: SubOp
     tensors: Tensors
-    ins: list[np.ndarray]
-    made: np.ndarray
-    read: np.ndarray
-    masks: Mapping[str, np.ndarray]
-
-    def result_bytes(self, codes: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-        """Returns the bytes of the result in these layouts."""
-        itemsize, shape = self.tensors[-1]
-        return itemsize * elements(codes, shape, sizes)
+    ins: list[Array]
+    made: Array
+    read: Array
+    masks: Mapping[str, Array]
 
 
-def may_run(table: Table) -> np.ndarray:
+def may_run(table: Table) -> Array:
     """Returns which labels run the node in one phase, or in two with all axes together and all conditions kept."""
     phases, two_phase, legal = table.candidates.phases, table.two_phase, np.ones(len(table), dtype=bool)
     if phases is None or not two_phase.any():
@@ -51,7 +47,7 @@ def may_run(table: Table) -> np.ndarray:
     return legal
 
 
-def orders_of(table: Table) -> np.ndarray:
+def orders_of(table: Table) -> Array:
     """Returns, by label, the bits of the order of all axes."""
     return np.array([order_bits(table.choice(label).order, len(table.mesh.axes)) for label in range(len(table))])
 
@@ -77,7 +73,7 @@ def sub_ops(table: Table, tensors: Tensors) -> Iterator[CallTable]:
         )
 
 
-def two_phase_seconds(table: Table, tensors: Tensors) -> np.ndarray:
+def two_phase_seconds(table: Table, tensors: Tensors) -> Array:
     """Returns the seconds of all sub-ops and of the boxings among them, by label."""
     mesh, total = table.mesh, np.zeros(len(table))
     for each in sub_ops(table, tensors):
@@ -88,7 +84,7 @@ def two_phase_seconds(table: Table, tensors: Tensors) -> np.ndarray:
     return total
 
 
-def two_phase_bytes(table: Table, tensors: Tensors, mask: int) -> np.ndarray:
+def two_phase_bytes(table: Table, tensors: Tensors, mask: int) -> Array:
     """Returns the most that sub-ops have alive at once, by label, without boxings among them.
 
     mask: bits of the operands that count, and above these of the results that something reads. Everything is alive till its
@@ -109,10 +105,12 @@ def two_phase_bytes(table: Table, tensors: Tensors, mask: int) -> np.ndarray:
     for at, each in enumerate(calls):
         number = each.part.number
         view = storage[number] != number
-        made = np.zeros(len(table)) if view else each.result_bytes(each.made, sizes)
+        itemsize, shape = each.tensors[-1]
+        made, seen = (itemsize * elements(codes, shape, sizes) for codes in (each.made, each.read))
+        made = 0 * made if view else made
         most = np.maximum(most, sum((size for other, size in alive.items() if last[other] >= at), made))
         if not view and number in last:
-            alive[number] = np.minimum(made, each.result_bytes(each.read, sizes))
+            alive[number] = np.minimum(made, seen)
     return most
 
 

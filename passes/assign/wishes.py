@@ -45,8 +45,7 @@ def wishes(gm: GraphModule, mesh: Mesh, options: Options, whole: GraphModule | N
     stored = placeholder_wishes(gm, mesh, options.inputs, options.outputs, options.spread)
     nodes = both(stored, pin_wishes(gm, mesh, options.pin, stored), mesh)
     if options.baseline is not None:
-        scheme = expert_wishes(Model(whole or gm), mesh, options.baseline)
-        nodes = both(nodes, scheme if whole is None else of_copies(gm, scheme), mesh)
+        nodes = both(nodes, scheme_of(gm, mesh, options.baseline, Model(whole or gm), whole is not None), mesh)
     nodes = with_recomputed(gm, nodes)
     return Wishes(nodes, output_wishes(gm, mesh, options.outputs, options.spread))
 
@@ -58,12 +57,14 @@ def expert_alternatives(
     model = Model(whole or gm)
     for name in EXPERTS:
         with suppress(PinError, PlanError):
-            scheme = expert_wishes(model, mesh, name)
-            yield with_recomputed(gm, both(asked, scheme if whole is None else of_copies(gm, scheme), mesh))
+            yield with_recomputed(gm, both(asked, scheme_of(gm, mesh, name, model, whole is not None), mesh))
 
 
-def of_copies(gm: GraphModule, wishes: Mapping[str, Wish]) -> dict[str, Wish]:
-    """Returns the wishes for nodes of a step as wishes for what stands for them in the same step in micro-batches."""
+def scheme_of(gm: GraphModule, mesh: Mesh, name: str, model: Model, copied: bool) -> dict[str, Wish]:
+    """Returns the scheme of an expert. copied: the model is the step in one piece, of which `gm` has copies in micro-batches."""
+    wishes = expert_wishes(model, mesh, name)
+    if not copied:
+        return wishes
     origins = {node.name: node.meta.get("origin", node.name if node.op == "placeholder" else "") for node in gm.graph.nodes}
     return {name: wishes[origin] for name, origin in origins.items() if origin in wishes}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from sbpc.passes.canonicalize.normalize import result_of
 from sbpc.rules import match
 from sbpc.rules.binding import flat_outputs
 
+Table = Mapping[Any, Callable[..., Any]]  # of decompositions, by op
+
 
 def decompose(gm: GraphModule) -> GraphModule:
     """Returns the graph with ops that have no rule taken apart; `meta["decomposed"]` of a call says of which op it is a part.
@@ -28,7 +31,7 @@ def decompose(gm: GraphModule) -> GraphModule:
     unmatched = dict.fromkeys(node.target for node in gm.graph.nodes if has_no_rule(node))
     table = decompositions() if unmatched else {}
     drawing = torch.Tag.nondeterministic_seeded
-    rewrites = {op: Apart(table) for op in unmatched if op in table and drawing not in op.tags}
+    rewrites = {op: partial(apart, table) for op in unmatched if op in table and drawing not in op.tags}
     return rewrite(gm, {**rewrites, operator.getitem: result_of}) if rewrites else gm
 
 
@@ -44,39 +47,29 @@ class NoRule(Exception):
     """A part has neither a rule nor a decomposition."""
 
 
-class Apart:
-    """Writes the parts of a call. table: decompositions by op."""
-
-    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
-        self.table = table
-
-    def __call__(self, write: Writer, *args: Any, **kwargs: Any) -> Any:
-        """Returns the nodes of the results, None if a part has no rule."""
-        if not has_no_rule(write.about):
-            return None
-        with write.mode:  # nodes whose values are alike may share a fake tensor
-            fresh = {node: like(node.meta["val"]) for node in nodes_in((args, kwargs))}
-        given, named = map_arg((args, kwargs), fresh.__getitem__)
-        trace = Trace(self.table, {id(value): node for node, value in fresh.items()})
-        try:
-            with write.mode, torch.no_grad(), trace:
-                made = self.table[write.target](*given, **named)
-        except Exception:  # whatever a decomposition runs into, the op itself is still there
-            return None
-        before, several = write.about.meta["val"], isinstance(made, (tuple, list))
-        if several != isinstance(before, (tuple, list)):
-            return None
-        pairs = list(zip(flat_outputs(made), flat_outputs(before)))
-        if not all(trace.gives(value, wanted) for value, wanted in pairs):
-            return None
-        nodes = trace.written(write)
-        results = tuple(nodes[id(value)] if isinstance(value, Tensor) else None for value, _ in pairs)
-        return results if several else results[0]
-
-
-def like(value: Tensor) -> Tensor:
-    """Returns a tensor of the same metadata."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def apart(table: Table, write: Writer, *args: Any, **kwargs: Any) -> Any:
+    """Writes the parts of a call, and returns the nodes of the results; None if a part has no rule."""
+    if not has_no_rule(write.about):
+        return None
+    values = {node: node.meta["val"] for node in nodes_in((args, kwargs))}
+    with write.mode:  # nodes whose values are alike may share a fake tensor
+        fresh = {node: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for node, x in values.items()}
+    given, named = map_arg((args, kwargs), fresh.__getitem__)
+    trace = Trace(table, {id(value): node for node, value in fresh.items()})
+    try:
+        with write.mode, torch.no_grad(), trace:
+            made = table[write.target](*given, **named)
+    except Exception:  # whatever a decomposition runs into, the op itself is still there
+        return None
+    before, several = write.about.meta["val"], isinstance(made, (tuple, list))
+    if several != isinstance(before, (tuple, list)):
+        return None
+    pairs = list(zip(flat_outputs(made), flat_outputs(before)))
+    if not all(trace.gives(value, wanted) for value, wanted in pairs):
+        return None
+    nodes = trace.written(write)
+    results = tuple(nodes[id(value)] if isinstance(value, Tensor) else None for value, _ in pairs)
+    return results if several else results[0]
 
 
 class Trace(TorchDispatchMode):  # type: ignore[misc]
@@ -85,7 +78,7 @@ class Trace(TorchDispatchMode):  # type: ignore[misc]
     known: the nodes of the operands by the id of their values.
     """
 
-    def __init__(self, table: Mapping[Any, Callable[..., Any]], known: dict[int, Node]) -> None:
+    def __init__(self, table: Table, known: dict[int, Node]) -> None:
         super().__init__()
         self.table, self.known = table, known
         self.calls: list[tuple[Any, Any, Any, Any]] = []

@@ -18,6 +18,7 @@ from sbpc.graph.rewrite import Writer
 
 aten = torch.ops.aten
 Formula = Callable[..., tuple[Any, ...]]
+Write = Callable[..., Any]  # writes the op of a name on nodes and numbers
 
 
 def each(write: Writer, *args: Any, **kwargs: Any) -> tuple[Node, ...] | None:
@@ -41,19 +42,9 @@ def one(write: Writer, name: str, at: int, args: tuple[Any, ...], kwargs: dict[s
     return write.call(resolve(getattr(aten, name), *values, **more), *mine, **named)
 
 
-class Tensors:
-    """Writes arithmetic of nodes and numbers."""
-
-    def __init__(self, write: Writer) -> None:
-        self.write = write
-
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Writes the op of that name."""
-        return one(self.write, name, 0, args, kwargs)
-
-    def grown(self, x: Any, y: Any, factor: Any) -> Any:
-        """Writes x + factor * y."""
-        return self("add", x, self("mul", y, factor))
+def grown(do: Write, x: Any, y: Any, factor: Any) -> Any:
+    """Writes x + factor * y."""
+    return do("add", x, do("mul", y, factor))
 
 
 def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
@@ -63,7 +54,11 @@ def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
         given = write.arguments(args, kwargs)
         columns = {name: given.pop(name) for name in (*lists, "state_steps") if name in given}
         scale, overflow = given.pop("grad_scale"), given.pop("found_inf")
-        do, made = Tensors(write), []
+        made = []
+
+        def do(name: str, *args: Any, **kwargs: Any) -> Any:
+            return one(write, name, 0, args, kwargs)
+
         for at in range(len(columns["self"])):
             row = {name: column[at] if at < len(column) else None for name, column in columns.items()}
             before = [row[name] for name in lists]
@@ -82,16 +77,16 @@ def steps(formula: Formula, lists: Sequence[str]) -> Callable[..., Any]:
 
 
 def sgd(
-    do: Tensors, *, self: Node, grads: Node, momentum_buffer_list: Node | None, weight_decay: float, momentum: float,
+    do: Write, *, self: Node, grads: Node, momentum_buffer_list: Node | None, weight_decay: float, momentum: float,
     lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Returns the parameter, the gradient and the momentum after a step."""
     change = do("neg", grads) if maximize else grads
-    change = do.grown(change, self, weight_decay) if weight_decay else change
+    change = grown(do, change, self, weight_decay) if weight_decay else change
     buffer = momentum_buffer_list
     if momentum:
-        buffer = change if is_first_step else do.grown(do("mul", buffer, momentum), change, 1 - dampening)
-        change = do.grown(change, buffer, momentum) if nesterov else buffer
+        buffer = change if is_first_step else grown(do, do("mul", buffer, momentum), change, 1 - dampening)
+        change = grown(do, change, buffer, momentum) if nesterov else buffer
     return do("sub", self, do("mul", change, lr)), grads, buffer
 
 
@@ -99,7 +94,7 @@ def adam(decoupled: bool) -> Formula:
     """Returns the formula of Adam, or of AdamW, whose decay of weights is decoupled from the gradient."""
 
     def formula(
-        do: Tensors, *, self: Node, grads: Node, exp_avgs: Node, exp_avg_sqs: Node, max_exp_avg_sqs: Node | None,
+        do: Write, *, self: Node, grads: Node, exp_avgs: Node, exp_avg_sqs: Node, max_exp_avg_sqs: Node | None,
         state_steps: Node, lr: Any, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool,
         maximize: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
@@ -109,9 +104,9 @@ def adam(decoupled: bool) -> Formula:
         if weight_decay and decoupled:
             x = do("sub", x, do("mul", do("mul", x, lr), weight_decay))
         elif weight_decay:
-            change = do.grown(change, x, weight_decay)
+            change = grown(do, change, x, weight_decay)
         mean = do("lerp", exp_avgs, change, 1 - beta1)
-        square = do.grown(do("mul", exp_avg_sqs, beta2), do("mul", change, change), 1 - beta2)
+        square = grown(do, do("mul", exp_avg_sqs, beta2), do("mul", change, change), 1 - beta2)
         largest = do("maximum", max_exp_avg_sqs, square) if amsgrad else None
         steps = do("_to_copy", state_steps, dtype=torch.float64)
         first, second = (do("rsub", do("pow", beta, steps), 1) for beta in (beta1, beta2))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from sbpc._compat import OpOverload
 from sbpc.graph.rewrite import Writer, permute, rewrite, view
-from sbpc.passes.canonicalize import grouped_products
 from sbpc.passes.canonicalize.foreach_ops import LISTS
 
 aten = torch.ops.aten
@@ -27,12 +27,9 @@ def normalize(gm: GraphModule) -> GraphModule:
     Before: as captured. After: no op of `REWRITES` is left but where its row says so; no node without a use; meta and
     ports as before, `val` new for the new nodes.
     """
-    return rewrite(gm, {**REWRITES, **grouped_products.found_in(gm)})
-
-
-def same(_: Writer, x: Node) -> Node:
-    """Drops another name for the same values."""
-    return x
+    # the library that defines the ops in BY_NAME may not be there
+    found = [op for op in dict.fromkeys(node.target for node in gm.graph.nodes) if isinstance(op, OpOverload)]
+    return rewrite(gm, REWRITES | {op: BY_NAME[op._schema.name] for op in found if op._schema.name in BY_NAME})
 
 
 def overwritten(write: Writer, x: Node, values: Node, *_: Any) -> Node | None:
@@ -52,19 +49,15 @@ def result_of(_: Writer, x: Any, at: int) -> Any:
     return x[at] if isinstance(x, tuple) else None
 
 
-def transpose(write: Writer, x: Node, first: int, second: int) -> Node:
+def transpose(write: Writer, x: Node, first: int = 0, second: int = -1) -> Node:
     order = list(range(x.meta["val"].dim()))
     if order:
         order[first], order[second] = order[second], order[first]
     return permute(write, x, order)
 
 
-def transpose_matrix(write: Writer, x: Node) -> Node:
-    return transpose(write, x, 0, -1)
-
-
-def unchanged_shape(write: Writer, x: Node, *_: Any, **__: Any) -> Node | None:
-    """Drops an expand or a slice that takes all there is."""
+def unchanged(write: Writer, x: Node, *_: Any, **__: Any) -> Node | None:
+    """Drops another name for the same values, and an expand or a slice that takes all there is."""
     return x if x.meta["val"].shape == write.value.shape else None
 
 
@@ -142,37 +135,68 @@ def loss_of_points_backward(write: Writer, *args: Any, **kwargs: Any) -> Node | 
     return write.call(write.target, *{**named, "grad_output": gradient, "reduction": 0}.values())
 
 
+def grouped(write: Writer, rows: Node, matrices: Node, ends: Node) -> Node | None:
+    """Writes the product of each group of rows with its matrix, an op of `transformers`, as torch's `_grouped_mm`, which has a rule.
+
+    A mixture of experts of that library calls its own ops in the place of torch's while it is being compiled, in other types
+    than bfloat16. Torch's op wants rows that are dense and a multiple of 16 bytes long; others are left as they are.
+    """
+    return product(write, rows, matrices, ends) if divides(rows, matrices) else None
+
+
+def grouped_backward(write: Writer, rows: Node, matrices: Node, ends: Node, gradient: Node) -> tuple[Node, Node] | None:
+    """Writes the gradients of the rows and of the matrices."""
+    if not divides(rows, matrices):
+        return None
+    of_rows = product(write, gradient, permute(write, matrices, [0, 2, 1]), ends)
+    turned = write.call(aten.permute.default, dense(write, rows), [1, 0])
+    return of_rows, write.call(aten._grouped_mm.default, turned, dense(write, gradient), ends)
+
+
+def product(write: Writer, rows: Node, matrices: Node, ends: Node) -> Node:
+    """Writes the op."""
+    if not matrices.meta["val"].mT.is_contiguous():
+        matrices = dense(write, matrices)
+    return write.call(aten._grouped_mm.default, dense(write, rows), matrices, ends)
+
+
+def dense(write: Writer, x: Node) -> Node:
+    """Returns x itself or a contiguous copy."""
+    whole = {"memory_format": torch.contiguous_format}
+    return x if x.meta["val"].is_contiguous() else write.call(aten.clone.default, x, **whole)
+
+
+def divides(rows: Node, matrices: Node) -> bool:
+    """Returns whether 16 bytes divide a row of the operands, of the result and of their gradients."""
+    value = matrices.meta["val"]
+    same = rows.meta["val"].dtype == value.dtype
+    return same and all(size * value.element_size() % 16 == 0 for size in value.shape[1:])
+
+
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "transformers::grouped_mm_fallback": grouped,
+    "transformers::grouped_mm_fallback_backward": grouped_backward,
+}
+OF_POINTS = "binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"
+BY_WRITER: dict[Callable[..., Any], Sequence[str]] = {  # the default overloads that each rewrites
+    loss_of_points: OF_POINTS,
+    loss_of_points_backward: [f"{name}_backward" for name in OF_POINTS],
+    mean: ["mean"],
+    nll_loss: ["nll_loss_forward", "nll_loss2d_forward"],
+    nll_loss_backward: ["nll_loss_backward", "nll_loss2d_backward"],
+    overwritten: ["copy"],
+    permute: ["permute"],
+    transpose: ["t"],
+    unchanged: ["alias", "detach", "expand", "lift_fresh", "lift_fresh_copy"],
+    view: ["view", "_unsafe_view"],
+}
 REWRITES: dict[Any, Callable[..., Any]] = {
     **LISTS,
-    aten._unsafe_view.default: view,
+    **{getattr(aten, name).default: write for write, names in BY_WRITER.items() for name in names},
     aten.add.Scalar: added,
     aten.add.Tensor: added,
-    aten.alias.default: same,
-    aten.binary_cross_entropy.default: loss_of_points,
-    aten.binary_cross_entropy_backward.default: loss_of_points_backward,
-    aten.copy.default: overwritten,
-    aten.detach.default: same,
-    aten.expand.default: unchanged_shape,
-    aten.huber_loss.default: loss_of_points,
-    aten.huber_loss_backward.default: loss_of_points_backward,
-    aten.lift_fresh.default: same,
-    aten.lift_fresh_copy.default: same,
-    aten.mean.default: mean,
     aten.mean.dim: mean,
-    aten.mse_loss.default: loss_of_points,
-    aten.mse_loss_backward.default: loss_of_points_backward,
-    aten.nll_loss2d_backward.default: nll_loss_backward,
-    aten.nll_loss2d_forward.default: nll_loss,
-    aten.nll_loss_backward.default: nll_loss_backward,
-    aten.nll_loss_forward.default: nll_loss,
-    aten.permute.default: permute,
-    aten.slice.Tensor: unchanged_shape,
-    aten.smooth_l1_loss.default: loss_of_points,
-    aten.smooth_l1_loss_backward.default: loss_of_points_backward,
-    aten.soft_margin_loss.default: loss_of_points,
-    aten.soft_margin_loss_backward.default: loss_of_points_backward,
-    aten.t.default: transpose_matrix,
+    aten.slice.Tensor: unchanged,
     aten.transpose.int: transpose,
-    aten.view.default: view,
     operator.getitem: result_of,
 }

@@ -1,15 +1,26 @@
-"""The layout problem under limits of bytes: weights of labels at a moment, and bounds of plans that keep the limits."""
+"""The layout problem under limits of bytes: stored values, weights of labels at a moment, bounds of plans that keep the limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap, Counter
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch.fx import Graph, GraphModule, Node
 
+from sbpc._compat import LazyGraphModule
+from sbpc.errors import lacking
+from sbpc.graph.operands import is_late
+from sbpc.graph.ports import OUTPUT, results
+from sbpc.graph.rewrite import copied
+from sbpc.mesh.layout import broadcast
 from sbpc.passes.assign.local_bytes import Place
 from sbpc.passes.assign.space import Space
-from sbpc.passes.memory.live_bytes import Moment
+from sbpc.passes.memory.live_bytes import STORED, Moment
+from sbpc.plans.memory import local_bytes
+from sbpc.plans.plan import Plan
 from sbpc.solver import Limit, Proof
 from sbpc.solver.fold import Folded
 
@@ -55,3 +66,75 @@ class PricedBound:
     limits: Sequence[Limit] = ()
     prices: Sequence[float] = ()
     proof: Proof = field(default_factory=lambda: Proof([]))
+
+
+# --- what the backward reads of the forward goes through a node of its own, so that what is kept is a choice --------------------
+# The layout of that node is what a rank holds of the value between forward and backward: as it was made, as the forward
+# read it, or split further. A gathered parameter is kept in this way, or stored in its home and gathered again.
+def store(gm: GraphModule) -> GraphModule:
+    """The graph with stored values.
+
+    Before: a joint graph at global shapes. After: every value with dims that is there in the forward and read in the
+    backward is read in the backward through an `alias`, which stands behind its last reader in the forward.
+    """
+    order = {node: at for at, node in enumerate(gm.graph.nodes)}
+    behind: dict[Node, list[Node]] = {}
+    for node in order:
+        early = [reader for reader in node.users if reader.op != "output" and not is_late(reader)]
+        if keeps(node) and not is_late(node) and any(map(is_late, node.users)) and (early or node.op != "placeholder"):
+            behind.setdefault(max(early, key=order.__getitem__, default=node), []).append(node)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    kept: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        read: MutableMapping[Node, Node] = ChainMap(kept, copies) if is_late(node) else copies
+        copies[node] = copied(graph, node, read.__getitem__)
+        for value in behind.get(node, ()):
+            kept[value] = graph.create_node(
+                "call_function", torch.ops.aten.alias.default, (copies[value],), name=f"{value.name}_stored"
+            )
+            about = node.meta if value.op == "placeholder" else value.meta
+            kept[value].meta = {key: about[key] for key in ("module", "stack_trace") if key in about}
+            kept[value].meta |= {"val": value.meta["val"], "phase": "forward", STORED: value.name}
+    result = LazyGraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def keeps(node: Node) -> bool:
+    """Whether a node is one value with dims."""
+    value = node.meta.get("val")
+    return node.op in ("placeholder", "call_function") and isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+# --- what is missing where no plan fits into the memory, and what to do about it -------------------------------------------------
+MUCH = 0.03  # of what a plan takes: a result that takes as much may be the reason
+
+
+def shortage(plan: Plan, limit: float, least: bool) -> str:
+    """Returns the message of the error: what is missing for a plan to fit, and the three tensors that take most at its peak.
+
+    limit: bytes. least: it is known that no plan fits, not only that none was found.
+    """
+    sizes: Counter[str] = Counter()
+    for node, size in plan.life.at_peak():
+        sizes[node.name] += size
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:3]
+    tensors = ", ".join(f"%{name} {sizes[name]:,}" for name in largest)
+    known = f"; no plan takes as little as {int(limit):,}" if least else ""
+    what, parts = lacking(plan.memory, limit)
+    todo = f"Give more memory, more ranks or a smaller batch{split_outputs(plan, plan.memory['total'])}."
+    return f"{what}{known}\n  {parts}; the largest tensors: {tensors}\n  {todo}"
+
+
+def split_outputs(plan: Plan, most: int) -> str:
+    """Returns what to do about results of the model that are whole on every rank, if one takes much of `most` bytes."""
+    whole = [
+        (local_bytes(result, plan.mesh), int(port.name))
+        for port, result in zip(plan.boxed.meta["ports"].outputs, results(plan.boxed))
+        if port.kind == OUTPUT and result is not None and result.meta["sbp"] == broadcast(plan.mesh.axes)
+    ]
+    size, at = max(whole, default=(0, 0))
+    if size <= MUCH * most or plan.mesh.ranks == 1:
+        return ""
+    return f", or leave output {at}, {size:,} bytes on every rank, split: see `outputs=`"

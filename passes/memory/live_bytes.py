@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
@@ -40,7 +39,7 @@ def bytes_alive_in_every_plan(gm: GraphModule, call: Node, copies: int) -> Momen
     That is what the caller holds, the optimizer's state, results that are there, what the call reads and makes, and values
     that nothing has read yet. Values that have been read and will be again count what they take at the least.
     """
-    counter = counted(gm, call, copies)
+    counter = MomentCounter(gm, call, copies)
     for key, place in counter.last_reads.items():
         if place > counter.now and counter.take_waiting(key):
             counter.moment[key[0].name, Place(PlaceKind.LEAST, key[1])] = 1.0
@@ -52,7 +51,7 @@ def bytes_at_next_reads(gm: GraphModule, call: Node, copies: int) -> Moment:
 
     It differs in values that have been read and will be again: they count in the layout in which they are read next.
     """
-    counter, next_reads = counted(gm, call, copies), dict[Key, tuple[Node, int]]()
+    counter, next_reads = MomentCounter(gm, call, copies), dict[Key, tuple[Node, int]]()
     for key, reader, slot in counter.reads:
         if counter.order[reader] > counter.now:
             next_reads.setdefault(key, (reader, slot))
@@ -62,20 +61,11 @@ def bytes_at_next_reads(gm: GraphModule, call: Node, copies: int) -> Moment:
     return counter.moment
 
 
-def counted(gm: GraphModule, call: Node, copies: int) -> MomentCounter:
-    """Returns the count of all that is alive while a call runs, except values that were read and will be again."""
-    counter = MomentCounter(gm, call)
-    counter.count_caller(copies)
-    counter.count_results()
-    counter.count_call()
-    counter.count_unread()
-    return counter
-
-
 class MomentCounter:
-    """Counts what is alive while a call runs. No element of a storage is counted twice."""
+    """Counts all that is alive while a call runs, except values that were read and will be again. No element of a storage is counted
+    twice."""
 
-    def __init__(self, gm: GraphModule, call: Node) -> None:
+    def __init__(self, gm: GraphModule, call: Node, copies: int) -> None:
         self.gm, self.call = gm, call
         self.order = {node: place for place, node in enumerate(gm.graph.nodes)}
         self.now = self.order[call]
@@ -89,11 +79,16 @@ class MomentCounter:
         ]
         self.moment: dict[tuple[str, Place], float] = {}
         self.storages: dict[Key, list[Sequence[Key]]] = {}  # by value that fills a storage, the counted parts of it
-
-    @cached_property
-    def last_reads(self) -> dict[Key, int]:
-        """By value that is read in every plan, the place of the last call that reads it in every plan."""
-        return {key: self.order[reader] for key, reader, slot in self.reads if surely_reads(reader, slot)}
+        # by value that is read in every plan, also where a call runs in two phases, the place of the last such call
+        sure = ((key, reader, reader.meta["candidates"].phases, slot) for key, reader, slot in self.reads)
+        self.last_reads = {
+            key: self.order[reader] for key, reader, phases, slot in sure
+            if phases is None or any(slot in part.reads for part in phases.parts)
+        }  # fmt: skip
+        self.count_caller(copies)
+        self.count_results()
+        self.count_call()
+        self.count_unread()
 
     def take(self, key: Key) -> bool:
         """Counts a value, unless a part of it has been or elements of it are repeated. Returns whether it is counted now."""
@@ -186,12 +181,6 @@ def peak_calls(plan: Plan, gm: GraphModule, limit: float) -> dict[str, int]:
     return {name: most[name] for name in sorted(most, key=lambda name: -most[name])}
 
 
-def surely_reads(call: Node, slot: int) -> bool:
-    """Whether a call reads an operand also where it runs in two phases; some need only its shape."""
-    phases = call.meta["candidates"].phases
-    return phases is None or any(slot in part.reads for part in phases.parts)
-
-
 def slices_of(key: Key) -> Sequence[Key] | None:
     """Returns the views between a storage and a value that are smaller than what they view, outermost first.
 
@@ -210,11 +199,11 @@ def slices_of(key: Key) -> Sequence[Key] | None:
 
 def disjoint(one: Sequence[Key], other: Sequence[Key]) -> bool:
     """Whether values with these slices of one storage have no element in common, as different outputs of one call."""
-    first, second = next(((a, b) for a, b in zip(one, other) if a != b), (None, None))
-    if first is None or second is None or first[0] is not second[0]:
-        return False
-    pieces = sum(numel((first[0], index)) for index in range(outputs_of(first[0])))
-    return pieces <= numel(value_of(operands(first[0])[0]))
+    for (call, at), (other_call, other_at) in zip(one, other):
+        if (call, at) != (other_call, other_at):
+            pieces = sum(numel((call, index)) for index in range(outputs_of(call)))
+            return call is other_call and pieces <= numel(value_of(operands(call)[0]))
+    return False
 
 
 def storage_of(key: Key) -> Key:

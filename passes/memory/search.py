@@ -25,8 +25,7 @@ import numpy as np
 from torch.fx import GraphModule
 
 from sbpc.errors import MemoryLimitError
-from sbpc.passes.memory.limit_error import shortage
-from sbpc.passes.memory.limited_space import LimitedSpace, PricedBound, by_class
+from sbpc.passes.memory.limited_space import LimitedSpace, PricedBound, by_class, shortage
 from sbpc.passes.memory.live_bytes import (
     Moment,
     at_optimizer,
@@ -118,14 +117,15 @@ class MemorySearch:
         """
         self.limit, self.bound, self.corrections = limit, PricedBound(free.lower_bound), dict[str, Limit]()
         self.room = limit - min(POSITION * len(self.space.mesh.axes), limit / 2)  # less what every plan holds at every moment
-        self.start = self.keep(self.space.labels(free.assignment))
+        start = self.keep(self.space.labels(free.assignment))
         if not self.reduced_costs:
-            boxed = boxed_seconds(self.space.problem)
-            self.scale = self.start.seconds if self.start.seconds > LEAST * boxed else boxed or 1.0  # where nothing is sent it is free
+            values = self.space.problem.values
+            boxed = math.fsum(float(np.mean(value.closure[np.isfinite(value.closure)])) for value in values)  # each of them once
+            self.scale = start.seconds if start.seconds > LEAST * boxed else boxed or 1.0  # where nothing is sent it is free
             self.bounder = Bounder(self.space.problem, self.folded, 2 * TURNS * EVER_DEARER[-1] * self.scale)
             self.reduced_costs = self.bounder.reduced_costs
-            self.add_moment(next((name for name, node in self.calls.items() if node.meta.get("phase") == "backward"), None))
-        self.add_moment(self.peak_of(self.start))
+            self.add_moments([name for name, node in self.calls.items() if node.meta.get("phase") == "backward"])
+        self.add_moments(self.peaks_of(start))
         self.find_plans()
         if self.best is None:
             least = min(self.candidates.values(), key=lambda each: each.bytes).plan
@@ -135,7 +135,7 @@ class MemorySearch:
         """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels. Polishes small plans."""
         prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
-            self.take_bound(self.bound_at([factor * price for price in prices]))
+            self.bound_at([factor * price for price in prices])
             self.pool.append(self.folded.unfold(self.priced_labels()))
         self.mix(TURNS)
         if self.best is None:
@@ -151,11 +151,7 @@ class MemorySearch:
 
     def rows(self) -> list[Limit]:
         """Returns the limit at every moment that has a price."""
-        return [self.row(moment) for moment in self.moments.values()]
-
-    def row(self, moment: Moment) -> Limit:
-        """Returns the limit at a moment."""
-        return Limit(self.space.weights(moment), self.room)
+        return [Limit(self.space.weights(moment), self.room) for moment in self.moments.values()]
 
     def find_prices(self) -> list[float]:
         """Solves at the prices of the relaxation, adds a moment at the peak of the plan, and again; returns the last prices."""
@@ -173,19 +169,19 @@ class MemorySearch:
         subset = around(self.folded.problem, plans, least_reduced(self.reduced_costs, EACH))
         return relax(self.folded.problem, subset, self.scale, by_class(self.folded, self.rows()), DEAREST * self.scale).prices
 
-    def bound_at(self, prices: Sequence[float]) -> PricedBound:
-        """Returns the bound at these prices, each for all of a row; messages go on from the last prices."""
+    def bound_at(self, prices: Sequence[float]) -> None:
+        """Takes the bound at these prices, each for all of a row; messages go on from the last prices."""
         rows = self.rows()
         prices = [*prices, *[0.0] * (len(rows) - len(prices))]
         self.bounder.solve(priced(self.space.problem, rows, prices))
         self.reduced_costs = list(map(np.minimum, self.reduced_costs, self.bounder.reduced_costs))
-        return PricedBound(self.bounder.bound - math.fsum(prices), rows, prices, self.bounder.proof)
+        self.take_bound(PricedBound(self.bounder.bound - math.fsum(prices), rows, prices, self.bounder.proof))
 
     def solve_at(self, prices: Sequence[float]) -> Candidate:
         """Returns the plan at these prices; takes its bound, and a moment at its peak."""
-        self.take_bound(self.bound_at(prices))
+        self.bound_at(prices)
         candidate = self.keep(self.folded.unfold(self.priced_labels()))
-        self.add_moment(self.peak_of(candidate))
+        self.add_moments(self.peaks_of(candidate))
         progress.debug("memory: %.4g s, %.4g bytes", candidate.seconds, candidate.bytes)
         return candidate
 
@@ -267,9 +263,8 @@ class MemorySearch:
         in_order = [name for name in self.calls if name in sizes]
         chunks = np.array_split(np.array(in_order), min(ROWS, len(sizes)))
         for name in dict.fromkeys([next(iter(sizes)), *(str(max(chunk, key=sizes.__getitem__)) for chunk in chunks)]):
-            row = self.row(self.moment(name, sure=False))
-            most = row.used(candidate.labels) - (sizes[name] - self.limit)
-            self.corrections[name] = replace(row, most=max(most, LEAST * self.limit))
+            row = Limit(self.space.weights(self.moment(name, sure=False)), LEAST * self.limit)
+            self.corrections[name] = replace(row, most=max(row.most, row.used(candidate.labels) - (sizes[name] - self.limit)))
 
     # --- bounds ---------------------------------------------------------------------------------------------------------
 
@@ -281,7 +276,7 @@ class MemorySearch:
             return
         for name in list(peak_calls(self.best.plan, self.gm, NEAR_LIMIT * self.limit))[:1]:
             self.moments.setdefault(name, self.moment(name))
-        self.take_bound(self.bound_at(self.lp_prices()))
+        self.bound_at(self.lp_prices())
         if self.large or self.gap == 0.0:
             return
         _, problem, allowed = self.priced()
@@ -356,10 +351,6 @@ class MemorySearch:
         """Returns the calls at which a plan holds more than the limit, most first."""
         return [name for name, size in candidate.held.items() if size > self.limit]
 
-    def peak_of(self, candidate: Candidate) -> str | None:
-        """Returns the call at which a plan holds most, if that is more than the limit."""
-        return next(iter(self.peaks_of(candidate)), None)
-
     def finished(self) -> Plan:
         """Returns the best plan, with its bound and this search as its prover."""
         assert self.best is not None
@@ -368,17 +359,12 @@ class MemorySearch:
         plan.prover = self
         return plan
 
-    def add_moment(self, name: str | None) -> None:
-        """Gives a price to what is alive during a call."""
-        if name is not None and len(self.moments) < TURNS:
-            self.moments.setdefault(name, self.moment(name))
+    def add_moments(self, names: Sequence[str]) -> None:
+        """Gives a price to what is alive during the first of these calls, unless many moments have prices."""
+        if len(self.moments) < TURNS:
+            self.moments |= {name: self.moment(name) for name in names[:1] if name not in self.moments}
 
     def moment(self, name: str, sure: bool = True) -> Moment:
         """Returns what is alive during a call, in every plan if `sure`, else about; counted once."""
         count = bytes_alive_in_every_plan if sure else bytes_at_next_reads
         return self.space.once((count, name, self.copies), lambda: count(self.gm, self.calls[name], self.copies))
-
-
-def boxed_seconds(problem: Problem) -> float:
-    """Returns about what boxing every value once costs."""
-    return math.fsum(float(np.mean(value.closure[np.isfinite(value.closure)])) for value in problem.values)

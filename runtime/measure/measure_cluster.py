@@ -15,8 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -147,9 +150,14 @@ def measure(where: torch.device, repeats: int, sent: Sequence[int], tell: Callab
         by_repeat = list(zip(*ranks))
         seconds, moved = (statistics.median(max(rank[at] for rank in same) for same in by_repeat) for at in (0, 1))
         points.setdefault((message.collective, message.grouping), []).append((message.textbook, seconds, moved))
-    return {
-        key: replace(fit([point[:2] for point in each]), traffic=traffic_of(*each[-1])) for key, each in points.items()
-    }
+    costs = {}
+    for key, each in points.items():
+        textbook, _, moved = each[-1]
+        # No collective sends less than the textbook's. If less than half of that was seen, no interface was named or the bytes went
+        # through another one.
+        traffic = moved / textbook if moved > textbook / 2 else 1.0
+        costs[key] = replace(fit([point[:2] for point in each]), traffic=traffic)
+    return costs
 
 
 def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, float]:
@@ -158,7 +166,7 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
     The kernels are those of a layer, into new memory: a product that stays in caches hardly notices what goes on beside it. Both are
     measured alone and together by turns, as in `sharing`.
     """
-    grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
+    grouping = of_all_ranks(costs)
     message = Message("all_reduce", grouping, int(min(MOST, 2 * LONG * costs["all_reduce", grouping].rate)))
     work, send = torch.randn(512, 512, device=where), message.start(where)
     run, _ = layers(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
@@ -185,12 +193,15 @@ def beside(where: torch.device, repeats: int, costs: Costs) -> tuple[float, floa
     return beside_sent, beside_run
 
 
+def of_all_ranks(costs: Costs) -> Grouping:
+    return next(grouping for _, grouping in costs if grouping.ranks == dist.get_world_size())
+
+
 def starting(where: torch.device, repeats: int, costs: Costs) -> float:
     """Measures the seconds of computing that it costs to start a collective between kernels; none on a GPU, which goes on meanwhile."""
     if where.type == "cuda":
         return 0.0
-    grouping = next(each for _, each in costs if each.ranks == dist.get_world_size())
-    work, send = torch.randn(512, 512, device=where), Message("all_gather", grouping, STARTED).start(where)
+    work, send = torch.randn(512, 512, device=where), Message("all_gather", of_all_ranks(costs), STARTED).start(where)
     seconds = []
     for _ in range(repeats):
         dist.barrier()
@@ -219,15 +230,6 @@ def series_of(collective: str, grouping: Grouping, sent: Sequence[int], work: to
         if min(max(from_all_ranks(timed_once(message, work)[0])) for _ in range(3)) > LONG and len(messages) > 1:
             break
     return messages
-
-
-def traffic_of(textbook: float, seconds: float, moved: float) -> float:
-    """Returns the bytes on the wire for each byte of the textbook, by the largest message.
-
-    No collective sends less than the textbook's. If less than half of that was seen, no interface was named or the bytes
-    went through another one, and the ratio is taken to be 1.
-    """
-    return moved / textbook if moved > textbook / 2 else 1.0
 
 
 def timed_once(message: Message, work: torch.Tensor) -> tuple[float, float]:
@@ -268,13 +270,14 @@ class Message:
         """Returns the function that starts it."""
         p, block, group = self.grouping.ranks, self.block, self.grouping.group
         given = torch.ones(block * p if self.collective in ("all_to_all", "reduce_scatter") else block, device=where)
-        calls: dict[str, Callable[[], torch.Tensor]] = {
-            "all_gather": lambda: c10d.all_gather_into_tensor(given, p, group),
-            "all_reduce": lambda: c10d.all_reduce(given, "sum", group),
-            "all_to_all": lambda: c10d.all_to_all_single(given, [block] * p, [block] * p, group),
-            "reduce_scatter": lambda: c10d.reduce_scatter_tensor(given, "sum", p, group),
+        calls: dict[str, list[Any]] = {
+            "all_gather": [c10d.all_gather_into_tensor, p],
+            "all_reduce": [c10d.all_reduce, "sum"],
+            "all_to_all": [c10d.all_to_all_single, [block] * p, [block] * p],
+            "reduce_scatter": [c10d.reduce_scatter_tensor, "sum", p],
         }
-        return calls[self.collective]
+        op, *options = calls[self.collective]
+        return partial(op, given, *options, group)
 
 
 def wire_bytes() -> int:
@@ -314,23 +317,20 @@ def straight(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     >>> straight([(1e3, 2e-5), (1e6, 1.019e-3)])
     (1.9e-05, 1000000000.0)
     """
-    # With u = 1 / t and v = x / t: the least squares of 1 - a u - b v.
-    u, v = [1 / t for _, t in points], [x / t for x, t in points]
-    uu, uv, vv = sum(x * x for x in u), sum(x * y for x, y in zip(u, v)), sum(x * x for x in v)
-    start = (sum(u) * vv - sum(v) * uv) / (uu * vv - uv * uv)
-    slope = (sum(v) * uu - sum(u) * uv) / (uu * vv - uv * uv)
+    x, t = np.array(points).T
+    slope, start = np.polyfit(x, t, 1, w=1 / t)
     if start < 0 or slope <= 0:
-        start, slope = 0.0, sum(v) / vv
+        start, slope = 0.0, np.sum(x / t) / np.sum((x / t) ** 2)
     return float(f"{start:.12g}"), float(f"{1 / slope:.12g}")
 
 
 def links_of(costs: Costs, per_node: int) -> tuple[tuple[float, float], tuple[float, float], str]:
     """Returns the links inside nodes and between them, and what the source says if one was taken for the other."""
     intra, inter = link_of(costs, True, per_node), link_of(costs, False, per_node)
-    assert intra is not None or inter is not None
-    if inter is None:
-        return intra, intra, "; inter is not measured, and taken to be as intra"  # type: ignore[return-value]
-    return (inter, inter, "; intra as inter") if intra is None else (intra, inter, "")
+    known = intra or inter
+    assert known is not None
+    said = "" if intra and inter else "; intra as inter" if inter else "; inter is not measured, and taken to be as intra"
+    return intra or known, inter or known, said
 
 
 def link_of(costs: Costs, inside: bool, per_node: int) -> tuple[float, float] | None:

@@ -49,7 +49,7 @@ class DirectGroup(dist.ProcessGroup):
         combine = next((function for op, function in COMBINE if options.reduceOp == op), None)
         if combine is None or any(x.device.type != "cpu" for x in inputs):
             return self.noted(self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options))
-        return self.noted(DirectWork([reduce_scatter(self.messages, next(self.tags), out, x, combine) for out, x in zip(outputs, inputs)]))
+        return self.noted(DirectWork([self.reduce_scatter_of(out, x, combine) for out, x in zip(outputs, inputs)]))
 
     def alltoall_base(  # type: ignore[override]  # torch passes the arguments by place
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any
@@ -58,13 +58,39 @@ class DirectGroup(dist.ProcessGroup):
         large = x.nbytes >= LARGE * self.size() and len({*received, *sent}) == 1
         if not (self.across and large and x.device.type == "cpu"):
             return self.noted(self.gloo.alltoall_base(output, x, received, sent, options))
-        return self.noted(DirectWork([all_to_all(self.messages, next(self.tags), output, x)]))
+        blocks, own = (whole.chunk(self.size()) for whole in (output, x.contiguous()))
+        return self.noted(DirectWork([(self.exchange(blocks, own), lambda: blocks[self.rank()].copy_(own[self.rank()]))]))
 
     def noted(self, work: dist.Work) -> dist.Work:
         """Adds a work to `started`, where that is asked for."""
         if self.started is not None:
             self.started.append(work)
         return work
+
+    def reduce_scatter_of(self, out: Tensor, x: Tensor, combine: Callable[..., Tensor]) -> Exchange:
+        """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in every run."""
+        me, own = self.rank(), x.contiguous().chunk(self.size())
+        blocks = [out, *(torch.empty_like(out) for _ in own[1:])]
+        messages = self.exchange(blocks, own)
+
+        def finish() -> None:
+            blocks[me] = own[me]
+            if me == 0:
+                out.copy_(own[0])
+            for block in blocks[1:]:
+                combine(out, block, out=out)
+
+        return messages, finish
+
+    def exchange(self, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
+        """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the same one.
+
+        A rank that is ready to receive is sent the data at once. Were the order the other way round, its request would wait behind
+        the data that it sends itself.
+        """
+        tag, others = next(self.tags), [(self.rank() + step) % self.size() for step in range(1, self.size())]
+        receives = [self.messages.recv([into[rank]], rank, tag) for rank in reversed(others)]
+        return receives + [self.messages.send([out_of[rank]], rank, tag) for rank in others]
 
     # The rest is gloo's. torch would hold Python's lock while it calls methods that are not here, and a thread of gloo that frees
     # a tensor needs that lock while it holds the one that torch then waits for.
@@ -114,39 +140,3 @@ class DirectWork(dist.Work):
             for message in messages:
                 message.wait()
         return time.perf_counter()
-
-
-def reduce_scatter(
-    group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor, combine: Callable[..., Tensor]
-) -> Exchange:
-    """Starts to bring into `out` the blocks of all ranks, put together in the order of the ranks: the same in every run."""
-    me, own = group.rank(), x.contiguous().chunk(group.size())
-    blocks = [out, *(torch.empty_like(out) for _ in own[1:])]
-    messages = exchange(group, tag, blocks, own)
-
-    def finish() -> None:
-        blocks[me] = own[me]
-        if me == 0:
-            out.copy_(own[0])
-        for block in blocks[1:]:
-            combine(out, block, out=out)
-
-    return messages, finish
-
-
-def all_to_all(group: dist.ProcessGroup, tag: int, out: Tensor, x: Tensor) -> Exchange:
-    """Starts to bring into `out` the blocks of all ranks for this one, which are of one size."""
-    me, blocks, own = group.rank(), out.chunk(group.size()), x.contiguous().chunk(group.size())
-    return exchange(group, tag, blocks, own), lambda: blocks[me].copy_(own[me])
-
-
-def exchange(group: dist.ProcessGroup, tag: int, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> list[dist.Work]:
-    """Starts to receive a block from every other rank, then to send one to each; no two ranks begin with the same one.
-
-    A rank that is ready to receive is sent the data at once. Were the order the other way round, its request would wait behind
-    the data that it sends itself.
-    """
-    me, ranks = group.rank(), group.size()
-    others = [(me + step) % ranks for step in range(1, ranks)]
-    receives = [group.recv([into[rank]], rank, tag) for rank in reversed(others)]
-    return receives + [group.send([out_of[rank]], rank, tag) for rank in others]

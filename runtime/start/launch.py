@@ -69,9 +69,7 @@ def start(arguments: Sequence[str], rank: int, ranks: int, folder: Path, port: i
     """Starts one rank in a session of its own, so that it and all its children can be ended together."""
     command = [sys.executable, *arguments]
     log.info("rank %d: %s", rank, " ".join(command))
-    with contextlib.ExitStack() as stack:
-        # Rank 0 writes to the streams of this process.
-        out = stack.enter_context((folder / f"{rank}.log").open("wb")) if rank else None
+    with (folder / f"{rank}.log").open("wb") if rank else contextlib.nullcontext() as out:  # rank 0 writes to our streams
         return subprocess.Popen(
             command, env=variables(rank, ranks, folder, port, alive), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             pass_fds=(alive,), start_new_session=True,
@@ -147,19 +145,17 @@ def first_error(failed: dict[int, int], folder: Path) -> RankError:
 
 def record(path: Path) -> dict[str, Any]:
     """Returns the record of a rank's error, empty if there is none."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         recorded = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return recorded if isinstance(recorded, dict) else {}
+        return recorded if isinstance(recorded, dict) else {}
+    return {}
 
 
 def tail(path: Path) -> str:
     """Returns the end of what a rank wrote."""
-    try:
+    with contextlib.suppress(OSError):
         return path.read_bytes().decode(errors="replace")[-TAIL:].rstrip()
-    except OSError:
-        return ""
+    return ""
 
 
 @contextlib.contextmanager
@@ -190,9 +186,7 @@ def as_rank() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = 2 if isinstance(error, SbpcError) else 1
-        text = text_of(error)
-        rank = os.environ.get("RANK", "?")
+        text, rank = text_of(error), os.environ.get("RANK", "?")
         if RECORDS in os.environ:
             path = Path(os.environ[RECORDS], f"{rank}.json")
             unfinished = path.with_suffix(".part")
@@ -202,14 +196,12 @@ def as_rank() -> Iterator[None]:
             print(f"sbpc: rank {rank}: {text}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(2 if isinstance(error, SbpcError) else 1)
 
 
 LOST = {
-    "Timed out waiting": f"{WAITED}\n"
-    "  See what the others do and say, or allow more.",
-    "Connection closed by peer": "lost another rank\n  See what the others say.",
-    "Connection reset by peer": "lost another rank\n  See what the others say.",
+    "Timed out waiting": f"{WAITED}\n  See what the others do and say, or allow more.",
+    **dict.fromkeys(["Connection closed by peer", "Connection reset by peer"], "lost another rank\n  See what the others say."),
 }
 """A text of gloo's errors when other ranks do not answer -> what it means, and what to do."""
 

@@ -34,14 +34,12 @@ class Mail:
         """Returns a message, as soon as it is there."""
         if number in self.kept:
             value, times = self.kept.pop(number)
-            if times > 1:
-                self.kept[number] = value, times - 1
-            return value
-        value, work, times = self.coming.pop(number)
-        work.wait()
+        else:
+            value, work, times = self.coming.pop(number)
+            work.wait()
         if times > 1:
             self.kept[number] = value, times - 1
-        return value  # type: ignore[no-any-return]
+        return value
 
     def keep(self, number: int, value: Tensor, times: int) -> None:
         """Keeps a message for this rank itself, to be read so often."""
@@ -53,10 +51,12 @@ class Mail:
 
     def arrived(self, target: int, place: float) -> None:
         """Lets go what was sent to a rank for its actions up to a place: it has done that one, so it has received all that."""
-        there = [each for each in self.sent if each[0] == target and each[1] <= place]
-        self.sent = [each for each in self.sent if each[0] != target or each[1] > place]
-        for _, _, work, _ in there:
-            work.wait()
+        sent, self.sent = self.sent, []
+        for each in sent:
+            if each[0] == target and each[1] <= place:
+                each[2].wait()
+            else:
+                self.sent.append(each)
 
     def from_one(self, number: int, value: Tensor, owner: int, peers: Sequence[int]) -> Tensor:
         """Returns on every one of `peers` (ranks) the value that `owner` has. value: of its shape on the others."""
@@ -64,9 +64,8 @@ class Mail:
             self.expect(number, owner, value.shape, value.dtype)
             return self.receive(number)
         value = value.contiguous()
-        for peer in peers:
-            if peer != owner:
-                self.send(number, peer, value)
+        for peer in (peer for peer in peers if peer != owner):
+            self.send(number, peer, value)
         return value
 
     def finish(self) -> None:

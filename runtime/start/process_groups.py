@@ -6,12 +6,15 @@ import ctypes
 import functools
 import os
 import socket
+import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from sbpc._compat import gloo_in_turn, register_process_group, unregister_process_group
@@ -19,10 +22,10 @@ from sbpc.errors import MeshError, check_kinds
 from sbpc.mesh.mesh import Mesh
 from sbpc.runtime.start import lost_ranks
 from sbpc.runtime.start.direct_exchange import DirectGroup
-from sbpc.runtime.start.rendezvous import store_of_attempt
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h; 32 MB is the most that the second one may be
 LONGEST = 1e9  # seconds: more than any job, and no more than clocks can add
+PAUSE = 0.02  # seconds between two looks at the store of torchrun
 TIMEOUT = 60.0  # seconds that a rank waits for another one before it ends with an error, unless told otherwise
 
 # The state of this process, like torch's own table of groups: a group name means one process group in a process, every
@@ -97,12 +100,13 @@ def check_ranks(mesh: Mesh) -> None:
 
 
 def bind(mesh: Mesh) -> None:
-    """Makes the process groups of a mesh that do not exist yet and binds each under its name.
+    """Makes the process groups of a mesh, or of each of its parts, that do not exist yet and binds each under its name.
 
     Every rank must call this at the same point: making groups is a collective.
     """
     for axes in mesh.runs():
-        bind_groups(mesh.group_name(axes), mesh.groups(axes))
+        parts = parts_of.get(mesh, [range(mesh.ranks)])
+        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
 
 
 def bind_groups(name: str, groups: Sequence[Sequence[int]]) -> None:
@@ -169,13 +173,7 @@ def bind_within(mesh: Mesh, parts: Sequence[Sequence[int]], kind: str) -> None:
     """
     if parts_of.setdefault(mesh, parts) != parts:
         raise MeshError(f"{mesh} stands for the ranks {parts_of[mesh]} in this process, and for {parts}\n  Run one such plan at a time.")
-    for axes in mesh.runs():
-        bind_groups(mesh.group_name(axes), [[part[at] for at in group] for part in parts for group in mesh.groups(axes)])
-    if (mesh, kind) not in meshes:
-        (mine,) = (part for part in parts if dist.get_rank() in part)
-        groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
-        ranks = torch.tensor(mine).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
+    device_mesh(mesh, kind)
 
 
 def is_part(mesh: DeviceMesh) -> bool:
@@ -183,11 +181,15 @@ def is_part(mesh: DeviceMesh) -> bool:
     return any(mesh == known for (planned, _), known in meshes.items() if planned in parts_of)
 
 
+def ranks_beside(mesh: Mesh) -> list[int]:
+    """Returns the ranks of the part that this rank is in, all where a mesh stands for all."""
+    (mine,) = (part for part in parts_of.get(mesh, [range(mesh.ranks)]) if dist.get_rank() in part)
+    return list(mine)
+
+
 def place(mesh: Mesh) -> tuple[int, ...]:
     """Returns where this rank stands on a mesh, or on that of its part."""
-    rank = dist.get_rank()
-    (mine,) = (part for part in parts_of.get(mesh, [range(mesh.ranks)]) if rank in part)
-    return mesh.coordinates(list(mine).index(rank))
+    return mesh.coordinates(ranks_beside(mesh).index(dist.get_rank()))
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
@@ -195,6 +197,54 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     if (mesh, kind) not in meshes:
         bind(mesh)
         groups = [bound[mesh.group_name((axis,))] for axis in range(len(mesh.axes))]
-        ranks = torch.arange(mesh.ranks).view(mesh.sizes)
-        meshes[mesh, kind] = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=mesh.axes)
+        ranks = torch.tensor(ranks_beside(mesh)).view(mesh.sizes)
+        meshes[mesh, kind] = DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], kind, ranks, mesh_dim_names=mesh.axes)
     return meshes[mesh, kind]
+
+
+# --- how the ranks of one attempt meet in a store that may still hold the keys of earlier attempts ----------------------------------
+# torchrun keeps one store over all restarts and does not clear it, so a restarted rank can read the address of a dead one.
+# Therefore each rank greets under a fresh name, rank 0 answers to that name, and all go on under a prefix that rank 0 made.
+def store_of_attempt(seconds: float) -> Store | None:
+    """Returns the part of torchrun's store for this attempt, or None if torchrun keeps no store.
+
+    Every rank must call this at the same point. Raises MeshError if one does not come within `seconds`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, limit = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=seconds)
+    store = TCPStore(*address, ranks, False, limit)
+    return PrefixStore(f"sbpc/{meet(store, rank, ranks, seconds)}", store)
+
+
+def meet(store: Store, rank: int, ranks: int, seconds: float) -> str:
+    """Returns the name of this attempt, the same on all ranks and new in the store."""
+    own = uuid.uuid4().hex
+    if rank == 0:
+        welcome(store, own, ranks, seconds)
+        return own
+    store.set(f"sbpc/hello/{rank}", own)
+    try:
+        store.wait([f"sbpc/welcome/{own}"], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise MeshError(f"rank 0 did not come within {seconds:g} s\n  See what it says, or raise --timeout.") from error
+    name = store.get(f"sbpc/welcome/{own}").decode()
+    store.set(f"sbpc/{name}/here/{rank}", "")
+    return name
+
+
+def welcome(store: Store, name: str, ranks: int, seconds: float) -> None:
+    """Answers every greeting as rank 0, those of dead ranks too, until all ranks are here."""
+    others, answered, limit = range(1, ranks), dict[int, str](), time.monotonic() + seconds
+    while not all(store.check([f"sbpc/{name}/here/{other}"]) for other in others):
+        for other in others:
+            if store.check([f"sbpc/hello/{other}"]):
+                greeting = store.get(f"sbpc/hello/{other}").decode()
+                if answered.get(other) != greeting:
+                    store.set(f"sbpc/welcome/{greeting}", name)
+                    answered[other] = greeting
+        if time.monotonic() > limit:
+            late = [other for other in others if not store.check([f"sbpc/{name}/here/{other}"])]
+            raise MeshError(f"ranks {late[:8]} did not come within {seconds:g} s\n  See what they say, or raise --timeout.")
+        time.sleep(PAUSE)

@@ -126,14 +126,10 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def sums_of_blocks(values: Tensor) -> Tensor:
     """Returns the sum of key times number of every block of a vector."""
-    memory = blank(values.nbytes, values.device)
+    blocks = max(1, -(-values.nbytes // (4 * BLOCK)))
+    memory = torch.zeros(blocks * 4 * BLOCK, dtype=torch.uint8, device=values.device)  # whole blocks, zeros behind the values
     memory[: values.nbytes].view(values.dtype).copy_(values)
     return (memory.view(torch.int32).view(-1, BLOCK) * keys(values.device)).sum(1)
-
-
-def blank(count: int, where: torch.device) -> Tensor:
-    """Returns zeros for so many bytes, in whole blocks."""
-    return torch.zeros(max(1, -(-count // (4 * BLOCK))) * 4 * BLOCK, dtype=torch.uint8, device=where)
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from sbpc.errors import CheckpointError
 from sbpc.graph.pytree import unflatten
 from sbpc.runtime.state.blocks import TensorBlock, names_of
-from sbpc.runtime.state.checkpoint_record import dtype_and_shape, tensors_of_state
+from sbpc.runtime.state.checkpoint_record import Record, dtype_and_shape, tensors_of_state
 from sbpc.runtime.state.weight_files import weights_of
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[str | None]], record: dict[str, Any], folder: Path
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[str | None]], record: Record, folder: Path
 ) -> None:
     """Gives an optimizer the settings in a checkpoint and, for every tensor of state there, one to be filled.
 
@@ -59,7 +59,7 @@ def zeros(parameter: nn.Parameter, tensors: Mapping[str, tuple[str, Any]], devic
     return state
 
 
-def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mapping[str, Any]) -> dict[str, TensorBlock]:
+def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Record) -> dict[str, TensorBlock]:
     """Returns blocks by the names that a checkpoint has for them.
 
     A checkpoint may have a tied tensor under another of its names. It may lack buffers that state_dict leaves out, as
@@ -79,7 +79,7 @@ def as_saved(blocks: Mapping[str, TensorBlock], model: nn.Module, record: Mappin
     return renamed
 
 
-def mistake_in(blocks: Mapping[str, TensorBlock], tensors: Mapping[str, Any], folder: Path) -> str | None:
+def mistake_in(blocks: Mapping[str, TensorBlock], tensors: Record, folder: Path) -> str | None:
     """Returns what is wrong if a checkpoint does not hold what is asked for."""
     for name, block in blocks.items():
         saved, here = tensors.get(name), dtype_and_shape(block)

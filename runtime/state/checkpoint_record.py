@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,22 @@ from torch import Tensor, nn
 
 from sbpc.errors import CheckpointError, shown
 from sbpc.graph.pytree import flatten
+from sbpc.plans.file_schema import DTYPE, DTYPES, NONE, TEXT, Check, either, leaf, many, one_of, row
+from sbpc.plans.file_schema import record as entries
 from sbpc.runtime.state.block_files import Piece, damaged, header
 from sbpc.runtime.state.blocks import TensorBlock, groups_of, merged_groups, states_of
 from sbpc.runtime.state.weight_files import weights_of
 
 FORMAT, VERSION, MARKER = "sbpc checkpoint", 2, "state.json"
+Record = dict[str, Any]  # what `state.json` says, or a part of that
 
 
 def describe(
     step: int, blocks: Mapping[str, TensorBlock], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> dict[str, Any]:
+) -> Record:
     """Returns what this rank knows of what `state.json` says of a checkpoint."""
     tensors = {name: dtype_and_shape(block) for name, block in blocks.items()}
-    groups: list[dict[str, Any]] = []
+    groups: list[Record] = []
     of_group = [] if optimizer is None else zip(groups_of(model, optimizer), optimizer.param_groups)
     for names, group in of_group:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -62,13 +65,13 @@ def without_tensors(value: Any, what: str) -> Any:
     return structure
 
 
-def progress(record: Mapping[str, Any], blocks: Mapping[str, TensorBlock], steps: int | None) -> dict[str, Any]:
+def progress(record: Record, blocks: Mapping[str, TensorBlock], steps: int | None) -> Record:
     """Returns the numbers that must be the same on all ranks, None for what this rank has not.
 
     They are the step that is saved, how many training steps the module has run in this process, its place among random numbers,
     and how often the optimizer has updated each of its groups: stages hold other parameters of the same groups.
     """
-    numbers: dict[str, Any] = {"step": record["step"], "training steps run": steps}
+    numbers: Record = {"step": record["step"], "training steps run": steps}
     numbers |= {f"{key} of random numbers": number for key, number in (record["random"] or {}).items()}
     for at, group in enumerate(record["optimizer"]["groups"]):
         names = [name for name in group["names"] if name is not None]
@@ -78,7 +81,7 @@ def progress(record: Mapping[str, Any], blocks: Mapping[str, TensorBlock], steps
     return numbers
 
 
-def check_progress(of_ranks: Sequence[Mapping[str, Any]]) -> None:
+def check_progress(of_ranks: Sequence[Record]) -> None:
     """Raises CheckpointError that says which ranks have which numbers if they have others."""
     for key in joined(of_ranks):
         ranks: dict[Any, list[int]] = {}
@@ -102,9 +105,9 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(records: Sequence[Record]) -> Record:
     """Returns what `state.json` says, of what each rank knows: of pipeline stages every rank has the parameters of its own alone."""
-    known: list[list[dict[str, Any]]] = [record["optimizer"]["groups"] for record in records]
+    known: list[list[Record]] = [record["optimizer"]["groups"] for record in records]
     names = merged_groups([[group["names"] for group in groups] for groups in known])
     longest = max(known, key=lambda groups: len(groups))
     groups = [group | {"names": whole} for group, whole in zip(longest, names)]
@@ -113,7 +116,7 @@ def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**records[0], **whole, "optimizer": {**records[0]["optimizer"], "groups": groups, "plain": plain}}
 
 
-def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(parts: Iterable[Record]) -> Record:
     """Returns what is in any of several mappings."""
     return {key: value for part in parts for key, value in part.items()}
 
@@ -123,9 +126,9 @@ def dtype_and_shape(block: TensorBlock) -> list[Any]:
     return [str(block.local.dtype).removeprefix("torch."), list(block.shape)]
 
 
-def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tensors_of_state(record: Record) -> dict[str, Record]:
     """Returns dtype and shape of the tensors of an optimizer's state in a checkpoint, by parameter and key."""
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Record] = {}
     for full, dtype_and_shape in record["tensors"].items():
         kind, _, name_and_key = full.partition("/")
         if kind == "optimizer":
@@ -134,12 +137,12 @@ def tensors_of_state(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def digest(record: Mapping[str, Any]) -> str:
+def digest(record: Record) -> str:
     """Returns the SHA-256 of what `state.json` says."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
+def read_marker(folder: Path) -> Record:
     """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder holds none."""
     try:
         record = json.loads((folder / MARKER).read_text())
@@ -159,9 +162,9 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return record | {"blocks": pieces}
 
 
-def check_record(record: dict[str, Any], folder: Path) -> None:
+def check_record(record: Record, folder: Path) -> None:
     """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the files."""
-    wrong = [key for key, fits in FIELDS.items() if key not in record or not fits(record[key])]
+    wrong = [key for key, check in FIELDS.items() if key not in record or check(record[key]) is not None]
     if wrong or f"step-{record['step']:09d}" != folder.name:
         raise damaged(folder / MARKER, f"its {wrong[0] if wrong else 'step'} is none that sbpc writes there")
     begin = len(header(record["save"]))
@@ -175,7 +178,7 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
         if not within or sum(math.prod(size) for _, size, *_ in pieces) != math.prod(shape):
             raise damaged(folder / MARKER, f"its blocks are not those of {name!r:.80}")
         for _, size, rank, offset, _ in pieces:
-            filled[rank].append((offset, offset + math.prod(size) * kind_of(dtype).itemsize))
+            filled[rank].append((offset, offset + math.prod(size) * DTYPES[dtype].itemsize))
     for spans, length in zip(filled, record["files"]):
         spans.sort()
         ends = [begin, *(end for _, end in spans)]
@@ -183,77 +186,31 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
             raise damaged(folder / MARKER, "its blocks do not lie one after another in their files")
 
 
-def kind_of(dtype: str) -> Any:
-    """Returns the torch dtype of a name, None if it is that of none."""
-    found = vars(torch).get(dtype)
-    return found if isinstance(found, torch.dtype) else None
+def texts_to(check: Check) -> Check:
+    """Returns the check of an object of any texts."""
+    return lambda value: leaf(lambda v: type(v) is dict)(value) or many(check)(list(value.values()))
 
 
-def is_count(value: Any) -> bool:
-    """Returns whether a value is a number from 0 on that fits into 63 bits."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether a value is an integer of 64 bits."""
-    return type(value) is int and -1 << 63 <= value < 1 << 63
-
-
-def is_shape(value: Any) -> bool:
-    """Returns whether a value is the shape of a tensor, or indices into one."""
-    return isinstance(value, (list, tuple)) and all(map(is_count, value))
-
-
-def is_dict(value: Any, fits: Callable[[Any], bool]) -> bool:
-    """Returns whether a value is a dict of texts to what fits."""
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value) and all(map(fits, value.values()))
-
-
-def is_text(value: Any) -> bool:
-    """Returns whether a value is a text."""
-    return isinstance(value, str)
-
-
-def is_tensor(value: Any) -> bool:
-    """Returns whether a value tells dtype and shape of a tensor."""
-    return isinstance(value, list) and len(value) == 2 and is_text(value[0]) and kind_of(value[0]) is not None and is_shape(value[1])
-
-
-def is_piece(value: Any) -> bool:
-    """Returns whether a value tells where a block lies, which has elements."""
-    match value:
-        case [start, shape, int(_), int(_), int(_)]:
-            return is_shape(start) and is_shape(shape) and all(shape) and all(map(is_count, value[2:]))
-    return False
-
-
-def is_group(value: Any) -> bool:
-    """Returns whether a value tells the settings of a group of an optimizer."""
-    match value:
-        case {"names": list(names), "settings": ["dict", list(pairs)], "values": list(values)}:
-            keys = [pair[0] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and is_text(pair[0])]
-            named = all(name is None or is_text(name) for name in names)
-            return named and len(keys) == len(pairs) and "params" not in keys and all(isinstance(each, (int, float)) for each in values)
-    return False
-
-
-def is_optimizer(value: Any) -> bool:
-    """Returns whether a value tells of an optimizer, or of none."""
-    match value:
-        case {"class": str(_), "groups": list(groups), "plain": plain}:
-            return all(map(is_group, groups)) and is_dict(plain, lambda state: is_dict(state, lambda _: True))
-    return False
-
-
-FIELDS: dict[str, Callable[[Any], bool]] = {  # what a record has besides `extra`, which `unflatten` checks
-    "step": is_count,
-    "save": lambda value: is_text(value) and re.fullmatch("[0-9a-f]{32}", value) is not None,
-    "tensors": lambda value: is_dict(value, is_tensor),
-    "blocks": lambda value: is_dict(value, lambda pieces: isinstance(pieces, list) and all(map(is_piece, pieces))),
-    "files": is_shape,
-    "optimizer": is_optimizer,
-    "tied": lambda value: is_dict(value, is_text),
-    "left_out": lambda value: isinstance(value, list) and all(map(is_text, value)),
-    "random": lambda value: value is None or (is_dict(value, is_number) and list(value) == ["seed", "step"]),
-    "extra": lambda _: True,
+ANYTHING, COUNT = leaf(lambda v: True), leaf(lambda v: type(v) is int and 0 <= v < 1 << 63)
+SHAPE, SETTING = many(COUNT), row(leaf(lambda v: type(v) is str and v != "params"), ANYTHING)
+SIZES = many(leaf(lambda v: type(v) is int and 0 < v < 1 << 63))  # a block has elements
+GROUP = entries(
+    {
+        "names": many(either(NONE, TEXT)),
+        "settings": row(one_of("dict"), many(SETTING)),
+        "values": many(leaf(lambda v: isinstance(v, (int, float)))),
+    }
+)
+RANDOM = entries(dict.fromkeys(("seed", "step"), leaf(lambda v: type(v) is int and -1 << 63 <= v < 1 << 63)))
+FIELDS: dict[str, Check] = {  # what a record has besides `extra`, which `unflatten` checks
+    "step": COUNT,
+    "save": leaf(lambda v: type(v) is str and re.fullmatch("[0-9a-f]{32}", v) is not None),
+    "tensors": texts_to(row(DTYPE, SHAPE)),
+    "blocks": texts_to(many(row(SHAPE, SIZES, COUNT, COUNT, COUNT))),
+    "files": SHAPE,
+    "optimizer": entries({"class": TEXT, "groups": many(GROUP), "plain": texts_to(texts_to(ANYTHING))}),
+    "tied": texts_to(TEXT),
+    "left_out": many(TEXT),
+    "random": either(NONE, leaf(lambda v: RANDOM(v) is None and list(v) == ["seed", "step"])),
+    "extra": ANYTHING,
 }

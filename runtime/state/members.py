@@ -7,12 +7,20 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from sbpc._compat import local_of
 from sbpc.errors import PlanError
-from sbpc.runtime.state.gradient_norm import CLIP, clip
+from sbpc.runtime.start.lost_ranks import watched
 
 WEIGHTS, STAGED, RANDOM = "_sbpc_weights", "_sbpc_stages", "_sbpc_random"
+CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, a 0-dim tensor.
+
+It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each counted once: the
+norm is that of one device. Every rank calls it at the same point. norm_type: the p of the norm, float("inf") for the largest element.
+Raises PlanError for a norm that is NaN or infinite if `error_if_nonfinite`."""
 
 
 def members_of(
@@ -60,3 +68,39 @@ def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
     if not known or not all(type(number) is int for number in state.values()):
         raise PlanError(f"{state!r} is no random state\n  Give what module.random_state() gave.")
     self.__dict__[RANDOM] = dict(state)
+
+
+def clip(
+    module: nn.Module, elsewhere: Container[str], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Does what CLIP says. elsewhere: names of parameters that are counted on another stage, too."""
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    first = next(module.parameters(), torch.empty(0))
+    norms = [norm(local_of(g), norm_type) for name, g in gradients.items() if name not in elsewhere and counts(g)]
+    mine = norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64, device=first.device)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with watched("clip_grad_norm_"):
+        dist.all_gather(of_ranks, mine)
+    total = norm(torch.stack(of_ranks), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise PlanError(f"the norm of the gradients is {total.item()}\n  Lower the learning rate, or find the op: executor='nans'.")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients.values():
+        local_of(gradient).mul_(factor)
+    return total.to(torch.promote_types(first.dtype, torch.float32))
+
+
+def norm(values: Tensor, norm_type: float) -> Tensor:
+    """Returns the norm of all elements, a 0-dim float64; that of none is 0."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(values, norm_type, dtype=wide).double()
+
+
+def counts(gradient: Tensor) -> bool:
+    """Returns whether this rank is the one that counts its shard: the first of those that hold the same."""
+    if not isinstance(gradient, DTensor):
+        return dist.get_rank() == 0
+    place = gradient.device_mesh.get_coordinate() or ()
+    return all(at == 0 for at, state in zip(place, gradient.placements) if state.is_replicate())

@@ -24,6 +24,7 @@ from sbpc.errors import PlanError, is_name, read_json
 
 RECORD, SEAL = "sbpc", "sbpc.sha256"
 """Keys of the metadata: the record of the tensors as JSON, and the digest of that text."""
+Names = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Weights:
     """
 
     tensors: dict[str, Tensor]
-    tied: dict[str, str] = field(default_factory=dict)
+    tied: Names = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -46,7 +47,7 @@ class Weights:
 def weights_of(model: nn.Module) -> Weights:
     """Returns the parameters and buffers of a module, including those that `state_dict` leaves out."""
     tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
+    tied: Names = {}
     first: dict[int, str] = {}
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
@@ -99,8 +100,8 @@ class TensorFile:
     path: Path
     file: Any
     names: tuple[str, ...]
-    digests: dict[str, str]
-    tied: dict[str, str]
+    digests: Names
+    tied: Names
     left_out: tuple[str, ...]
 
     def shape(self, name: str) -> list[int]:
@@ -132,12 +133,11 @@ def opened(path: str | Path) -> TensorFile:
     if RECORD not in about and SEAL not in about:
         tied = {name: first for name, first in about.items() if first in names and name not in names}  # by save_model
         return TensorFile(Path(path), file, names, {}, tied, ())
-    record = record_of(path, names, about)
-    return TensorFile(Path(path), file, names, record["sha256"], record["tied"], tuple(record["left_out"]))
+    return TensorFile(Path(path), file, names, *record_of(path, names, about))
 
 
-def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what sbpc wrote of the tensors `names` into a file's metadata. Raises PlanError if it is damaged."""
+def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]) -> tuple[Names, Names, tuple[str, ...]]:
+    """Returns digests, tied names and what is left out, as sbpc wrote them into a file's metadata. Raises PlanError if it is damaged."""
     text = about.get(RECORD, "")
     if sealed(text) != about.get(SEAL):
         raise damaged(path, "its metadata is not what sbpc wrote")
@@ -151,7 +151,7 @@ def record_of(path: str | Path, names: tuple[str, ...], about: Mapping[str, str]
     others = sorted(digests.keys() ^ set(names))
     if others or not digests.keys() >= set(tied.values()):
         raise damaged(path, f"its metadata is of other tensors: {', '.join(others[:3])}")
-    return {"sha256": digests, "tied": tied, "left_out": left_out}
+    return digests, tied, left_out
 
 
 def damaged(path: str | Path, why: str) -> PlanError:
@@ -167,8 +167,7 @@ def read_weights(path: str | Path) -> Weights:
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
     """Reads the tensors of a safetensors file. Raises PlanError as `opened` does."""
-    file = opened(path)
-    return {name: file.read(name) for name in file.names}
+    return read_weights(path).tensors
 
 
 def reader(path: str | Path, wanted: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
@@ -205,10 +204,8 @@ def tree(
     """Returns a module of plain modules that holds tensors under qualified names, those of `parameters` as parameters."""
     root = nn.Module()
     trained, fixed, unsaved = set(parameters), set(frozen), set(left_out)
-    made = {
-        name: nn.Parameter(tensor, name not in fixed) if name in trained else tensor for name, tensor in tensors.items()
-    }
-    for name, first in [*((name, name) for name in made), *tied.items()]:
+    made = {name: nn.Parameter(x, name not in fixed) if name in trained else x for name, x in tensors.items()}
+    for name, first in {**dict(zip(made, made)), **tied}.items():
         place_tensor(root, name, made[first], persistent=name not in unsaved)
     return root
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from sbpc.mesh.states import Numbers, Shape
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -35,10 +37,10 @@ class Bucket:
     name: str
     op: Any = None
     args: tuple[Any, ...] = ()
-    operands: dict[str, tuple[Any, tuple[int, ...]]] = field(default_factory=dict)
+    operands: dict[str, tuple[Any, Shape]] = field(default_factory=dict)
     received: Any = None
 
-    def add(self, member: str, op: Any, x: Any, shape: Sequence[int], args: tuple[Any, ...]) -> None:
+    def add(self, member: str, op: Any, x: Any, shape: Numbers, args: tuple[Any, ...]) -> None:
         """Takes in the operand of a member."""
         self.op, self.args = op, args
         self.operands[member] = x, tuple(shape)

@@ -18,15 +18,15 @@ import torch
 
 from sbpc.boxing.steps import Step
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import Partial, Split, chunk_sizes
+from sbpc.mesh.states import Axes, Numbers, Partial, Shape, Split, chunk_sizes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
 def lower(
-    step: Step, x: Any, call: Callable[..., Any], shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int],
-    position: Sequence[Any], group: Callable[[tuple[int, ...]], str],
+    step: Step, x: Any, call: Callable[..., Any], shape: Numbers, sizes: Numbers, coordinates: Numbers,
+    position: Sequence[Any], group: Callable[[Axes], str],
 ) -> Any:  # fmt: skip
     """Emit `step` through `call(op, *args)` for the rank at `coordinates`; what the rank holds after it.
 
@@ -41,9 +41,7 @@ def lower(
         return x
     if 0 in together:
         return x if before == after else local.view(after).x
-    first, last = step.parts[0], step.parts[-1]
-    left, cut = Cut.of(first.before, first.axes, together, sizes), Cut.of(last.after, last.axes, together, sizes)
-    return LOWER[step.collective](local, Site(step, after, left, cut, position, group)).contiguous().x
+    return LOWER[step.collective](local, Site(step, after, together, sizes, position, group)).contiguous().x
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ class Local:
 
     call: Callable[..., Any]
     x: Any
-    shape: tuple[int, ...]
+    shape: Shape
     solid: bool = False
 
-    def then(self, op: Any, shape: Sequence[int], *args: Any, solid: bool = True) -> Local:
+    def then(self, op: Any, shape: Numbers, *args: Any, solid: bool = True) -> Local:
         """What `op(x, *args)` gives."""
         return Local(self.call, self.call(op, self.x, *args), tuple(shape), solid)
 
@@ -63,12 +61,12 @@ class Local:
         """The same, contiguous; no copy if it is already."""
         return self if self.solid else self.then(aten.contiguous.default, self.shape)
 
-    def view(self, shape: Sequence[int]) -> Local:
+    def view(self, shape: Numbers) -> Local:
         """The same elements in another shape."""
         same = tuple(shape) == self.shape
         return self if same else self.then(aten.view.default, shape, list(shape), solid=self.solid)
 
-    def shuffle(self, apart: Sequence[int], dims: list[int], shape: Sequence[int]) -> Local:
+    def shuffle(self, apart: Numbers, dims: list[int], shape: Numbers) -> Local:
         """Viewed as `apart`, the dims of that in the order `dims`, viewed as `shape`: one copy at most."""
         if dims == sorted(dims):
             return self.contiguous().view(shape)
@@ -89,12 +87,12 @@ class Local:
         pads = [0] * (2 * (len(self.shape) - 1 - dim)) + [front, size - front - self.shape[dim]]
         return self.then(aten.constant_pad_nd.default, put(self.shape, dim, size), pads)
 
-    def collective(self, op: Any, shape: Sequence[int], *args: Any) -> Local:
+    def collective(self, op: Any, shape: Numbers, *args: Any) -> Local:
         """A functional collective, awaited."""
         return self.contiguous().then(op, shape, *args).then(c10d.wait_tensor.default, shape)
 
 
-def put(shape: Sequence[int], dim: int, *sizes: int) -> tuple[int, ...]:
+def put(shape: Numbers, dim: int, *sizes: int) -> Shape:
     """The shape with `sizes` in place of one dim.
 
     >>> put((2, 6, 4), 1, 3, 2)
@@ -118,15 +116,14 @@ class Cut:
 
     dim: int
     size: int
-    axes: tuple[int, ...]
+    axes: Axes
     ranks: dict[int, int]
 
     @classmethod
-    def of(cls, layout: Layout, axes: tuple[int, ...], shape: Sequence[int], sizes: Sequence[int]) -> Cut | None:
-        """How `layout` cuts a tensor of `shape` along `axes`, the last cuts of their dim; None if they cut none."""
+    def of(cls, layout: Layout, axes: Axes, shape: Numbers, sizes: Numbers) -> Cut:
+        """How `layout` cuts a tensor of `shape` along `axes`, the last cuts of their dim."""
         state = layout.states[axes[0]]
-        if not isinstance(state, Split):
-            return None
+        assert isinstance(state, Split)
         tail = layout.cuts[state.dim][-len(axes) :]
         return cls(state.dim, shape[state.dim], tail, {axis: sizes[axis] for axis in axes})
 
@@ -159,14 +156,26 @@ class Cut:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a step is emitted: this rank's shape after it, and how its group cuts the tensor before and after it."""
+    """Where a step is emitted: this rank's shape after it, and the tensor of which the ranks of its group hold parts."""
 
     step: Step
-    after: tuple[int, ...]
-    left: Cut | None
-    cut: Cut | None
+    after: Shape
+    together: Shape
+    sizes: Numbers
     positions: Sequence[Any]
-    group_of: Callable[[tuple[int, ...]], str]
+    group_of: Callable[[Axes], str]
+
+    @functools.cached_property
+    def left(self) -> Cut:
+        """How the group cuts the tensor before the step."""
+        first = self.step.parts[0]
+        return Cut.of(first.before, first.axes, self.together, self.sizes)
+
+    @functools.cached_property
+    def cut(self) -> Cut:
+        """How the group cuts the tensor after the step."""
+        last = self.step.parts[-1]
+        return Cut.of(last.after, last.axes, self.together, self.sizes)
 
     @property
     def position(self) -> Any:
@@ -189,7 +198,7 @@ class Site:
 
 def all_gather(x: Local, site: Site) -> Local:
     """Gather the padded chunks on dim 0, then lay them along the dim that was cut."""
-    left = known(site.left)
+    left = site.left
     block = x.pad(left.dim, left.chunks[0])
     ranks = math.prod(left.lengths)
     shape = put(block.shape, 0, ranks * block.shape[0])
@@ -203,7 +212,7 @@ def all_reduce(x: Local, site: Site) -> Local:
 
 def all_to_all(x: Local, site: Site) -> Local:
     """Send to each rank its chunk of one dim, and lay the chunks of the other dim that come together."""
-    left, cut = known(site.left), known(site.cut)
+    left, cut = site.left, site.cut
     pieces = divide(x.pad(left.dim, left.chunks[0]), cut)
     ranks = math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
@@ -214,7 +223,7 @@ def all_to_all(x: Local, site: Site) -> Local:
 
 def reduce_scatter(x: Local, site: Site) -> Local:
     """Reduce the padded chunks, each to its rank."""
-    cut = known(site.cut)
+    cut = site.cut
     pieces = divide(x, cut)
     ranks = math.prod(cut.lengths)
     block = put(pieces.shape, 0, pieces.shape[0] // ranks)
@@ -231,7 +240,7 @@ def keep(x: Local, site: Site) -> Local:
 
 def pad(x: Local, site: Site) -> Local:
     """The chunk in its place, zeros elsewhere. Ranks with a full chunk tell by position, a short one is the last."""
-    cut = known(site.left)
+    cut = site.left
     dim, step, held = cut.dim, cut.chunks[0], x.shape[cut.dim]
     if held < step:
         return x.pad(dim, cut.size, front=cut.size - held)
@@ -246,7 +255,7 @@ def pad(x: Local, site: Site) -> Local:
 
 def cut_out(x: Local, site: Site) -> Local:
     """The rank's chunk. Ranks with a full chunk tell by position, a short one is the last."""
-    cut = known(site.cut)
+    cut = site.cut
     dim, step, held = cut.dim, cut.chunks[0], site.after[cut.dim]
     if held < step:  # a copy: a view would keep the whole tensor alive
         return x.then(aten.slice_copy.Tensor, put(x.shape, dim, held), dim, cut.size - held, cut.size)
@@ -262,7 +271,7 @@ def crop(x: Local, site: Site) -> Local:
     A chunk begins at its number times the size of the first, unless it is empty. What is found and copied is blocks, of
     which all chunks begin and end at multiples.
     """
-    left, cut = known(site.left), known(site.cut)
+    left, cut = site.left, site.cut
     dim, held, wanted = cut.dim, x.shape[cut.dim], site.after[cut.dim]
     if 0 in (held, wanted):
         return x.then(aten.new_zeros.default, site.after, list(site.after))
@@ -299,7 +308,7 @@ def divide(x: Local, cut: Cut) -> Local:
     return concatenate([part for _, part in sorted(zip(cut.members, parts), key=lambda item: item[0])], 0)
 
 
-def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
+def join(x: Local, block: Shape, cut: Cut) -> Local:
     """Blocks laid along dim 0 in the order of the ranks they came from, laid along one dim instead, without padding."""
     dim, count = cut.dim, len(cut.chunks)
     if cut.even:
@@ -312,11 +321,6 @@ def join(x: Local, block: tuple[int, ...], cut: Cut) -> Local:
     places = [(place * size, (place + 1) * size, length) for place, length in zip(cut.members, cut.chunks)]
     parts = [x.slice(0, start, stop).slice(dim, 0, length) for start, stop, length in places]
     return concatenate([part for part in parts if part.shape[dim]], dim)
-
-
-def known(cut: Cut | None) -> Cut:
-    assert cut is not None
-    return cut
 
 
 LOWER = {

@@ -9,39 +9,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from sbpc.boxing.shortest_paths import Edges
-from sbpc.boxing.step_arrays import all_layouts, all_steps
-from sbpc.boxing.steps import COLLECTIVE, WIRE, Step
+from sbpc.boxing.steps import WIRE, Kind, Step, all_layouts, all_steps
 from sbpc.errors import LayoutError
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import Broadcast, Partial, Split
+from sbpc.mesh.states import Axes, Numbers, Partial, Shape
 
-KINDS = {0: Split, WHOLE: Broadcast, **dict.fromkeys(NAMES, Partial)}  # by code of a state
 CLOSE = 1e-12  # two sums of the same costs in another order differ by less than this fraction
 
 
-def path(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+@functools.lru_cache(maxsize=4096)
+def path(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another; of equally cheap ones the fewest, of equally few the first.
     A pad and the slice of the same dim that follows it are then one step, a crop.
 
-    >>> rows, columns = Layout(("x",), (Split(0),)), Layout(("x",), (Split(1),))
+    >>> rows, columns = Layout.parse("[S(0)]", "x"), Layout.parse("[S(1)]", "x")
     >>> path(rows, columns, (4, 4), 4, Mesh(x=2))[0].collective
     'all_to_all'
 
     Raises LayoutError if a layout does not fit the tensor or the mesh, or if no path exists: nothing leads to P(max)
     and P(min), which come out of ops only.
     """
-    return _path(before, after, tuple(shape), itemsize, mesh)
-
-
-@functools.lru_cache(maxsize=4096)
-def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
     prices, start, goal = _ends(before, after, shape, itemsize, mesh)
     graph, cost = prices.graph, prices.row(start)
     # The edges that lie on a cheapest path from the start, explored breadth first: fewest steps, lowest numbers first.
@@ -64,13 +57,13 @@ def _path(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, 
     return tuple(steps)
 
 
-def seconds(before: Layout, after: Layout, shape: Sequence[int], itemsize: int, mesh: Mesh) -> float:
+def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: Mesh) -> float:
     """What the cheapest path costs on the mesh's cluster. Raises LayoutError as `path` does."""
     prices, start, goal = _ends(before, after, tuple(shape), itemsize, mesh)
     return float(prices.row(start)[goal])
 
 
-def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) -> np.ndarray:
+def closure(codes: np.ndarray, shape: Numbers, itemsize: int, mesh: Mesh) -> np.ndarray:
     """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
     count = len(mesh.axes)
     states = states_of(codes, count)
@@ -84,11 +77,11 @@ def closure(codes: np.ndarray, shape: Sequence[int], itemsize: int, mesh: Mesh) 
         sources = np.flatnonzero((kinds == kind).all(1))
         columns = np.flatnonzero(((kinds == kind) | (kinds == 0)).all(1))
         starts, ends = prices.graph.at(codes[sources]), prices.graph.at(codes[columns])
-        matrix[np.ix_(sources, columns)] = prices.between(starts, ends)
+        matrix[np.ix_(sources, columns)] = prices.rows(starts.tolist())[:, ends]
     return matrix
 
 
-def alike(shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+def alike(shape: Numbers, mesh: Mesh) -> Shape:
     """A shape for which all boxings cost what they cost for this one: where every cut is even, dims are interchangeable."""
     even = all(size % mesh.ranks == 0 for size in shape)
     return tuple(sorted(shape)) if even else tuple(shape)
@@ -99,7 +92,7 @@ def _extremes(layout: Layout) -> tuple[str | None, ...]:
     return tuple(state.op if isinstance(state, Partial) and state.op != "sum" else None for state in layout.states)
 
 
-def _check(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
+def _check(layout: Layout, shape: Shape, mesh: Mesh) -> None:
     if layout.axes != mesh.axes:
         over = ", ".join(layout.axes)
         raise LayoutError(f"layout {layout} over {over} on {mesh}\n  Give a layout over the axes of the mesh.")
@@ -107,7 +100,7 @@ def _check(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> None:
         raise LayoutError(f"layout {layout} of a tensor with {len(shape)} dims\n  Split one of its dims.")
 
 
-def _ends(before: Layout, after: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
+def _ends(before: Layout, after: Layout, shape: Shape, itemsize: int, mesh: Mesh) -> tuple[_Prices, int, int]:
     """The prices of the steps that a path may take, and the numbers of the two layouts it joins."""
     _check(before, shape, mesh)
     _check(after, shape, mesh)
@@ -128,18 +121,16 @@ class _Graph:
         self.numbered = joined(self.states, self.bits)
         self.sorted = np.argsort(self.numbered)
         self.codes = self.numbered[self.sorted]
-        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        kinds: dict[Kind, int] = {}
         edges = []
-        for (before, after, over), sources, codes in all_steps(rank, self.states, self.bits):
-            name = COLLECTIVE[KINDS[before], KINDS[after]]
-            kind = np.full(len(sources), kinds.setdefault((name, over), len(kinds)))
-            edges.append(np.stack([self.at(codes), sources, kind]))
+        for kind, sources, codes in all_steps(rank, self.states, self.bits):
+            number = np.full(len(sources), kinds.setdefault(kind, len(kinds)))
+            edges.append(np.stack([self.at(codes), sources, number]))
         found = np.concatenate(edges, axis=1)
         self.target, self.source, self.kind = found[:, np.lexsort(found[::-1])]
         self.kinds = tuple(kinds)
         self.edges = Edges(self.target, self.source, len(self.states))
-        self.cut = self.states[:, None, :] == np.arange(rank)[None, :, None]
-        self._relabelled: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self.cut = self.states.T[:, :, None] == np.arange(rank)  # [axes, layouts, dims]
 
     def number(self, layout: Layout) -> int | None:
         """The number of a layout, None if it is not one of these."""
@@ -151,25 +142,6 @@ class _Graph:
         """The numbers of layouts, by code."""
         return self.sorted[np.searchsorted(self.codes, codes)]
 
-    def relabelled(self, dims: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """By layout the number of the renaming of `dims` after which the first axis that cuts one of them cuts the first;
-        and by renaming, [renamings, layouts], the layout that each layout becomes."""
-        if dims not in self._relabelled:
-            renamings: dict[tuple[int, ...], int] = {}
-            which = np.zeros(len(self.states), dtype=np.intp)
-            for at, states in enumerate(self.states.tolist()):
-                cut = [dim for dim in dict.fromkeys(states) if dim in dims]
-                new = dict(zip((*cut, *(dim for dim in dims if dim not in cut)), dims))
-                which[at] = renamings.setdefault(tuple(new.get(dim, dim) for dim in range(self.rank)), len(renamings))
-            images = np.array([self._image(renaming) for renaming in renamings])
-            self._relabelled[dims] = which, images
-        return self._relabelled[dims]
-
-    def _image(self, renaming: tuple[int, ...]) -> np.ndarray:
-        """By layout its number once dims are renamed so."""
-        new = np.array([*renaming, *range(self.rank, 16)])
-        return self.at(joined(new[self.states], self.bits))
-
     def step(self, edge: int) -> Step:
         collective, axes = self.kinds[self.kind[edge]]
         ends = (decode(int(self.numbered[at]), self.axes) for at in (self.source[edge], self.target[edge]))
@@ -179,35 +151,27 @@ class _Graph:
 class _Prices:
     """Seconds of every step for one shape on one mesh, and the cheapest totals from the layouts asked for so far."""
 
-    def __init__(self, extremes: tuple[str | None, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> None:
+    def __init__(self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh) -> None:
         self.graph = graph = _graph(len(shape), mesh.axes, extremes)
         self._rows: dict[int, np.ndarray] = {}
-        ranks = np.where(graph.cut, np.array(mesh.sizes), 1).prod(axis=2)
-        local = -(-np.array(shape, dtype=np.int64) // ranks)  # at coordinates 0: ceil(ceil(n/a)/b) is ceil(n/(a b))
+        ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
+        local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
         price = np.array([_price(collective, axes, mesh) for collective, axes in graph.kinds]).reshape(-1, 3)
         start, each, least = price[graph.kind].T
         self.seconds = np.maximum(start + each * itemsize * block, least)
-        self.even = tuple(dim for dim, size in enumerate(shape) if size % math.prod(mesh.sizes) == 0)
-
-    def between(self, sources: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """The cheapest totals [sources, columns]. Dims that every cut leaves even are alike: what a step costs does not
-        depend on which of them it cuts, so one source stands for all that differ by them."""
-        which, images = self.graph.relabelled(self.even)
-        plain, at = np.unique(images[which[sources], sources], return_inverse=True)
-        return self.rows(plain.tolist())[at[:, None], images[which[sources]][:, columns]]
 
     def row(self, source: int) -> np.ndarray:
         return self.rows([source])[0]
 
-    def rows(self, sources: Sequence[int]) -> np.ndarray:
+    def rows(self, sources: Numbers) -> np.ndarray:
         """The cheapest totals from each source to every layout."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))
         return np.stack([self._rows[at] for at in sources])
 
 
-def _price(collective: str, axes: tuple[int, ...], mesh: Mesh) -> tuple[float, float, float]:
+def _price(collective: str, axes: Axes, mesh: Mesh) -> tuple[float, float, float]:
     """Seconds of a step of no bytes, seconds more for each byte of its block, and seconds that it takes at least."""
     if collective not in WIRE:
         return 0.0, 0.0, 0.0

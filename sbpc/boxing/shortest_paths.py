@@ -16,8 +16,6 @@ try:
 except ImportError:
     machine = None  # type: ignore[assignment]
 
-FEW = 16  # sources, at most, from which numpy relaxes all edges together
-
 
 class Edges:
     """The edges of a graph, sorted by the nodes to which they lead; target, source [edges]: int64; nodes: how many, at least one."""
@@ -36,21 +34,11 @@ class Edges:
             return found
         total = np.full((len(self.into) - 1, len(sources)), np.inf)
         total[sources, range(len(sources))] = 0.0
-        (self.relax_at_once if len(sources) <= FEW else self.relax_in_turn)(total, prices, sources)
+        self.relax(total, prices, sources)
         return np.ascontiguousarray(total.T)
 
-    def relax_at_once(self, total: np.ndarray, prices: np.ndarray, _: np.ndarray) -> None:
-        """Lower the totals [nodes, sources] over all edges together: more rounds, but none of Python's time."""
-        led = np.flatnonzero(np.diff(self.into))
-        first, changed = self.into[led], True
-        while changed:
-            sums = total[self.before] + prices[:, None]
-            better = np.minimum(np.minimum.reduceat(sums, first, axis=0), total[led])
-            changed = bool((better < total[led]).any())
-            total[led] = better
-
-    def relax_in_turn(self, total: np.ndarray, prices: np.ndarray, sources: np.ndarray) -> None:
-        """The same node by node, so that what was lowered is used at once."""
+    def relax(self, total: np.ndarray, prices: np.ndarray, sources: np.ndarray) -> None:
+        """Lower the totals [nodes, sources] node by node, so that what was lowered is used at once."""
         waiting = np.zeros(len(total), dtype=bool)  # rows to be computed anew, as one before them was lowered
         sums, better = np.empty((int(np.diff(self.into).max()), len(sources))), np.empty(len(sources))
         for at in sources.tolist():

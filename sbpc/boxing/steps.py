@@ -1,4 +1,4 @@
-"""Steps: what one collective, or one local operation, does to the layout of a tensor, and what it sends.
+"""Steps: what one collective, or one local operation, does to the layout of a tensor, and what it sends; all there are.
 
 A step changes one mesh axis, or a run of neighbouring axes that all hold the same state.
 
@@ -7,25 +7,28 @@ S, B, P and the table of collectives are OneFlow's (Yuan et al. 2021); bytes are
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
+import numpy as np
 
-from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import B, Broadcast, P, Partial, Split, State
+from sbpc.mesh.layout import Layout, numel
+from sbpc.mesh.layout_codes import EXTREMES, ORDERS, SUM, WHOLE, decode, encode, joined, order_bits, pairs, states_of
+from sbpc.mesh.states import Axes, Broadcast, Numbers
 
+KIND = "S" * WHOLE + "BPPP"  # by code of a state
 COLLECTIVE = {
-    (Split, Broadcast): "all_gather",
-    (Partial, Split): "reduce_scatter",
-    (Partial, Broadcast): "all_reduce",
-    (Split, Split): "all_to_all",
-    (Broadcast, Split): "slice",
-    (Broadcast, Partial): "keep",  # on coordinate 0 of the axis, zeros elsewhere
-    (Split, Partial): "pad",  # with zeros
+    "SB": "all_gather",
+    "PS": "reduce_scatter",
+    "PB": "all_reduce",
+    "SS": "all_to_all",
+    "BS": "slice",
+    "BP": "keep",  # on coordinate 0 of the axis, zeros elsewhere
+    "SP": "pad",  # with zeros
 }
 # p ranks in a group, each sending to its neighbour on the ring; n bytes of one block, the largest that the group has.
 # The block of an all_reduce is what one rank holds; of the others, a chunk of it. Steps that are not here are local.
@@ -35,6 +38,7 @@ WIRE = {
     "all_to_all": lambda p, n: (p - 1, (p - 1) * n),
     "all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) * n / p),
 }
+Kind = tuple[str, Axes]  # a collective, and the axes over which it goes
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Step:
     """
 
     collective: str
-    axes: tuple[int, ...]
+    axes: Axes
     before: Layout
     after: Layout
 
@@ -79,44 +83,14 @@ class Step:
 
 def steps(layout: Layout, rank: int) -> Iterator[Step]:
     """Every step out of `layout`, for a tensor with `rank` dims."""
-    for axes in _runs(layout):
-        before = layout.states[axes[0]]
-        for after in _targets(before, rank, merged=len(axes) > 1):
-            states = tuple(after if at in axes else state for at, state in enumerate(layout.states))
-            kept = tuple(at for at in layout.order if at not in axes)
-            kind = COLLECTIVE[type(before), type(after)]
-            for fresh in itertools.permutations(axes) if isinstance(after, Split) else [()]:
-                yield Step(kind, axes, layout, Layout(layout.axes, states, (*kept, *fresh)))
-
-
-def _runs(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """The single axes, then the runs of neighbouring axes in one state, that may leave that state (together)."""
-    count = len(layout.axes)
-    for length in range(1, count + 1):
-        for first in range(count - length + 1):
-            axes = tuple(range(first, first + length))
-            state = layout.states[first]
-            if any(layout.states[at] != state for at in axes):
-                continue
-            if isinstance(state, Split) and set(layout.cuts[state.dim][-length:]) != set(axes):
-                continue  # only the last cuts of a dim can be undone: the blocks of an earlier one interleave
-            later = layout.states[first + length :]
-            if isinstance(state, Partial) and any(isinstance(s, Partial) and s != state for s in later):
-                continue  # a sum of maxima is not a maximum of sums: the innermost axis is reduced first
-            yield axes
-
-
-def _targets(state: State, rank: int, merged: bool) -> list[State]:
-    splits: list[State] = [Split(dim) for dim in range(rank) if state != Split(dim)]
-    if isinstance(state, Broadcast):
-        return [] if merged else [*splits, P]
-    if isinstance(state, Split) and not merged:
-        return [*splits, B, P]
-    return [*splits, B]
+    code, count = np.array([encode(layout)]), len(layout.axes)
+    for (collective, axes), _, codes in all_steps(rank, states_of(code, count), code >> ORDERS):
+        for after in codes.tolist():
+            yield Step(collective, axes, layout, decode(after, layout.axes))
 
 
 def wire(
-    step: Step, shape: Sequence[int], itemsize: int, sizes: Sequence[int], symbols: Sequence[Any] | None = None,
+    step: Step, shape: Numbers, itemsize: int, sizes: Numbers, symbols: Sequence[Any] | None = None,
     dims: Sequence[Any] = (),
 ) -> tuple[Any, Any]:  # fmt: skip
     """Rounds, and bytes that the busiest rank (coordinates 0) sends, for a tensor of `shape` on a mesh of `sizes`.
@@ -124,27 +98,88 @@ def wire(
     With `symbols` for the sizes of the axes the same as formulas: a cut is n/p where `sizes` divide, else ceiling(n/p).
     dims: what stands for the sizes in `shape` then.
 
-    >>> both = Layout(("x", "y"), (Split(0), Split(0)))
-    >>> step = Step("all_gather", (1,), both, Layout(("x", "y"), (Split(0), B)))
+    >>> import sympy
+    >>> both = Layout.parse("[S(0), S(0)]", "xy")
+    >>> step = Step("all_gather", (1,), both, Layout.parse("[S(0), B]", "xy"))
     >>> wire(step, (6, 10), 4, (2, 3)), wire(step, (6, 10), 4, (2, 3), sympy.symbols("x y"))
     ((2, 80), (y - 1, 240*(y - 1)/(x*y)))
     """
     if step.collective not in WIRE:
         return 0, 0
-    block: Any = itemsize
-    for dim, size in enumerate(shape):
-        cuts = max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len)
-        if symbols is None:  # ceil(ceil(n/a)/b) is ceil(n/(a b))
-            block *= -(-size // math.prod(sizes[axis] for axis in cuts))
-        else:
-            block *= _chunk_formula(size, dims[dim] if dims else size, [(sizes[axis], symbols[axis]) for axis in cuts])
+    cuts = [max(step.before.cuts.get(dim, ()), step.after.cuts.get(dim, ()), key=len) for dim in range(len(shape))]
     ranks = sizes if symbols is None else symbols
+    block = itemsize * numel(shape, cuts, sizes, symbols, dims)
     return WIRE[step.collective](math.prod(ranks[at] for at in step.axes), block)
 
 
-def _chunk_formula(size: int, formula: Any, cuts: Sequence[tuple[int, Any]]) -> Any:
-    """The first chunk of a dim of `size`, which `formula` stands for. cuts: numbers of ranks, each with its symbol."""
-    for ranks, symbol in cuts:
-        formula = formula / symbol if size % ranks == 0 else sympy.ceiling(formula / symbol)
-        size = -(-size // ranks)
-    return formula
+# --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ---------------------------------------------------
+def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
+
+    extremes: by axis "max" or "min" where it may hold such partial results too.
+    """
+    choices = [(*range(rank), WHOLE, SUM, *((EXTREMES[op],) if op else ())) for op in extremes]
+    rows = np.array(list(itertools.product(*choices)))
+    cut = np.where(rows < WHOLE, rows, -1).tolist()
+    bits = [orders(tuple(row)) for row in cut]
+    return np.repeat(rows, [len(found) for found in bits], axis=0), np.array(list(itertools.chain(*bits)))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def orders(cut: Axes) -> Axes:
+    """The bits of all orders in which axes may cut these dims, -1 for none; mesh order first."""
+    groups = [[axis for axis, dim in enumerate(cut) if dim == wanted] for wanted in sorted({d for d in cut if d >= 0})]
+    every = itertools.product(*(itertools.permutations(group) for group in groups))
+    return tuple(order_bits(tuple(itertools.chain(*order)), len(cut)) for order in every)
+
+
+def all_steps(rank: int, states: np.ndarray, bits: np.ndarray) -> Iterator[tuple[Kind, np.ndarray, np.ndarray]]:
+    """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it leads."""
+    count = states.shape[1]
+    for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
+        axes, before = tuple(range(first, first + length)), states[:, first]
+        free = may_leave(states, bits, axes)
+        for target in (*range(rank), WHOLE, SUM):
+            possible = free & (before != target)
+            if target == SUM:
+                possible &= (before < SUM) & (length == 1)
+            if length > 1:
+                possible &= before != WHOLE
+            sources = np.flatnonzero(possible)
+            changed = states[sources].copy()
+            changed[:, axes] = target
+            leaving = np.array(list(KIND))[before[sources]]
+            for order in itertools.permutations(axes) if target < WHOLE else (axes,):
+                codes = joined(changed, cut_last(bits[sources], order, count))
+                for kind in np.unique(leaving).tolist():
+                    of_kind = leaving == kind
+                    yield (COLLECTIVE[kind + KIND[target]], axes), sources[of_kind], codes[of_kind]
+
+
+def may_leave(states: np.ndarray, bits: np.ndarray, axes: Axes) -> np.ndarray:
+    """Which layouts hold one state on all of these neighbouring axes, and may leave it there.
+
+    Only the last cuts of a dim can be undone: the blocks of an earlier one interleave. A sum of maxima is not a maximum
+    of sums: the innermost axis is reduced first.
+    """
+    place = {pair: bit for bit, pair in enumerate(pairs(states.shape[1]))}
+    before = states[:, axes[0]]
+    possible = (states[:, axes] == before[:, None]).all(1)
+    for axis, other in itertools.product(axes, range(states.shape[1])):
+        if other not in axes:
+            swapped = (bits >> place[min(axis, other), max(axis, other)] & 1).astype(bool)
+            cuts_first = swapped if other > axis else ~swapped
+            possible &= cuts_first | (states[:, other] != before) | (before >= WHOLE)
+    for later in range(axes[-1] + 1, states.shape[1]):
+        possible &= (before < SUM) | (states[:, later] < SUM) | (states[:, later] == before)
+    return possible
+
+
+def cut_last(bits: np.ndarray, order: Numbers, count: int) -> np.ndarray:
+    """The bits once these axes cut last, in this order."""
+    changed = bits.copy()
+    for bit, (a, b) in enumerate(pairs(count)):
+        if a in order or b in order:
+            swapped = order.index(b) < order.index(a) if a in order and b in order else a in order
+            changed = changed & ~(1 << bit) | swapped << bit
+    return changed

@@ -21,25 +21,18 @@ SLOWER = ("attention", "convolution")  # parts of the names of ops that take oth
 UNBOUNDED = ("peak", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "memory")  # or infinite, null in JSON
 MOST = 1 << 30  # ranks
 RANGES = {  # of every figure its unit, the least and the most: wide, but no cost that is made of such figures overflows
-    "peak": ("flop/s", 1.0, 1e30),
-    "memory_bandwidth": ("bytes/s", 1.0, 1e30),
-    "launch": ("seconds", 0.0, 1e6),
-    "intra_latency": ("seconds", 0.0, 1e6),
-    "intra_bandwidth": ("bytes/s", 1.0, 1e30),
-    "inter_latency": ("seconds", 0.0, 1e6),
-    "inter_bandwidth": ("bytes/s", 1.0, 1e30),
-    "memory": ("bytes", 1.0, 1e30),
-    "latency": ("seconds", 0.0, 1e6),
-    "efficiency": ("", 1e-12, 1e12),
-    "traffic": ("", 1e-12, 1e12),
-    "least": ("seconds", 0.0, 1e6),
-    "hidden": ("", 0.0, 1.0),
-    "sharing": ("times", 1.0, 1e6),
-    "kernels_beside": ("times", 1.0, 1e6),
-    "links_beside": ("times", 1.0, 1e6),
-    "attention": ("times", 1e-6, 1e6),
-    "convolution": ("times", 1e-6, 1e6),
-    "start": ("seconds", 0.0, 1e6),
+    name: limits
+    for names, limits in {
+        "peak": ("flop/s", 1.0, 1e30),
+        "memory": ("bytes", 1.0, 1e30),
+        "memory_bandwidth intra_bandwidth inter_bandwidth": ("bytes/s", 1.0, 1e30),
+        "launch intra_latency inter_latency latency least start": ("seconds", 0.0, 1e6),
+        "efficiency traffic": ("", 1e-12, 1e12),
+        "hidden": ("", 0.0, 1.0),
+        "sharing kernels_beside links_beside": ("times", 1.0, 1e6),
+        "attention convolution": ("times", 1e-6, 1e6),
+    }.items()
+    for name in names.split()
 }
 
 

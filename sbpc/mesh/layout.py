@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError, check_kinds
-from sbpc.mesh.states import B, Partial, Split, State, chunk_sizes, parse_state, shards, whole
+from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Layout:
     [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
 
-    axes: tuple[str, ...]
+    axes: Names
     states: tuple[State, ...]
-    order: tuple[int, ...] = ()
+    order: Axes = ()
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.states):
@@ -60,9 +63,9 @@ class Layout:
         return Layout, (self.axes, self.states, self.order)  # hashes of texts differ from process to process
 
     @functools.cached_property
-    def cuts(self) -> dict[int, tuple[int, ...]]:
+    def cuts(self) -> dict[int, Axes]:
         """By dim: the numbers of the axes that cut it, first cut first."""
-        found: dict[int, tuple[int, ...]] = {}
+        found: dict[int, Axes] = {}
         for axis in self.order:
             state = self.states[axis]
             assert isinstance(state, Split)
@@ -75,17 +78,13 @@ class Layout:
         kept = tuple(at for at in self.order if at not in changes)
         return Layout(self.axes, states, (*kept, *(at for at in range(len(self.axes)) if at not in kept)))
 
-    def local_shape(self, shape: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int]) -> tuple[int, ...]:
+    def local_shape(self, shape: Numbers, sizes: Numbers, coordinates: Numbers) -> Shape:
         """Returns the shape that the rank at `coordinates` holds of a tensor of `shape` on a mesh of `sizes`."""
-        local = list(shape)
-        for dim, axes in self.cuts.items():
-            for axis in axes:
-                local[dim] = chunk_sizes(local[dim], sizes[axis])[coordinates[axis]]
-        return tuple(local)
+        return tuple(chunk(size, self.cuts.get(dim, ()), sizes, coordinates)[1] for dim, size in enumerate(shape))
 
-    def shards(self, tensor: Tensor, sizes: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
+    def shards(self, tensor: Tensor, sizes: Numbers, generator: torch.Generator | None = None) -> list[Tensor]:
         """Returns what every rank, in row-major order, holds of `tensor` on a mesh of `sizes`."""
-        parts: dict[tuple[int, ...], Tensor] = {(): tensor}
+        parts: dict[Axes, Tensor] = {(): tensor}
         sequence = self._sequence
         for axis in sequence:
             parts = {
@@ -95,23 +94,20 @@ class Layout:
             }
         return [parts[tuple(at[axis] for axis in sequence)] for at in itertools.product(*map(range, sizes))]
 
-    def shard(self, tensor: Tensor, sizes: Sequence[int], coordinates: Sequence[int]) -> Tensor:
+    def shard(self, tensor: Tensor, sizes: Numbers, coordinates: Numbers) -> Tensor:
         """Returns what the rank at `coordinates` holds of `tensor`: a view, for a layout without partial states."""
         assert not self.partial, f"{self} has no one shard"
         for dim, axes in self.cuts.items():
-            for axis in axes:
-                lengths = chunk_sizes(tensor.shape[dim], sizes[axis])
-                at = coordinates[axis]
-                tensor = tensor.narrow(dim, sum(lengths[:at]), lengths[at])
+            tensor = tensor.narrow(dim, *chunk(tensor.shape[dim], axes, sizes, coordinates))
         return tensor
 
-    def whole(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def whole(self, parts: Sequence[Tensor], sizes: Numbers) -> Tensor:
         """Returns the tensor of which the ranks, in row-major order, hold `parts`: the inverse of `shards`."""
         by_place = dict(zip(itertools.product(*map(range, sizes)), parts))
         live = list(range(len(self.axes)))
         for axis in reversed(self._sequence):
             at = live.index(axis)
-            groups: dict[tuple[int, ...], list[Tensor]] = {}
+            groups: dict[Axes, list[Tensor]] = {}
             for place in sorted(by_place):
                 groups.setdefault((*place[:at], *place[at + 1 :]), []).append(by_place[place])
             by_place = {place: whole(group, self.states[axis]) for place, group in groups.items()}
@@ -119,7 +115,7 @@ class Layout:
         return by_place[()]
 
     @property
-    def _sequence(self) -> tuple[int, ...]:
+    def _sequence(self) -> Axes:
         """All axes, those that split in the order of their cuts last."""
         return (*(at for at in range(len(self.axes)) if at not in self.order), *self.order)
 
@@ -164,3 +160,45 @@ class Layout:
 def broadcast(axes: Sequence[str]) -> Layout:
     """The layout in which every rank holds everything."""
     return Layout(tuple(axes), (B,) * len(axes))
+
+
+def chunk(size: int, axes: Numbers, sizes: Numbers, coordinates: Numbers) -> tuple[int, int]:
+    """Where the chunk begins that the rank at `coordinates` has of a dim that `axes` cut one after the other, and its length.
+
+    >>> chunk(10, (0, 1), (2, 3), (1, 2))
+    (9, 1)
+    """
+    first = 0
+    for axis in axes:
+        step = -(-size // sizes[axis])
+        skipped = min(size, step * coordinates[axis])
+        first, size = first + skipped, min(step, size - skipped)
+    return first, size
+
+
+def cut(size: Any, axes: Iterable[int], sizes: Any, symbols: Sequence[Any] | None = None, dim: Any = None) -> Any:
+    """The largest chunk of a dim of `size` that `axes` cut one after the other.
+
+    size, and by axis `sizes`: numbers, or arrays of them. With `symbols` for the sizes of the axes it is a formula: n / p
+    where that is even at these sizes, else ceiling(n / p); `dim` stands for n.
+
+    >>> cut(10, (0, 1), (2, 3)), cut(10, (0, 1), (2, 3), sympy.symbols("x y"))
+    (2, ceiling(10/(x*y)))
+    """
+    if symbols is None:
+        return -(-size // math.prod(sizes[axis] for axis in axes))  # ceil(ceil(n/a)/b) is ceil(n/(a b))
+    formula = sympy.Integer(size) if dim is None else dim
+    for axis in axes:
+        formula /= symbols[axis]
+        formula = formula if size % sizes[axis] == 0 else sympy.ceiling(formula)
+        size = -(-size // sizes[axis])
+    return formula
+
+
+def numel(
+    shape: Numbers, cuts: Sequence[Numbers], sizes: Any, symbols: Sequence[Any] | None = None,
+    dims: Sequence[Any] = (),
+) -> Any:  # fmt: skip
+    """The elements of the largest shard of a tensor. cuts: by dim the axes that cut it; see `cut`. dims: what stands for `shape`."""
+    formulas = dims or (None,) * len(shape)
+    return math.prod(cut(size, axes, sizes, symbols, dim) for size, axes, dim in zip(shape, cuts, formulas))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import math
 
 import numpy as np
 
 from sbpc.errors import LayoutError
-from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import B, Broadcast, Partial, Split, State
+from sbpc.mesh.layout import Layout, cut
+from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Split, State
 
 WHOLE, SUM = 12, 13
 EXTREMES = {"sum": SUM, "max": 14, "min": 15}
@@ -51,13 +51,13 @@ def states_of(codes: np.ndarray, axes: int) -> np.ndarray:
     return (codes[:, None] >> np.arange(0, 4 * axes, 4)) & 15
 
 
-def order_bits(order: Sequence[int], axes: int) -> int:
+def order_bits(order: Numbers, axes: int) -> int:
     """The bits of an order of all axes, first cut first."""
     place = {axis: at for at, axis in enumerate(order)}
     return sum(1 << bit for bit, (a, b) in enumerate(pairs(axes)) if place.get(b, axes) < place.get(a, axes))
 
 
-def sorted_axes(group: Sequence[int], bits: int, axes: int) -> tuple[int, ...]:
+def sorted_axes(group: Numbers, bits: int, axes: int) -> Axes:
     """Axes that cut the same thing, in the order of cutting that the bits say."""
     later = {pair: bool(bits >> bit & 1) for bit, pair in enumerate(pairs(axes))}
 
@@ -91,11 +91,8 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
     return Layout(axes, states, tuple(order))
 
 
-def elements(codes: np.ndarray, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+def elements(codes: np.ndarray, shape: Numbers, sizes: Numbers) -> np.ndarray:
     """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
-    states = states_of(codes, len(sizes))
-    counts = np.ones(len(codes))
-    for dim, size in enumerate(shape):
-        ranks = np.where(states == dim, np.array(sizes), 1).prod(1)
-        counts *= -(-size // ranks)  # ceil(ceil(n/a)/b) is ceil(n/(a b))
-    return counts
+    states, axes = states_of(codes, len(sizes)).T, range(len(sizes))
+    ranks = [np.where(states == dim, np.array(sizes)[:, None], 1) for dim in range(len(shape))]
+    return math.prod((cut(size, axes, by_axis) for size, by_axis in zip(shape, ranks)), start=np.ones(len(codes)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sbpc.errors import MeshError, shown
 from sbpc.mesh.cluster import Cluster, Rate, named_cluster
+from sbpc.mesh.states import Axes, Numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +57,7 @@ class Mesh:
         """How many ranks the mesh has."""
         return math.prod(self.sizes)
 
-    def coordinates(self, rank: int) -> tuple[int, ...]:
+    def coordinates(self, rank: int) -> Axes:
         """Returns where `rank` stands on each axis."""
         found = []
         for size in reversed(self.sizes):
@@ -65,7 +65,7 @@ class Mesh:
             found.append(at)
         return tuple(reversed(found))
 
-    def rank(self, coordinates: Sequence[int]) -> int:
+    def rank(self, coordinates: Numbers) -> int:
         """Returns the rank that stands at `coordinates`."""
         return functools.reduce(lambda total, item: total * item[0] + item[1], zip(self.sizes, coordinates), 0)
 
@@ -75,7 +75,7 @@ class Mesh:
             raise MeshError(f"the mesh has no axis {shown(name)}\n  Its axes are {', '.join(self.axes)}.")
         return self.axes.index(name)
 
-    def runs(self) -> list[tuple[int, ...]]:
+    def runs(self) -> list[Axes]:
         """Returns every run of neighbouring axes, as numbers: a collective goes over one of them.
 
         >>> Mesh(data=2, tensor=4).runs()
@@ -84,18 +84,18 @@ class Mesh:
         ends = itertools.combinations(range(len(self.axes) + 1), 2)
         return [tuple(range(first, last)) for first, last in ends]
 
-    def groups(self, axes: Sequence[int]) -> list[list[int]]:
+    def groups(self, axes: Numbers) -> list[list[int]]:
         """Returns the groups of ranks that differ only along `axes` (numbers, ascending), each row-major, by first rank.
 
         >>> Mesh(data=2, tensor=2).groups((0,))
         [[0, 2], [1, 3]]
         """
-        grouped: dict[tuple[int, ...], list[int]] = {}
+        grouped: dict[Axes, list[int]] = {}
         for rank, at in enumerate(itertools.product(*map(range, self.sizes))):
             grouped.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(rank)
         return list(grouped.values())
 
-    def link(self, axes: Sequence[int], collective: str) -> tuple[float, float, float]:
+    def link(self, axes: Numbers, collective: str) -> tuple[float, float, float]:
         """Returns, for one rank in a collective over `axes` (neighbours): seconds of latency of a round, bytes/s, and the seconds that the
         collective takes at least.
 
@@ -110,20 +110,20 @@ class Mesh:
         least = 0.0 if all(self.sizes[at] == 1 for at in axes) else rate.least
         return latency if rate.latency is None else rate.latency, bandwidth * rate.efficiency, least
 
-    def inside(self, axes: Sequence[int]) -> bool:
+    def inside(self, axes: Numbers) -> bool:
         """Returns whether the groups over `axes` stay inside a node."""
         return math.prod(self.sizes[min(axes) :]) <= self.cluster.ranks_per_node
 
-    def rate(self, axes: Sequence[int], collective: str) -> Rate:
+    def rate(self, axes: Numbers, collective: str) -> Rate:
         """Returns what the cluster says of a collective over `axes`."""
         ranks = math.prod(self.sizes[at] for at in axes)
         return self.cluster.rate(collective, ranks, "intra" if self.inside(axes) else "inter")
 
-    def key(self, axes: Sequence[int]) -> str:
+    def key(self, axes: Numbers) -> str:
         """Returns the name of one axis or of several merged ones: "data", "data+tensor"."""
         return "+".join(self.axes[at] for at in axes)
 
-    def group_name(self, axes: Sequence[int]) -> str:
+    def group_name(self, axes: Numbers) -> str:
         """Returns the name that programs give to the groups over some axes; it is bound to process groups at load.
 
         It holds the shape of the mesh, so that plans for different meshes live in one process.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from sbpc.errors import PinError, SbpcError, closest, shown
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.mesh.states import B, Partial, Split, State, parse_state
+from sbpc.mesh.states import Axes, B, Numbers, Partial, Split, State, parse_state
 
 TRIES = 100  # smaller sets of pins that are tried for the message about a conflict
 
@@ -25,8 +25,8 @@ class Wish:
     """
 
     states: tuple[tuple[int, State], ...] = ()
-    order: tuple[tuple[int, ...], ...] = ()
-    spread: tuple[int, ...] = ()
+    order: tuple[Axes, ...] = ()
+    spread: Axes = ()
     reason: str = ""
 
     def admits(self, layout: Layout) -> bool:
@@ -38,7 +38,7 @@ class Wish:
         )
 
     @staticmethod
-    def ordered(layout: Layout, axes: Sequence[int]) -> bool:
+    def ordered(layout: Layout, axes: Numbers) -> bool:
         """Whether the axes cut in this order, one after the other among those of their dim."""
         places = [layout.order.index(axis) for axis in axes if axis in layout.order]
         return len(places) == len(axes) and places == sorted(places)
@@ -72,7 +72,7 @@ def parse_wish(text: str, mesh: Mesh, reason: str) -> Wish:
 def _parse_states(text: str, mesh: Mesh, reason: str) -> Wish:
     """The wish that states by axis give: `B@data, S(1)@tensor`."""
     states: dict[int, State] = {}
-    orders: list[tuple[int, ...]] = []
+    orders: list[Axes] = []
     for part in re.split(r",\s*", text.strip()):
         state_text, _, names = part.partition("@")
         state = parse_state(state_text)

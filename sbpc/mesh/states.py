@@ -7,13 +7,19 @@ Everything else in this project is measured against the two functions of this fi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sbpc.errors import LayoutError
+
+Ints = tuple[int, ...]
+Axes = Ints  # of a mesh, by number
+Shape = Ints
+Names = tuple[str, ...]
+Numbers = Sequence[int]  # of axes, of dims; their sizes; coordinates
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import sympy
 from sbpc.boxing.steps import Step, wire
 from sbpc.errors import PlanError, check_kinds
 from sbpc.mesh.cluster import collective_seconds
+from sbpc.mesh.layout import cut, numel
 from sbpc.mesh.mesh import Mesh
 
 CHUNK = 1 << 13  # configurations that are evaluated at once: what fits into a cache
@@ -37,37 +38,6 @@ class Kernel:
     free: bool
     work: Callable[[Mapping[str, Any]], Any] = field(compare=False)
     dims: tuple[tuple[Any, ...], ...] = ()
-
-
-def cut(
-    size: int, axes: Sequence[int], sizes: Sequence[int], symbols: Sequence[Any] | None = None, dim: Any = None
-) -> Any:
-    """Returns the largest local size of a dim of `size` that `axes` cut one after the other.
-
-    With symbols for the axis sizes it is a formula: n / p where that is even at the sizes given, ceiling(n / p) where it
-    is not; `dim` stands for n.
-    """
-    number, formula = size, sympy.Integer(size) if dim is None else dim
-    for axis in axes:
-        even = number % sizes[axis] == 0
-        number = -(-number // sizes[axis])
-        if symbols is not None:
-            formula = formula / symbols[axis] if even else sympy.ceiling(formula / symbols[axis])
-    return number if symbols is None else formula
-
-
-def numel(
-    shape: Sequence[int],
-    cuts: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    symbols: Sequence[Any] | None = None,
-    dims: Sequence[Any] = (),
-) -> Any:
-    """Returns the number of elements of the largest shard of a tensor."""
-    total: Any = 1
-    for size, axes, dim in zip(shape, cuts, dims or (None,) * len(shape)):
-        total = total * cut(size, axes, sizes, symbols, dim)
-    return total
 
 
 def kernel_work(kernel: Kernel, sizes: Sequence[int], symbols: Sequence[Any] | None = None) -> tuple[Any, Any]:

@@ -24,9 +24,8 @@ from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.operands import is_sum, nodes_in, operands
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import numel
 from sbpc.plans.options import OPTIMIZER_STATE
 
 POSITION = 8  # bytes of a rank's position on one axis

@@ -15,9 +15,8 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import Step
 from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import numel
 from sbpc.plans.measure import dims_at
 from sbpc.plans.memory import POSITION, WHOLE, Life
 from sbpc.plans.options import OPTIMIZER_STATE

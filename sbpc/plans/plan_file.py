@@ -28,7 +28,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.file_graph import check_graph, may_call
 from sbpc.plans.file_schema import DTYPES, misfit
 from sbpc.plans.options import Options
-from sbpc.rules.choices import Candidates, Choice, signature_text
+from sbpc.rules.choices import Candidates, Choice
 from sbpc.rules.registry import TABLE
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         **encode_graph(plan.graph),
         "ports": asdict(plan.ports),
         "choices": {
-            name: [[signature_text(s), s.factor] for s in c.signatures] + [list(c.order)]
+            name: [[s.text, s.factor] for s in c.signatures] + [list(c.order)]
             for name, c in assignment.choices.items()
         },
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
@@ -352,7 +352,7 @@ class Decoder:
 
     def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
         """Returns the choice of a node, found again among its candidates."""
-        known = {(signature_text(s), s.factor): s for s in candidates.signatures}
+        known = {(s.text, s.factor): s for s in candidates.signatures}
         *parts, order = text
         missing = [part for part, factor in parts if (part, factor) not in known]
         if missing:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Split, State
+from sbpc.mesh.states import B, P, Partial, Shape, Split, State
 from sbpc.rules.grammar import Dim, Operand, Rule
 
 
@@ -32,24 +32,16 @@ class Signature:
     outputs: tuple[State, ...]
     factor: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The states alone: `S(0), B -> P`."""
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
     def __str__(self) -> str:
-        text = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
-        return text + (f"    split {self.factor}" if self.factor else "")
+        return self.text + (f"    split {self.factor}" if self.factor else "")
 
 
-@dataclass(frozen=True)
-class BoundDim:
-    """A dim of a call: the product of `literal` and of its factors, major first."""
-
-    factors: tuple[str, ...]
-    literal: int = 1
-
-    def size(self, sizes: Mapping[str, Any]) -> Any:
-        """The number of elements at these factor sizes."""
-        return math.prod((sizes[factor] for factor in self.factors), start=self.literal)
-
-
-Dims = tuple[BoundDim, ...]
+Dims = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
@@ -103,30 +95,31 @@ def flat_outputs(outputs: Any) -> list[Any]:
 
 
 class Given(NamedTuple):
-    """What stands for an operand of a rule string in a call, None if it is absent. number: the place in the string."""
+    """What stands for an operand of a rule string in a call.
+
+    number: the place in the string. name: of the argument, "" for an output. shape: the sizes of its dims, None for what the
+    string does not name, and what is absent.
+    """
 
     number: int
     operand: Operand
     value: Any
-    name: str = ""
+    name: str
+    shape: Shape | None
+
+    @classmethod
+    def of(cls, number: int, operand: Operand, value: Any, name: str = "") -> Given:
+        shape = None
+        if operand.kind == "tensor" and isinstance(value, Tensor):
+            shape = tuple(value.shape)
+        elif operand.kind == "sizes" and value is not None:
+            shape = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return cls(number, operand, value, name, shape)
 
     @property
-    def is_tensor(self) -> bool:
-        """Whether it is a tensor of which the string names the dims."""
-        return self.operand.kind == "tensor" and isinstance(self.value, Tensor)
-
-    @property
-    def is_sizes(self) -> bool:
-        """Whether it is an integer or a list of integers that the string names as sizes."""
-        return self.operand.kind == "sizes" and self.value is not None
-
-
-class Shaped(NamedTuple):
-    """An operand with the sizes of its dims in a call. loose: a dim of size 1 stands for a larger factor, as in a broadcast."""
-
-    operand: Operand
-    shape: tuple[int, ...]
-    loose: bool = False
+    def loose(self) -> bool:
+        """Whether a dim of size 1 may stand for a larger factor, as in a broadcast."""
+        return self.name != "" and self.operand.kind == "tensor"
 
 
 def bind(rule: Rule, schema: Any, named: Mapping[str, Any], outputs: Any, known: Mapping[str, int]) -> Bound:
@@ -137,25 +130,27 @@ def bind(rule: Rule, schema: Any, named: Mapping[str, Any], outputs: Any, known:
     arguments, flat = _arguments(rule, schema, named), flat_outputs(outputs)
     if len(flat) != len(rule.outputs) and not (not flat and rule.outputs[0].kind == "none"):
         raise _misfit(rule, f"the op has {len(flat)} outputs, the rule {len(rule.outputs)}")
-    results = [Given(at, operand, value) for at, (operand, value) in enumerate(zip(rule.outputs, flat))]
-    shaped = [Shaped(given.operand, tuple(given.value.shape), True) for given in arguments if given.is_tensor]
-    shaped += [Shaped(given.operand, _sizes(given.value)) for given in arguments if given.is_sizes]
-    shaped += [Shaped(given.operand, tuple(given.value.shape)) for given in results if given.is_tensor]
-    lengths = _stars(rule, shaped)
-    sizes = _solve(rule, [(_open(each.operand, lengths), each) for each in shaped], known)
+    results = [Given.of(at, operand, value) for at, (operand, value) in enumerate(zip(rule.outputs, flat))]
+    ordered = (*sorted(arguments, key=lambda given: given.operand.kind == "sizes"), *results)
+    lengths = _stars(rule, [(given.operand, given.shape) for given in ordered if given.shape is not None])
+    opened = {id(given): _open(given.operand, lengths) for given in ordered if given.shape is not None}
+    sizes = _solve(rule, [(opened[id(given)], given) for given in ordered if given.shape is not None], known)
 
-    def bound(given: Given, loose: bool) -> BoundValue:
-        shape = tuple(given.value.shape) if loose else None
-        dims = _close(given.operand, lengths, sizes, shape) if given.is_tensor else None
+    def bound(given: Given) -> BoundValue:
+        dims = None
+        if given.shape is not None and given.operand.kind == "tensor":
+            places = zip(opened[id(given)], given.shape)
+            dims = tuple(Dim() if given.loose and _is_broadcast(dim, size, sizes) else dim for dim, size in places)
         return BoundValue(given.number, dims, getattr(given.value, "dtype", None))
 
-    places = {argument.name: at for at, argument in enumerate(schema.arguments)}
+    at = {argument.name: at for at, argument in enumerate(schema.arguments)}
     fills = [
-        Fill(places[name], name, _close(operand, lengths, sizes, None), not isinstance(value, (list, tuple)))
-        for _, operand, value, name in (given for given in arguments if given.is_sizes)
+        Fill(at[given.name], given.name, tuple(opened[id(given)]), not isinstance(given.value, (list, tuple)))
+        for given in arguments
+        if given.operand.kind == "sizes" and given.shape is not None
     ]
-    inputs = tuple(bound(given, True) for given in arguments if isinstance(given.value, Tensor))
-    return Bound(rule, sizes, inputs, tuple(bound(given, False) for given in results), tuple(fills))
+    inputs = tuple(bound(given) for given in arguments if isinstance(given.value, Tensor))
+    return Bound(rule, sizes, inputs, tuple(map(bound, results)), tuple(fills))
 
 
 def signatures(bound: Bound) -> tuple[Signature, ...]:
@@ -163,7 +158,7 @@ def signatures(bound: Bound) -> tuple[Signature, ...]:
     rule = bound.rule
     derived = [Signature((B,) * len(bound.inputs), (B,) * len(bound.outputs))]
     for factor, size in bound.sizes.items():
-        if size > 1 and base(factor) not in rule.unsplit and not rule.rng:
+        if size > 1 and base(factor) not in rule.fixed:
             signature = _split(bound, factor)
             derived += [] if signature is None else [signature]
     for ins, outs in rule.linear:
@@ -223,47 +218,43 @@ def _linear_types(bound: Bound, inputs: Sequence[State], outputs: Sequence[State
 
 
 def _allowed(bound: Bound, signature: Signature) -> bool:
-    """P is never bool, and what is mutated keeps its layout."""
+    """P is never bool."""
     pairs = zip(bound.values, (*signature.inputs, *signature.outputs))
-    if any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs):
-        return False
-    states = {value.operand: state for value, state in zip(bound.inputs, signature.inputs)}
-    return all(states.get(number, output) == output for number, output in zip(bound.rule.mutated, signature.outputs))
+    return not any(isinstance(state, Partial) and value.dtype == torch.bool for value, state in pairs)
 
 
 # --- binding ----------------------------------------------------------------------------------------------------------
-def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[Given]:
-    """What stands for each operand, in schema order; a list of tensors takes one operand per element."""
-    numbers: dict[str, list[int]] = {}
-    for number, name in enumerate(_names(rule, schema, named)):
-        numbers.setdefault(name, []).append(number)
-    found: list[Given] = []
+def slots(schema: Any, named: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What the operands of a rule string stand for: name and value in schema order, a list of tensors element by element."""
+    found: list[tuple[str, Any]] = []
     for argument in schema.arguments:
-        value, mine = named.get(argument.name), numbers.get(argument.name, [])
-        if not mine and isinstance(value, Tensor):
-            raise _misfit(rule, f"it has no operand for the tensor argument {argument.name!r}")
-        values = value if is_list(argument) and isinstance(value, (list, tuple)) else [value]
-        found += [Given(number, rule.inputs[number], item, argument.name) for number, item in zip(mine, values)]
+        value = named[argument.name]
+        several = is_list(argument) and isinstance(value, (list, tuple))
+        found += [(argument.name, item) for item in (value if several else [value])]
     return found
 
 
-def _names(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[str]:
-    """The name of the argument that each operand of the string stands for."""
-    order: list[str] = []
-    for argument in schema.arguments:
-        value = named.get(argument.name)
-        order += [argument.name] * (len(value) if is_list(argument) and isinstance(value, (list, tuple)) else 1)
-    names = []
+def _arguments(rule: Rule, schema: Any, named: Mapping[str, Any]) -> list[Given]:
+    """What stands for each operand, in schema order."""
+    places = slots(schema, named)
+    numbers: dict[str, list[int]] = {name: [] for name, _ in places}
     for number, operand in enumerate(rule.inputs):
-        if operand.name is None and number >= len(order):
+        if operand.name is None and number >= len(places):
             if operand.kind == "none":
                 continue
-            raise _misfit(rule, f"the op has {len(order)} arguments")
-        name = operand.name or order[number]
-        if name not in order:
+            raise _misfit(rule, f"the op has {len(places)} arguments")
+        name = operand.name or places[number][0]
+        if name not in numbers:
             raise _misfit(rule, f"the op has no argument {name!r}")
-        names.append(name)
-    return names
+        numbers[name].append(number)
+    found: list[Given] = []
+    for name, value in places:
+        if numbers[name]:
+            number = numbers[name].pop(0)
+            found.append(Given.of(number, rule.inputs[number], value, name))
+        elif isinstance(value, Tensor):
+            raise _misfit(rule, f"it has no operand for the tensor argument {name!r}")
+    return found
 
 
 def is_list(argument: Any) -> bool:
@@ -272,14 +263,10 @@ def is_list(argument: Any) -> bool:
     return text.startswith("List[") and "Tensor" in text
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _stars(rule: Rule, shaped: list[Shaped]) -> dict[str, int]:
+def _stars(rule: Rule, shaped: list[tuple[Operand, Shape]]) -> dict[str, int]:
     """How many dims each starred factor stands for."""
     lengths: dict[str, int] = {}
-    for operand, shape, _ in shaped * len(shaped):
+    for operand, shape in shaped * len(shaped):
         stars = [dim.factors[0] for dim in operand.dims if dim.star]
         unknown = [name for name in stars if name not in lengths]
         if len(set(unknown)) == 1:
@@ -299,45 +286,38 @@ def _open(operand: Operand, lengths: Mapping[str, int]) -> list[Dim]:
     return found
 
 
-def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], Shaped]], known: Mapping[str, int]) -> dict[str, int]:
+def _solve(rule: Rule, opened: Sequence[tuple[list[Dim], Given]], known: Mapping[str, int]) -> dict[str, int]:
     """The sizes of all factors in the order of the text; those that are a dim alone tell the rest of each group."""
-    for dims, each in opened:
-        if len(dims) != len(each.shape):
-            raise _misfit(rule, f"an operand of {len(dims)} dims has the shape {list(each.shape)}")
-    sizes, sized = dict(known), [(*pair, each.loose) for dims, each in opened for pair in zip(dims, each.shape)]
+    sizes, sized = dict(known), list[tuple[Dim, int, bool]]()
+    for dims, given in opened:
+        shape = given.shape or ()
+        if len(dims) != len(shape):
+            raise _misfit(rule, f"an operand of {len(dims)} dims has the shape {list(shape)}")
+        sized += [(dim, size, given.loose) for dim, size in zip(dims, shape)]
     for dim, size, _ in sized:
         if len(dim.factors) == 1 and size != -1:
             before = sizes.setdefault(dim.factors[0], size)
             if 1 in (before, size):  # one of them is broadcast
                 sizes[dim.factors[0]] = max(before, size)
     order = dict.fromkeys(factor for dim, *_ in sized for factor in dim.factors)
-    _solve_groups(sizes, [(dim, size) for dim, size, _ in sized if len(dim.factors) > 1 and size != -1], len(order))
-    lost = [factor for factor in order if factor not in sizes]
-    if lost:
-        raise _misfit(rule, f"the size of {lost[0]!r} cannot be told")
-    for dim, size, loose in sized:
-        product = math.prod((sizes[factor] for factor in dim.factors), start=dim.literal)
-        if size not in (product, -1) and not (loose and size == 1 and len(dim.factors) == 1):
-            raise _misfit(rule, f"{' '.join(dim.factors) or dim.literal} is {product} and {size}")
-    return {factor: sizes[factor] for factor in order}
-
-
-def _solve_groups(sizes: dict[str, int], groups: list[tuple[Dim, int]], rounds: int) -> None:
-    """Add the size of each factor that is the only unknown one of a group."""
-    for dim, size in groups * rounds:
+    groups = [(dim, size) for dim, size, _ in sized if len(dim.factors) > 1 and size != -1]
+    for dim, size in groups * len(order):
         unknown = [factor for factor in dim.factors if factor not in sizes]
         rest = math.prod(sizes[factor] for factor in dim.factors if factor in sizes)
         if len(unknown) == 1 and rest:
             sizes[unknown[0]] = size // rest
+    lost = [factor for factor in order if factor not in sizes]
+    if lost:
+        raise _misfit(rule, f"the size of {lost[0]!r} cannot be told")
+    for dim, size, loose in sized:
+        product = dim.size(sizes)
+        if size not in (product, -1) and not (loose and _is_broadcast(dim, size, sizes)):
+            raise _misfit(rule, f"{' '.join(dim.factors) or dim.literal} is {product} and {size}")
+    return {factor: sizes[factor] for factor in order}
 
 
-def _close(operand: Operand, lengths: Mapping[str, int], sizes: Mapping[str, int], shape: Sequence[int] | None) -> Dims:
-    """The dims with stars written out; a dim of size 1 that is broadcast to a larger factor loses the factor."""
-    dims = []
-    for at, dim in enumerate(_open(operand, lengths)):
-        lone = len(dim.factors) == 1 and shape is not None and shape[at] == 1 and sizes[dim.factors[0]] != 1
-        dims.append(BoundDim((), 1) if lone else BoundDim(dim.factors, dim.literal))
-    return tuple(dims)
+def _is_broadcast(dim: Dim, size: int, sizes: Mapping[str, int]) -> bool:
+    return len(dim.factors) == 1 and size == 1 and sizes[dim.factors[0]] != 1
 
 
 def base(factor: str) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import B, Split, State, chunk_sizes
+from sbpc.mesh.layout import Layout, chunk
+from sbpc.mesh.states import Axes, B, Names, Numbers, Shape, Split, State, chunk_sizes
 from sbpc.rules import Match, Phases, Signature
 
 
@@ -16,39 +16,34 @@ class Choice:
     """One signature per mesh axis, and all axes (by number) in the order in which they cut."""
 
     signatures: tuple[Signature, ...]
-    order: tuple[int, ...]
+    order: Axes
 
-    def cuts(self) -> dict[str, tuple[int, ...]]:
+    def cuts(self) -> dict[str, Axes]:
         """By factor: the numbers of the axes that split it, first cut first."""
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, Axes] = {}
         for axis in self.order:
             factor = self.signatures[axis].factor
             if factor is not None:
                 found[factor] = (*found.get(factor, ()), axis)
         return found
 
-    def input(self, slot: int, axes: tuple[str, ...]) -> Layout:
+    def input(self, slot: int, axes: Names) -> Layout:
         """The layout in which the node reads its tensor operand number `slot`."""
         return layout_of(axes, tuple(s.inputs[slot] for s in self.signatures), self.order)
 
-    def output(self, index: int, axes: tuple[str, ...]) -> Layout:
+    def output(self, index: int, axes: Names) -> Layout:
         """The layout in which the node leaves its output number `index`."""
         return layout_of(axes, tuple(s.outputs[index] for s in self.signatures), self.order)
 
     def __str__(self) -> str:
         order = "" if self.order == tuple(sorted(self.order)) else " order " + ">".join(map(str, self.order))
-        return " | ".join(signature_text(s) for s in self.signatures) + order
+        return " | ".join(s.text for s in self.signatures) + order
 
 
 @functools.lru_cache(maxsize=1 << 18)
-def layout_of(axes: tuple[str, ...], states: tuple[State, ...], order: tuple[int, ...]) -> Layout:
+def layout_of(axes: Names, states: tuple[State, ...], order: Axes) -> Layout:
     """The Layout of these fields, made once."""
     return Layout(axes, states, order)
-
-
-def signature_text(signature: Signature) -> str:
-    """A signature as text: `S(0), B -> P`."""
-    return f"{', '.join(map(str, signature.inputs))} -> {', '.join(map(str, signature.outputs))}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Candidates:
     mesh_order: bool = False
     phases: Phases | None = None
 
-    def legal(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+    def legal(self, choice: Choice, mesh_sizes: Numbers) -> bool:
         """Whether every cut of every factor keeps its condition, in the node and in all that it is taken apart into."""
         sizes = dict(self.sizes)
         for factor, axes in choice.cuts().items():
@@ -80,7 +75,7 @@ class Candidates:
         """Whether the node is taken apart under this choice."""
         return self.phases is not None and self.phases.apart(choice.signatures)
 
-    def legal_apart(self, choice: Choice, mesh_sizes: Sequence[int]) -> bool:
+    def legal_apart(self, choice: Choice, mesh_sizes: Numbers) -> bool:
         """Whether all axes go together in the small graph, and every cut of every part keeps its condition."""
         assert self.phases is not None
         if self.phases.along(choice.signatures) is None:
@@ -93,14 +88,14 @@ class Candidates:
         assert self.phases is not None
         return Choice(tuple(self.phases.ways[s].signatures[at] for s in choice.signatures), choice.order)
 
-    def read(self, number: int, choice: Choice, axes: tuple[str, ...]) -> Layout:
+    def read(self, number: int, choice: Choice, axes: Names) -> Layout:
         """The layout in which value `number` of the small graph is read."""
         assert self.phases is not None
         return layout_of(axes, tuple(self.phases.ways[s].states[number] for s in choice.signatures), choice.order)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) -> bool:
+def may_cut(size: int, ranks: Axes, divides: bool, nonempty: bool) -> bool:
     """Whether a factor of `size` may be cut by axes of `ranks` ranks, one after the other."""
     chunks = [size]
     for p in ranks:
@@ -113,18 +108,11 @@ def may_cut(size: int, ranks: tuple[int, ...], divides: bool, nonempty: bool) ->
 
 
 def local_sizes(
-    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Sequence[int], coordinates: Sequence[int]
+    sizes: Iterable[tuple[str, int]], choice: Choice, mesh_sizes: Numbers, coordinates: Numbers
 ) -> dict[str, int]:
     """The size of every factor on the rank at `coordinates`."""
     cuts = choice.cuts()
-    return {factor: local_size(size, cuts.get(factor, ()), mesh_sizes, coordinates) for factor, size in sizes}
-
-
-def local_size(size: int, axes: Sequence[int], mesh_sizes: Sequence[int], coordinates: Sequence[int]) -> int:
-    """What a dim of `size`, cut by `axes` in this order, is on the rank at `coordinates`."""
-    for axis in axes:
-        size = chunk_sizes(size, mesh_sizes[axis])[coordinates[axis]]
-    return size
+    return {factor: chunk(size, cuts.get(factor, ()), mesh_sizes, coordinates)[1] for factor, size in sizes}
 
 
 def of_match(match: Match) -> Candidates:
@@ -138,7 +126,7 @@ def of_replicated(inputs: int, outputs: int) -> Candidates:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def of_stored(shape: tuple[int, ...]) -> Candidates:
+def of_stored(shape: Shape) -> Candidates:
     """The candidates of a stored tensor (a placeholder): whole, or split on any dim."""
     split = tuple(Signature((), (Split(dim),), str(dim)) for dim, size in enumerate(shape) if size > 1)
     sizes = {str(dim): size for dim, size in enumerate(shape)}

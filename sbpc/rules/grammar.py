@@ -10,19 +10,19 @@ Left of the arrow stand the arguments of the op in schema order, right of it its
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from sbpc.errors import RuleError
+from sbpc.mesh.states import Ints, Names
 from sbpc.rules.predicate import predicate_fault
 
 TOKEN = re.compile(r"\s*(?:(->)|([A-Za-z][A-Za-z0-9_]*)|(_)(?![A-Za-z0-9_])|([0-9]+)|([-,;()\[\]+*@=:]))")
 CLAUSES = (
-    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, halo f : g (...), "
-    "rng, mut(ins), when(...)"
+    "+f, max f, min f, fix f, same(f -> outs), add(ins), lin(ins -> outs), idx f @ in, via f... = NAME, when(...)"
 )
 GRAMMAR = "See the grammar in sbpc/rules/grammar.py."
 T = TypeVar("T")
@@ -32,9 +32,13 @@ T = TypeVar("T")
 class Dim:
     """A dim: the row-major product of its factors; without any, of size `literal`; `star`: any number of dims."""
 
-    factors: tuple[str, ...] = ()
+    factors: Names = ()
     literal: int = 1
     star: bool = False
+
+    def size(self, sizes: Mapping[str, Any]) -> Any:
+        """The number of elements at these factor sizes."""
+        return math.prod((sizes[factor] for factor in self.factors), start=self.literal)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Operand:
     at: int = field(default=0, compare=False)
 
     @property
-    def factors(self) -> tuple[str, ...]:
+    def factors(self) -> Names:
         """The names of all factors, in order."""
         return tuple(factor for dim in self.dims for factor in dim.factors)
 
@@ -63,27 +67,19 @@ class Rule:
     text: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    summed: tuple[str, ...] = ()
-    maxed: tuple[str, ...] = ()
-    minned: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
-    same: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
-    added: tuple[int, ...] = ()
-    linear: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    summed: Names = ()
+    maxed: Names = ()
+    minned: Names = ()
+    fixed: Names = ()
+    same: tuple[tuple[Names, Ints], ...] = ()
+    added: Ints = ()
+    linear: tuple[tuple[Ints, Ints], ...] = ()
     idx: tuple[tuple[str, int | None], ...] = ()
-    via: tuple[tuple[tuple[str, ...], str], ...] = ()
-    halo: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
-    rng: bool = False
-    mutated: tuple[int, ...] = ()
+    via: tuple[tuple[Names, str], ...] = ()
     when: str | None = None
 
     def __str__(self) -> str:
         return self.text
-
-    @property
-    def unsplit(self) -> set[str]:
-        """The factors that are never split."""
-        return {*self.fixed, *(factor for factor, *_ in self.halo)}
 
     @property
     def factors(self) -> list[str]:
@@ -130,7 +126,6 @@ class _Parser:
         return ""
 
     def at_name(self) -> bool:
-        """Whether the next token is a name."""
         return self.peek().isidentifier() and self.peek() != "_"
 
     def skip(self) -> int:
@@ -145,10 +140,7 @@ class _Parser:
         return token
 
     def accept(self, token: str) -> bool:
-        if self.peek() != token:
-            return False
-        self.take()
-        return True
+        return self.peek() == token and self.take() == token
 
     def expect(self, token: str, where: str) -> None:
         if not self.accept(token):
@@ -168,6 +160,13 @@ class _Parser:
             found.append(read())
         return tuple(found)
 
+    def names(self, read: Callable[[], str]) -> Names:
+        """One name or more, with blanks between them."""
+        found = [read()]
+        while self.at_name():
+            found.append(read())
+        return tuple(found)
+
     # --- the signature ------------------------------------------------------------------------------------------------
     def rule(self) -> Rule:
         self.inputs = self.several(self.operand)
@@ -178,16 +177,16 @@ class _Parser:
             self.clause()
         if self.peek():
             self.expected("';' or the end", "Clauses are separated by ';'.")
-        whole: dict[str, Any] = {
-            key: found[0] if key in ("rng", "when") else tuple(found) for key, found in self.clauses.items()
+        clauses: dict[str, Any] = {
+            key: found[0] if key == "when" else tuple(found) for key, found in self.clauses.items()
         }
-        rule = Rule(self.text, self.inputs, self.outputs, **whole)
+        rule = Rule(self.text, self.inputs, self.outputs, **clauses)
         self.check_outputs(rule)
         return rule
 
     def operand(self) -> Operand:
         at, name = self.skip(), None
-        if re.match(r"\s*[A-Za-z]\w*\s*=", self.text[self.at :]):
+        if re.match(r"[A-Za-z]\w*\s*=", self.text[at:]):
             name = self.take()
             self.take()
         if self.accept("_"):
@@ -196,9 +195,8 @@ class _Parser:
             dims = self.dims()
             self.expect("]", "after the sizes")
             return Operand("sizes", dims, name, at)
-        if re.match(r"\s*\(\s*\)", self.text[self.at :]):
-            self.take()
-            self.take()
+        if scalar := re.match(r"\s*\(\s*\)", self.text[self.at :]):
+            self.at += len(scalar[0])
             return Operand("tensor", (), name, at)
         dims = self.dims()
         if not dims:
@@ -210,7 +208,7 @@ class _Parser:
         found: list[Dim] = []
         while True:
             if self.accept("("):
-                found.append(Dim(self.names("a factor of a group")))
+                found.append(Dim(self.names(lambda: self.name("a factor of a group"))))
                 self.expect(")", "after the factors of a group")
             elif self.accept("*"):
                 if not self.peek().isidentifier():
@@ -234,38 +232,29 @@ class _Parser:
     # --- the clauses --------------------------------------------------------------------------------------------------
     def clause(self) -> None:
         at, word = self.skip(), self.take()
-        plain: dict[str, Callable[[], object]] = {
-            "same": self.same, "lin": self.lin, "idx": self.index, "via": self.named_factors,
-            "halo": self.neighbours, "rng": lambda: True, "when": self.predicate,
+        readers: dict[str, tuple[str, Callable[[], Any]]] = {
+            "+": ("summed", self.factors), "max": ("maxed", self.factors), "min": ("minned", self.factors),
+            "fix": ("fixed", self.factors), "same": ("same", self.same), "add": ("added", self.operands),
+            "lin": ("linear", self.lin), "idx": ("idx", self.index), "via": ("via", self.via), "when": ("when", self.when),
         }  # fmt: skip
-        lists = {"+": "summed", "max": "maxed", "min": "minned", "fix": "fixed"}
-        if word in lists:
-            self.clauses.setdefault(lists[word], []).extend(self.factors())
-        elif word in ("add", "mut"):
-            with self.brackets():
-                self.clauses.setdefault({"add": "added", "mut": "mutated"}[word], []).extend(self.numbers(self.inputs))
-        elif word in plain:
-            self.clauses.setdefault({"lin": "linear"}.get(word, word), []).append(plain[word]())
-        else:
+        if word not in readers:
             what = f"unknown clause {word!r}" if word else "expected a clause, found the end"
             self.fail(what, f"A clause is one of {CLAUSES}.", at)
+        key, read = readers[word]
+        said, found = self.clauses.setdefault(key, []), read()
+        said += found if read in (self.factors, self.operands) else [found]
 
-    @contextmanager
-    def brackets(self) -> Iterator[None]:
+    def inside(self, read: Callable[[], T]) -> T:
+        """What stands in the brackets of a clause."""
         self.expect("(", "after the name of the clause")
-        yield
+        found = read()
         self.expect(")", "at the end of the clause")
+        return found
 
     def name(self, what: str = "a factor") -> str:
         if not self.at_name():
             self.expected(what, "A factor is a name such as b or d1.")
         return self.take()
-
-    def names(self, what: str) -> tuple[str, ...]:
-        found = [self.name(what)]
-        while self.at_name():
-            found.append(self.take())
-        return tuple(found)
 
     def factor(self) -> str:
         at, factor = self.skip(), self.name()
@@ -273,13 +262,13 @@ class _Parser:
             self.fail(f"no operand has the factor {factor!r}", "Name a factor of the signature.", at)
         return factor
 
-    def factors(self) -> tuple[str, ...]:
-        found = [self.factor()]
-        while self.at_name():
-            found.append(self.factor())
-        return tuple(found)
+    def factors(self) -> Names:
+        return self.names(self.factor)
 
-    def numbers(self, operands: tuple[Operand, ...]) -> tuple[int, ...]:
+    def operands(self) -> Ints:
+        return self.inside(lambda: self.numbers(self.inputs))
+
+    def numbers(self, operands: tuple[Operand, ...]) -> Ints:
         if self.accept("all"):
             return tuple(at for at, operand in enumerate(operands) if operand.kind == "tensor")
         return self.several(lambda: self.number(operands))
@@ -294,42 +283,36 @@ class _Parser:
             self.fail(f"{side} {number} is no tensor of this rule", todo, at)
         return number
 
-    def same(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        with self.brackets():
+    def same(self) -> tuple[Names, Ints]:
+        def read() -> tuple[Names, Ints]:
             factors = self.factors()
             self.expect("->", "after the factors")
-            outputs = self.numbers(self.outputs)
-        return factors, outputs
+            return factors, self.numbers(self.outputs)
 
-    def lin(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        with self.brackets():
+        return self.inside(read)
+
+    def lin(self) -> tuple[Ints, Ints]:
+        def read() -> tuple[Ints, Ints]:
             inputs = self.numbers(self.inputs)
-            outputs = tuple(at for at, operand in enumerate(self.outputs) if operand.kind == "tensor")
-            if self.accept("->"):
-                outputs = () if self.peek() == ")" else self.numbers(self.outputs)
-        return inputs, outputs
+            if not self.accept("->"):
+                return inputs, tuple(at for at, operand in enumerate(self.outputs) if operand.kind == "tensor")
+            return inputs, () if self.peek() == ")" else self.numbers(self.outputs)
+
+        return self.inside(read)
 
     def index(self) -> tuple[str, int | None]:
         factor = self.factor()
         return factor, self.number(self.inputs) if self.accept("@") else None
 
-    def named_factors(self) -> tuple[tuple[str, ...], str]:
+    def via(self) -> tuple[Names, str]:
         factors = self.factors()
         self.expect("=", "after the factors")
         at, name = self.skip(), self.name()
-        if any(name != other for _, other in self.clauses.get("via", ())):
+        if any(name != other for _, other in self.clauses["via"]):
             self.fail("a second decomposition", "All factors are split through one function.", at)
         return factors, name
 
-    def neighbours(self) -> tuple[str, str, tuple[str, ...]]:
-        factor = self.factor()
-        self.expect(":", "after the factor")
-        output = self.factor()
-        with self.brackets():
-            arguments = self.several(self.take)
-        return factor, output, arguments
-
-    def predicate(self) -> str:
+    def when(self) -> str:
         self.expect("(", "after the name of the clause")
         start, depth = self.skip(), 1
         while depth and self.at < len(self.text):
@@ -350,7 +333,7 @@ class _Parser:
         for factor in reduced:
             if reduced.count(factor) > 1:
                 self.fail(f"factor {factor!r} is reduced twice", "Keep one of +, max and min.", len(self.text))
-        stated = {*reduced, *rule.unsplit, *(factor for factors, _ in rule.via for factor in factors)}
+        stated = {*reduced, *rule.fixed, *(factor for factors, _ in rule.via for factor in factors)}
         read = [factor for operand in self.inputs if operand.kind == "tensor" for factor in operand.factors]
         for at, output in enumerate(self.outputs):
             same = {factor for factors, outs in rule.same if at in outs for factor in factors}

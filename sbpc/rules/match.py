@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from sbpc._compat import OpOverload
 from sbpc.graph.operands import named_arguments, with_arguments
-from sbpc.mesh.states import State
+from sbpc.mesh.states import Ints, Names, State
 from sbpc.rules.binding import Bound, Signature, base
 from sbpc.rules.grammar import Rule
 
@@ -25,6 +25,13 @@ Text = str | tuple[str, dict[str, int]] | None  # a rule string, if need be with
 Write = Callable[[Arguments, Any], Text]
 FREE = "0"  # flops of views and factories
 WRITTEN = "written"  # one flop per element of the outputs
+
+
+@cache
+def overloads(names: str) -> tuple[OpOverload, ...]:
+    """The ops of ATen that a text names, as in "topk add.Tensor"."""
+    parts = (name.partition(".") for name in names.split())
+    return tuple(getattr(getattr(aten, name), overload or "default") for name, _, overload in parts)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class SubOp:
     match: Match
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[int, ...]
+    reads: Ints
     val: Tensor
 
     def arguments(self, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -96,7 +103,7 @@ class Entry:
     text: str | Write
     flops: str | Count | None = None
     local: Kernel | None = None
-    nonempty: tuple[str, ...] = ()
+    nonempty: Names = ()
     view: bool = False
     source: str = ""
 
@@ -153,16 +160,10 @@ class Match:
         return math.prod(self.sizes[factor] for factor in self.points)
 
     @cached_property
-    def points(self) -> tuple[str, ...]:
+    def points(self) -> Names:
         """The factors that some tensor of the call has."""
         of_tensors = {factor for value in self.bound.values for dim in value.dims or () for factor in dim.factors}
         return tuple(factor for factor in self.sizes if factor in of_tensors)
-
-    def output_shape(self, at: int, local: Mapping[str, int]) -> list[int]:
-        """The local shape of output `at`."""
-        dims = self.bound.outputs[at].dims
-        assert dims is not None
-        return [dim.size(local) for dim in dims]
 
     def localize(
         self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int],
@@ -193,6 +194,10 @@ class Shard:
         """The arguments by name, defaults included; integer arguments at global sizes."""
         return named_arguments(self.match.op, self.args, self.kwargs)
 
+    def aten(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """An op of ATen, by its name as in `overloads`."""
+        return self.call(*overloads(name), *args, **kwargs)
+
     def plain(self, /, **changed: Any) -> Any:
         """The op itself, its integer arguments at local sizes, and with these arguments in the place of its own."""
         integers = self.match.bound.integers(self.args, self.kwargs, self.local)
@@ -201,12 +206,14 @@ class Shard:
 
     def shape(self, at: int = 0) -> list[int]:
         """The local shape of output `at`."""
-        return self.match.output_shape(at, self.local)
+        dims = self.match.bound.outputs[at].dims
+        assert dims is not None
+        return [dim.size(self.local) for dim in dims]
 
     def zeros(self) -> Any:
         """All outputs as zeros, in the dtype of the first argument."""
         like = next(iter(self.given.values()))
-        made = [self.call(aten.new_zeros.default, like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
+        made = [self.aten("new_zeros", like, self.shape(at)) for at in range(len(self.match.bound.outputs))]
         return made[0] if len(made) == 1 else tuple(made)
 
 

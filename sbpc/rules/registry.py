@@ -13,7 +13,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import hashable, named_arguments
 from sbpc.rules.binding import Bound, base, bind, divides, flat_outputs, signatures
 from sbpc.rules.grammar import parse
-from sbpc.rules.match import FREE, Arguments, Count, Entry, Kernel, Match, Write
+from sbpc.rules.match import FREE, Arguments, Count, Entry, Kernel, Match, Write, overloads
 from sbpc.rules.predicate import holds
 from sbpc.rules.two_phase import take_apart
 
@@ -23,10 +23,11 @@ MATCHES: dict[Any, Match | None] = {}
 
 
 def rule(
-    op: OpOverload, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None,
+    ops: OpOverload | str, text: str | Write, *, flops: str | Count | None = None, local: Kernel | None = None,
     nonempty: str = "", view: bool = False, replace: bool = False,
 ) -> None:  # fmt: skip
-    """Give `op` a rule: its string, or a function of its (fake) arguments by name and its outputs that returns one.
+    """Give an op, or those of ATen that a text names, a rule: its string, or a function of its (fake) arguments by name and its
+    outputs that returns one.
 
     flops: "2 m k n" (or "1/3 m k"), FREE, WRITTEN, or a function of the match; by default one per point. local:
     what runs on shards where the op alone is not enough.
@@ -36,10 +37,11 @@ def rule(
     """
     if isinstance(text, str):
         parse(text)
-    if op in TABLE and not replace:
-        todo = "Pass replace=True to put another in its place."
-        raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  {todo}")
-    put(op, Entry(op, text, FREE if view else flops, local, tuple(nonempty.split()), view))
+    for op in overloads(ops) if isinstance(ops, str) else [ops]:
+        if op in TABLE and not replace:
+            todo = "Pass replace=True to put another in its place."
+            raise RuleError(f"{op} has a rule already\n  {TABLE[op].text}\n  {todo}")
+        put(op, Entry(op, text, FREE if view else flops, local, tuple(nonempty.split()), view))
 
 
 def put(op: OpOverload, made: Entry | None) -> None:

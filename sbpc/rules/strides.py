@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from sbpc.rules.match import overloads
+
 ALIGNED = 16  # bytes
 
 
@@ -46,19 +47,21 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Returns a tensor whose last dim lies without gaps, at multiples of 16 bytes."""
+def begins(x: Tensor, size: int = ALIGNED) -> bool:
+    """Returns whether all of a tensor but its first element begins at multiples of so many bytes along all dims but the last."""
+    return all(stride * x.element_size() % size == 0 for stride in x.stride()[:-1])
+
+
+def aligned(x: Tensor, size: int = ALIGNED) -> Tensor:
+    """Returns a tensor whose last dim lies without gaps, at multiples of so many bytes."""
     x = rows(x)
-    apart = any(stride * x.element_size() % ALIGNED for stride in (*x.stride()[:-1], x.storage_offset()))
-    return x.contiguous() if apart else x
+    return x if begins(x, size) and x.storage_offset() * x.element_size() % size == 0 else x.contiguous()
 
 
 def padded(x: Tensor) -> Tensor:
     """Returns a bias whose last dim lies without gaps, at multiples of 16 bytes, whatever its length."""
     given = aligned(x)
-    if all(stride * x.element_size() % ALIGNED == 0 for stride in given.stride()[:-1]):
-        return given
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % ALIGNED))[..., : x.shape[-1]]
+    return given if begins(given) else torch.nn.functional.pad(x, (0, -x.shape[-1] % ALIGNED))[..., : x.shape[-1]]
 
 
 def heads_last(x: Tensor) -> Tensor:
@@ -68,8 +71,7 @@ def heads_last(x: Tensor) -> Tensor:
 
 def pairs(x: Tensor) -> Tensor:
     """Returns a tensor whose pairs along the last dim can be read as complex numbers."""
-    apart = any(stride % 2 for stride in (*x.stride()[:-1], x.storage_offset()))
-    return x.contiguous() if apart or x.stride(-1) != 1 else x
+    return aligned(x, 2 * x.element_size())
 
 
 def matrices(x: Tensor) -> Tensor:
@@ -81,35 +83,36 @@ def matrices(x: Tensor) -> Tensor:
 
 
 Need = Callable[[Tensor], Tensor] | str
-CPU_HEADS: dict[str, Need] = dict.fromkeys(("query", "key", "value"), rows)
-HEADS: dict[str, Need] = dict.fromkeys(("query", "key", "value"), aligned)
-BACK: dict[str, Need] = HEADS | dict.fromkeys(("grad_out", "grad_out_", "out"), heads_last) | {"logsumexp": dense}
-BIAS: dict[str, Need] = {"attn_bias": padded}
-NEEDS: dict[Any, dict[str, Need]] = {
-    aten._fused_rms_norm_backward.default: {"rstd": dense},
-    aten._grouped_mm.default: {"self": matrices, "mat2": matrices, "offs": dense},
-    aten._scaled_dot_product_cudnn_attention.default: HEADS | BIAS,
-    aten._scaled_dot_product_cudnn_attention_backward.default: BACK | BIAS,
-    aten._scaled_dot_product_efficient_attention.default: HEADS | BIAS,
-    aten._scaled_dot_product_efficient_attention_backward.default: BACK | BIAS,
-    aten._scaled_dot_product_flash_attention.default: HEADS,
-    aten._scaled_dot_product_flash_attention_backward.default: BACK,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: CPU_HEADS,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: CPU_HEADS | {"out": rows},
-    aten._weight_norm_interface.default: {"v": dense, "g": dense},
-    aten._weight_norm_interface_backward.default: dict.fromkeys(("grad_w", "saved_v", "saved_g", "saved_norms"), dense),
-    aten.avg_pool2d_backward.default: {"self": dense},  # on CUDA, channels last
-    aten.median.dim: {"self": dense},  # it sorts a copy of these strides in place, so an expanded one over itself
-    aten.native_batch_norm_backward.default: dict.fromkeys(("weight", "running_mean", "running_var"), dense),
-    aten.native_group_norm.default: {"input": image, "weight": dense, "bias": dense},
-    aten.native_group_norm_backward.default: {
+Needs = dict[str, Need]
+CPU_HEADS: Needs = dict.fromkeys(("query", "key", "value"), rows)
+HEADS: Needs = dict.fromkeys(("query", "key", "value"), aligned)
+BACK: Needs = HEADS | dict.fromkeys(("grad_out", "grad_out_", "out"), heads_last) | {"logsumexp": dense}
+BIAS: Needs = {"attn_bias": padded}
+BY_NAME: dict[str, Needs] = {
+    "_fused_rms_norm_backward": {"rstd": dense},
+    "_grouped_mm": {"self": matrices, "mat2": matrices, "offs": dense},
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention": HEADS | BIAS,
+    "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward": BACK | BIAS,
+    "_scaled_dot_product_flash_attention": HEADS,
+    "_scaled_dot_product_flash_attention_backward": BACK,
+    "_scaled_dot_product_flash_attention_for_cpu": CPU_HEADS,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": CPU_HEADS | {"out": rows},
+    "_weight_norm_interface": {"v": dense, "g": dense},
+    "_weight_norm_interface_backward": dict.fromkeys(("grad_w", "saved_v", "saved_g", "saved_norms"), dense),
+    "avg_pool2d_backward": {"self": dense},  # on CUDA, channels last
+    "median.dim": {"self": dense},  # it sorts a copy of these strides in place, so an expanded one over itself
+    "native_batch_norm_backward": dict.fromkeys(("weight", "running_mean", "running_var"), dense),
+    "native_group_norm": {"input": image, "weight": dense, "bias": dense},
+    "native_group_norm_backward": {
         "input": image, "grad_out": "input", "mean": dense, "rstd": dense, "weight": dense,
     },
-    aten.native_layer_norm_backward.default: {"mean": dense, "rstd": dense},
-    aten.nll_loss2d_backward.default: {"self": dense},
-    aten.view_as_complex.default: {"self": pairs},
+    "native_layer_norm_backward": {"mean": dense, "rstd": dense},
+    "nll_loss2d_backward": {"self": dense},
+    "view_as_complex": {"self": pairs},
 }  # fmt: skip
+NEEDS: dict[Any, Needs] = {op: needs for names, needs in BY_NAME.items() for op in overloads(names)}
 """By op and argument, what lays it out; the name of an argument before it: in the memory format of that one."""
+
 
 @functools.cache
 def laid_out(op: Any) -> Any:

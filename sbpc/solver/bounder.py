@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,9 @@ from networkx.utils import UnionFind
 
 from sbpc.solver.fold import Folded, Slot, fold, repriced
 from sbpc.solver.messages.trws import BALANCE, Messages, big_m
-from sbpc.solver.problem import SLACK, Problem, Proof, Value, Variable
-from sbpc.solver.proof import checked_bound
-from sbpc.solver.subsets import Subset, distinct, everything
+from sbpc.solver.problem import SLACK, Array, Problem, Proof, Value, Variable
+from sbpc.solver.proof import checked_bound, largest
+from sbpc.solver.subsets import Subset, everything
 
 ROUNDS = 16  # each of as many sweeps as there are from one balance of cost shares to the next
 STALLED = 7.5e-4  # rounds end when one adds no more than this part to the bound
@@ -41,26 +41,45 @@ class Bounder:
         self.folded, self.big_m = folded, big_m(folded.problem, seconds)
         part = blocks(folded)
         self.bundles = part.bundles
-        self.messages = Messages(part.problem, self.big_m, precision(part.problem))
+        self.messages = self.messages_of(part.problem)
         self.solve(problem)
+
+    def messages_of(self, problem: Problem) -> Messages:
+        """Returns messages in the precision of a problem."""
+        return Messages(problem, self.big_m, np.float32 if is_wide(problem) else np.float64)
 
     def solve(self, problem: Problem) -> None:
         """Finds multipliers of the problem, which may have other label costs than the one before."""
         self.folded = repriced(self.folded, problem)
-        part, dual = blocks(self.folded), Dual(self.folded)
+        part = blocks(self.folded)
+        self.multipliers: dict[Slot, Array] = {}
+        self.shares: dict[int, list[Array]] = {}  # of costs, by number of a bundle
         self.messages.reprice(part.problem)
         raise_bound(self.messages)
-        dual.take(part, self.messages, lambda slot: True)
+        self.take(part, self.messages)
         self.labels, self.reduced_costs = self.messages.decode(), self.messages.reduced_costs()
         if not self.folded.trivial:
-            self.solve_ends(dual)
-        self.proof = dual.proof()
+            self.solve_ends()
+        shares = {self.folded.bundles[at].share_key: parts for at, parts in self.shares.items()}
+        self.proof = Proof(self.folded.classes, self.multipliers, shares)
         self.bound = checked_bound(problem, self.proof)
 
-    def folded_reduced_costs(self) -> list[np.ndarray]:
+    def take(self, part: SubProblem, messages: Messages) -> None:
+        """Takes the multipliers of the slots of a part, and all cost shares, from its messages."""
+        shares = messages.shares()
+        for number, by_port in enumerate(messages.multipliers()):
+            at, unit = part.bundles[number], part.units[number]
+            bundle = self.folded.bundles[at]
+            for place, multipliers in zip(part.slots[number], by_port):
+                if place >= 0:
+                    self.multipliers[bundle.slots[place]] = multipliers / (unit * bundle.multiplicity[place])
+            if len(shares.get(number, ())) == len(bundle.slots) - 1 > 0:  # of all consumers
+                self.shares[at] = [share / unit for share in shares[number]]
+
+    def folded_reduced_costs(self) -> list[Array]:
         """Returns reduced costs by messages of the folded problem itself, which knows the ends of runs of blocks. They go on from
         those of the blocks. Their bound is one only of plans in which a class has one label."""
-        messages = Messages(self.folded.problem, self.big_m, precision(self.folded.problem))
+        messages = self.messages_of(self.folded.problem)
         messages.start_from(self.messages, self.bundles)
         raise_bound(messages)
         return messages.reduced_costs()
@@ -84,27 +103,44 @@ class Bounder:
                 subset.aliases[self.bundles[at]] = kept  # values that nothing reads have no messages
         return subset
 
-    def solve_ends(self, dual: Dual) -> None:
+    def solve_ends(self) -> None:
         """Finds the multipliers of the classes of one member, those of the others as they are."""
-        part = ends(dual)
+        part, single = self.ends()
         if not part.problem.variables:
             return
-        messages = Messages(part.problem, self.big_m, precision(part.problem))
+        messages = self.messages_of(part.problem)
         raise_bound(messages, self.messages.bound)
-        dual.take(part, messages, lambda slot: self.folded.sizes[slot[0]] == 1)
-        single = [at for at, size in enumerate(self.folded.sizes) if size == 1]
+        self.take(part, messages)
         for at, costs in zip(single, messages.reduced_costs()):
             self.reduced_costs[at] = costs
+
+    def ends(self) -> tuple[SubProblem, list[int]]:
+        """Returns the classes of one member, with the values that meet them. A larger class at such a value becomes a stand-in: a
+        variable with a label per layout that costs what the class's multipliers fall short of the best one."""
+        folded = self.folded
+        single = [at for at, size in enumerate(folded.sizes) if size == 1]
+        number = {at: place for place, at in enumerate(single)}
+        part = SubProblem(Problem([folded.problem.variables[at] for at in single], []))
+        for at, (bundle, value) in enumerate(zip(folded.bundles, folded.problem.values)):
+            if all(slot[0] not in number for slot in bundle.slots) and (at in self.shares or len(bundle.slots) < 4):
+                continue  # its multipliers and shares are known
+            ports: list[tuple[int, Array]] = []
+            places = []
+            for place, (slot, layouts) in enumerate(zip(bundle.slots, [layouts for _, layouts in value.ends])):
+                if slot[0] in number:
+                    ports.append((number[slot[0]], layouts))
+                    places.append(place)
+                else:
+                    multipliers = self.multipliers.get(slot, np.zeros(len(layouts)))
+                    ports.append(stand_in(part.problem, layouts, bundle.count * bundle.multiplicity[place] * multipliers))
+                    places.append(-1)
+            add_value(part, Value(*ports[0], ports[1:], value.closure), at, places, bundle.count)
+        return part, single
 
 
 def is_wide(problem: Problem) -> bool:
     """Returns whether labels choose on so many axes that they are thousands."""
     return problem.variables[0].digits.shape[1] >= WIDE
-
-
-def precision(problem: Problem) -> type[np.floating]:
-    """Returns the precision of messages."""
-    return np.float32 if is_wide(problem) else np.float64
 
 
 def certify(problem: Problem, finer: Sequence[int], seconds: float, limit: float) -> tuple[float, Proof]:
@@ -139,31 +175,6 @@ class SubProblem:
     units: list[float] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class Dual:
-    """Multipliers by slot, and cost shares by number of a bundle, of a folded problem."""
-
-    folded: Folded
-    multipliers: dict[Slot, np.ndarray] = field(default_factory=dict)
-    shares: dict[int, list[np.ndarray]] = field(default_factory=dict)
-
-    def proof(self) -> Proof:
-        """Returns what `checked_bound` reads."""
-        shares = {self.folded.bundles[at].share_key: given for at, given in self.shares.items()}
-        return Proof(self.folded.classes, dict(self.multipliers), shares)
-
-    def take(self, part: SubProblem, messages: Messages, wanted: Callable[[Slot], bool]) -> None:
-        """Takes the multipliers of the slots that are `wanted`, and all cost shares, from the messages of a part."""
-        for number, by_port in enumerate(messages.multipliers()):
-            bundle, unit = self.folded.bundles[part.bundles[number]], part.units[number]
-            for place, multipliers in zip(part.slots[number], by_port):
-                if place >= 0 and wanted(bundle.slots[place]):
-                    self.multipliers[bundle.slots[place]] = multipliers / (unit * bundle.multiplicity[place])
-        for number, shares in messages.shares().items():
-            if len(shares) == len(self.folded.bundles[part.bundles[number]].slots) - 1:  # of all consumers
-                self.shares[part.bundles[number]] = [share / part.units[number] for share in shares]
-
-
 def raise_bound(messages: Messages, rest: float = 0.0) -> None:
     """Sweeps until rounds stall, first along paths, then with equal parts. rest: what the whole bound has besides."""
     for follow in (True, False):
@@ -189,7 +200,7 @@ def blocks(folded: Folded) -> SubProblem:
         Variable(v.name, v.costs if weight == size else weight / size * v.costs, v.digits)
         for v, weight, size in zip(folded.problem.variables, weights, folded.sizes)
     ]
-    part, closures = SubProblem(Problem(variables, [])), dict[tuple[int, float], np.ndarray]()
+    part, closures = SubProblem(Problem(variables, [])), dict[tuple[int, float], Array]()
     for at, (bundle, value, places) in enumerate(zip(folded.bundles, folded.problem.values, kept)):
         if 0 not in places or len(places) == 1:
             continue
@@ -222,35 +233,9 @@ def class_weights(folded: Folded, kept: list[list[int]]) -> list[int]:
     return [most[union[at]] for at in range(len(folded.sizes))]
 
 
-def ends(dual: Dual) -> SubProblem:
-    """Returns the classes of one member and the values that meet them. A larger class at such a value becomes a stand-in: a
-    variable with a label per layout that costs what the class's multipliers fall short of the best one."""
-    folded = dual.folded
-    single = [at for at, size in enumerate(folded.sizes) if size == 1]
-    number = {at: place for place, at in enumerate(single)}
-    part = SubProblem(Problem([folded.problem.variables[at] for at in single], []))
-    for at, (bundle, value) in enumerate(zip(folded.bundles, folded.problem.values)):
-        if all(slot[0] not in number for slot in bundle.slots) and (at in dual.shares or len(bundle.slots) < 4):
-            continue  # its multipliers and shares are known
-        ports: list[tuple[int, np.ndarray]] = []
-        places = []
-        for place, (slot, layouts) in enumerate(zip(bundle.slots, [value.out, *(w for _, w in value.consumers)])):
-            if slot[0] in number:
-                ports.append((number[slot[0]], layouts))
-                places.append(place)
-            else:
-                multipliers = dual.multipliers.get(slot, np.zeros(len(layouts)))
-                ports.append(stand_in(part.problem, layouts, bundle.count * bundle.multiplicity[place] * multipliers))
-                places.append(-1)
-        add_value(part, Value(*ports[0], ports[1:], value.closure), at, places, bundle.count)
-    return part
-
-
-def stand_in(problem: Problem, layouts: np.ndarray, multipliers: np.ndarray) -> tuple[int, np.ndarray]:
+def stand_in(problem: Problem, layouts: Array, multipliers: Array) -> tuple[int, Array]:
     """Adds a variable for a port with these multipliers; returns its number and the layouts of its labels."""
-    labels, at = distinct(layouts)
-    most = np.full(len(labels), -np.inf)
-    np.maximum.at(most, at, multipliers)
+    labels, most = largest(layouts, multipliers, {})
     axes = problem.variables[0].digits.shape[1] if problem.variables else 1
     problem.variables.append(Variable("", most.max() - most, np.zeros((len(labels), axes), dtype=np.int64)))
     return len(problem.variables) - 1, labels

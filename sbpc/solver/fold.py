@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sbpc.solver.problem import Problem, Value, Variable
-from sbpc.solver.proof import consumers, share_key
+from sbpc.solver.proof import by_term, share_key
 
 Slot = tuple[int, int]  # a class, and the number of the port where its members meet a value
 
@@ -78,47 +78,30 @@ def fold(problem: Problem, classes: Sequence[int]) -> Folded:
     members: list[list[int]] = [[] for _ in numbers]
     for at, number in enumerate(classes):
         members[number].append(at)
-    bundles: dict[tuple[object, ...], list[Value]] = {}
-    for value in problem.values:
-        groups = consumers(value, classes)
-        multiplicity = tuple(map(len, groups.values()))
-        key = (classes[value.producer], value.places[0], id(value.closure), id(value.out), tuple(groups), multiplicity)
-        bundles.setdefault(key, []).append(value)
     scaled: dict[tuple[int, int], np.ndarray] = {}  # one array for equal closures, as the messages look for them
     pairs = []
-    for values in bundles.values():
-        value, bundle = bundled(values, classes)
-        times = id(bundle.closure), bundle.count
-        if times not in scaled:
-            scaled[times] = bundle.count * bundle.closure if bundle.count > 1 else bundle.closure
-        pairs.append((replace(value, closure=scaled[times]), bundle))
+    for (one, groups), *others in by_term(problem.values, classes):
+        count = 1 + len(others)
+        if (id(one.closure), count) not in scaled:
+            scaled[id(one.closure), count] = count * one.closure if count > 1 else one.closure
+        slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]
+        readers = [(number, group[0][1]) for (number, _, _), group in groups.items()]
+        bundle = Bundle(slots, [1, *map(len, groups.values())], count, one.closure, share_key(one, classes, groups))
+        pairs.append((Value(slots[0][0], one.out, readers, scaled[id(one.closure), count], tuple(place for _, place in slots)), bundle))
     pairs.sort(key=lambda pair: pair[0].producer)
     folded = Problem(class_variables(problem, members), [value for value, _ in pairs])
     return Folded(folded, classes, members, [bundle for _, bundle in pairs])
 
 
 def class_variables(problem: Problem, classes: Sequence[Sequence[int]]) -> list[Variable]:
-    """Returns a variable per class of variables."""
-    return [class_variable([problem.variables[at] for at in members]) for members in classes]
-
-
-def class_variable(members: Sequence[Variable]) -> Variable:
-    """Returns the variable of a class: its costs are those of all members."""
-    first = members[0]
-    if len(members) == 1:
-        return first
-    assert all(len(member.costs) == len(first.costs) for member in members), f"{first.name}: other labels"
-    same = all(member.costs is first.costs for member in members)
-    costs = len(members) * first.costs if same else np.sum([member.costs for member in members], axis=0)
-    return Variable(first.name, costs, first.digits)
-
-
-def bundled(values: Sequence[Value], classes: Sequence[int]) -> tuple[Value, Bundle]:
-    """Returns the value of the folded problem for equal values of the whole one (its closure still that of one), and the bundle."""
-    one = values[0]
-    groups = consumers(one, classes)
-    wants = {(at, place): wanted for (at, wanted), place in zip(one.consumers, one.places[1:])}
-    slots = [(classes[one.producer], one.places[0]), *((number, place) for number, place, _ in groups)]
-    readers = [(number, wants[group[0]]) for (number, _, _), group in groups.items()]
-    bundle = Bundle(slots, [1, *map(len, groups.values())], len(values), one.closure, share_key(one, classes, groups))
-    return Value(slots[0][0], one.out, readers, one.closure, tuple(place for _, place in slots)), bundle
+    """Returns a variable per class of variables: its costs are those of all members."""
+    variables = []
+    for numbers in classes:
+        first, *others = members = [problem.variables[at] for at in numbers]
+        assert all(len(member.costs) == len(first.costs) for member in others), f"{first.name}: other labels"
+        if others and all(member.costs is first.costs for member in others):
+            first = replace(first, costs=len(members) * first.costs)
+        elif others:
+            first = replace(first, costs=np.sum([member.costs for member in members], axis=0))
+        variables.append(first)
+    return variables

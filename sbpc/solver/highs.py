@@ -16,7 +16,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from sbpc.solver.problem import Limit, Problem, total
+from sbpc.solver.problem import Array, Limit, Problem, total
 from sbpc.solver.program import Program, add_limits, build
 from sbpc.solver.subsets import Subset
 
@@ -48,7 +48,7 @@ class Relaxed:
 
     seconds: float
     prices: list[float]
-    fractions: list[np.ndarray]
+    fractions: list[Array]
 
 
 def cheapest(
@@ -59,40 +59,33 @@ def cheapest(
     scale: about what plans cost, in seconds. Limits know nothing of the copies that a boxing makes, so under limits the plan with
     fewer free boxings wins a tie.
     """
-    program, x = build(problem, subset, BOXING_COST * scale if limits else 0.0)
+    program = build(problem, subset, BOXING_COST * scale if limits else 0.0)
     if np.isinf(program.constant):
         return Answer(None, np.inf, True)
     if limits:
-        add_limits(program, x, subset, limits)
-    else:
-        answer = by_relaxation(problem, program, x, subset, scale, gap)
-        if answer is not None:
-            return answer
-    return by_branching(problem, program, x, subset, scale, gap)
+        add_limits(program, limits)
+        return by_branching(program, scale, gap)
+    return by_relaxation(program, scale, gap) or by_branching(program, scale, gap)
 
 
-def by_relaxation(
-    problem: Problem, program: Program, x: Sequence[np.ndarray], subset: Subset, scale: float, gap: float
-) -> Answer | None:
+def by_relaxation(program: Program, scale: float, gap: float) -> Answer | None:
     """Returns what the relaxation alone tells: a plan if it is integral or rounds to one within the gap; else None."""
     point, seconds, _ = solve_lp(program, scale)
     if point is None:
         return Answer(None, np.inf, True) if np.isinf(seconds) else None
-    integral = all(point[columns].max() >= 1 - INTEGRAL for columns in x)
+    integral = all(point[columns].max() >= 1 - INTEGRAL for columns in program.x)
     if not integral and not gap:
         return None
-    labels = chosen(point, x, subset)
-    above = total(problem, labels) - seconds
+    labels = chosen(point, program)
+    above = total(program.problem, labels) - seconds
     rounding = INTEGRAL * abs(seconds)
     return Answer(labels, seconds, above <= rounding) if above <= max(gap * abs(seconds), rounding) else None
 
 
-def by_branching(
-    problem: Problem, program: Program, x: Sequence[np.ndarray], subset: Subset, scale: float, gap: float
-) -> Answer:
+def by_branching(program: Program, scale: float, gap: float) -> Answer:
     """Returns what branch and bound gives until it is optimal, within the gap, or out of ticks."""
     unit = unit_of(scale)
-    model = model_of(program, sum(map(len, x)), unit)
+    model = model_of(program, sum(map(len, program.x)), unit)
     model.setOptionValue("mip_rel_gap", gap)
     stop_by_ticks(model, max(TICKS[0], TICKS[1] / program.columns**2))
     model.run()
@@ -100,32 +93,32 @@ def by_branching(
     if status == highspy.HighsModelStatus.kInfeasible:
         return Answer(None, np.inf, True)
     bound = info.mip_dual_bound * unit + program.constant
-    bound -= program.boxing_cost * sum(1 + len(value.consumers) for value in problem.values)
+    bound -= program.boxing_cost * sum(1 + len(value.consumers) for value in program.problem.values)
     if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
         return Answer(None, bound, False)
-    labels = chosen(np.array(model.getSolution().col_value), x, subset)
+    labels = chosen(np.array(model.getSolution().col_value), program)
     return Answer(labels, bound, status == highspy.HighsModelStatus.kOptimal and gap == 0)
 
 
 def relax(problem: Problem, subset: Subset, scale: float, limits: Sequence[Limit] = (), dearest: float = np.inf) -> Relaxed:
     """Returns the LP relaxation on `subset`. dearest: seconds at which as much again as a limit can be bought."""
-    program, x = build(problem, subset)
-    rows = add_limits(program, x, subset, limits)
+    program = build(problem, subset)
+    rows = add_limits(program, limits)
     if limits and math.isfinite(dearest):
         program.add(rows, program.add_columns(np.full(len(rows), EXCESS * dearest)), -EXCESS)
     point, seconds, duals = (None, np.inf, None) if np.isinf(program.constant) else solve_lp(program, scale)
     if point is None or duals is None:
         return Relaxed(np.inf, [0.0] * len(limits), [np.ones(len(labels)) for labels in subset.labels])
     prices = np.maximum(-duals[rows], 0.0).tolist()
-    return Relaxed(seconds, prices, [point[columns] for columns in x])
+    return Relaxed(seconds, prices, [point[columns] for columns in program.x])
 
 
-def support(subset: Subset, relaxed: Relaxed) -> list[np.ndarray]:
+def support(subset: Subset, relaxed: Relaxed) -> list[Array]:
     """Returns, by variable, the labels whose fraction in the relaxation is not 0."""
     return [labels[fractions > INTEGRAL] for labels, fractions in zip(subset.labels, relaxed.fractions)]
 
 
-def solve_lp(program: Program, scale: float) -> tuple[np.ndarray | None, float, np.ndarray | None]:
+def solve_lp(program: Program, scale: float) -> tuple[Array | None, float, Array | None]:
     """Returns an optimal vertex, its seconds and the rows' duals in seconds; (None, inf, None) if infeasible, (None, 0, None) if
     it takes too many steps. Presolve and interior points take longer than they save here."""
     unit = unit_of(scale)
@@ -146,9 +139,9 @@ def unit_of(scale: float) -> float:
     return UNIT * scale if scale > 0 else 1.0
 
 
-def chosen(point: np.ndarray, x: Sequence[np.ndarray], subset: Subset) -> list[int]:
-    """Returns the labels of a point. x: by variable the columns of its labels."""
-    return [int(labels[point[columns].argmax()]) for columns, labels in zip(x, subset.labels)]
+def chosen(point: Array, program: Program) -> list[int]:
+    """Returns the labels of a point."""
+    return [int(labels[point[columns].argmax()]) for columns, labels in zip(program.x, program.subset.labels)]
 
 
 def stop_by_ticks(model: Quiet, ticks: float) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray
+Labels = Sequence[int]  # one of each variable: a plan
 SLACK = 1e-12  # relative: costs that differ by less are ties
 
 
@@ -23,8 +25,8 @@ class Variable:
     """A choice of one label: `costs` [labels] in seconds; `digits` [labels, axes], the signature on each mesh axis."""
 
     name: str
-    costs: np.ndarray
-    digits: np.ndarray
+    costs: Array
+    digits: Array
 
 
 @dataclass(eq=False)
@@ -38,18 +40,33 @@ class Value:
     """
 
     producer: int
-    out: np.ndarray
-    consumers: list[tuple[int, np.ndarray]]
-    closure: np.ndarray
+    out: Array
+    consumers: list[tuple[int, Array]]
+    closure: Array
     places: tuple[int, ...] = ()
 
     @functools.cached_property
     def distinct(self) -> list[int]:
         """The numbers of the consumers that differ: one that is the same variable with the same `wants` counts once."""
-        found: dict[tuple[int, bytes], int] = {}
+        numbers: dict[tuple[int, bytes], int] = {}
         for number, (at, wants) in enumerate(self.consumers):
-            found.setdefault((at, wants.tobytes()), number)
-        return list(found.values())
+            numbers.setdefault((at, wants.tobytes()), number)
+        return list(numbers.values())
+
+    @property
+    def ends(self) -> list[tuple[int, Array]]:
+        """The variables that meet the value, the producer first, with their layouts."""
+        return [(self.producer, self.out), *self.consumers]
+
+    @property
+    def distinct_ends(self) -> list[tuple[int, Array]]:
+        """The same, equal consumers once."""
+        return [(self.producer, self.out), *(self.consumers[number] for number in self.distinct)]
+
+    @property
+    def has_alias(self) -> bool:
+        """Whether the star may need an alias: not if one other variable consumes the value."""
+        return len(self.distinct) > 1 or any(at == self.producer for at, _ in self.consumers)
 
 
 @dataclass(eq=False)
@@ -78,10 +95,10 @@ def with_ports(problem: Problem) -> Problem:
 class Limit:
     """A linear constraint: `weights` [labels] by number of a variable, summed over a plan, are at most `most`."""
 
-    weights: Mapping[int, np.ndarray]
+    weights: Mapping[int, Array]
     most: float
 
-    def used(self, labels: Sequence[int]) -> float:
+    def used(self, labels: Labels) -> float:
         """Returns the left-hand side for a plan."""
         return math.fsum(float(weights[labels[at]]) for at, weights in self.weights.items())
 
@@ -95,8 +112,8 @@ class Proof:
     """
 
     classes: Sequence[int]
-    multipliers: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    shares: Mapping[tuple[Any, ...], Sequence[np.ndarray]] = field(default_factory=dict)
+    multipliers: Mapping[tuple[int, int], Array] = field(default_factory=dict)
+    shares: Mapping[tuple[Any, ...], Sequence[Array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -
     prices: seconds for all of a limit, so that a plan within the limits pays at most their sum. Costs that are equal for the
     same reasons are one array, as `fold` and the proof need it.
     """
-    sums: dict[tuple[object, ...], np.ndarray] = {}
+    sums: dict[tuple[object, ...], Array] = {}
     variables = []
     for at, variable in enumerate(problem.variables):
         terms = [(limit.weights[at], price / limit.most) for limit, price in zip(limits, prices) if price and at in limit.weights]
@@ -143,7 +160,7 @@ def priced(problem: Problem, limits: Sequence[Limit], prices: Sequence[float]) -
     return Problem(variables, problem.values)
 
 
-def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+def star(value: Value, labels: Labels) -> tuple[int, tuple[int, ...]]:
     """Returns the alias layout of `value`, and the layouts to which it is boxed from there, in the order of the consumers.
 
     Ties go to the layout in which the value is made, then to the lowest number.
@@ -156,7 +173,7 @@ def star(value: Value, labels: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return alias, tuple(target for target in wanted if target != alias)
 
 
-def targets(value: Value, labels: Sequence[int]) -> list[int]:
+def targets(value: Value, labels: Labels) -> list[int]:
     """Returns the distinct layouts that consumers want and that differ from the one in which `value` is made."""
     source = int(value.out[labels[value.producer]])
     found = dict.fromkeys(int(wants[labels[at]]) for at, wants in value.consumers)
@@ -164,7 +181,7 @@ def targets(value: Value, labels: Sequence[int]) -> list[int]:
     return list(found)
 
 
-def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray:
+def stars(closure: Array, source: int, wanted: Sequence[int]) -> Array:
     """Returns the seconds of the star from `source` to the `wanted` layouts, for every alias [layouts]."""
     found = closure[source].copy()
     for target in wanted:  # the diagonal is 0: an alias that is wanted costs nothing more
@@ -172,13 +189,13 @@ def stars(closure: np.ndarray, source: int, wanted: Sequence[int]) -> np.ndarray
     return found
 
 
-def total(problem: Problem, labels: Sequence[int]) -> float:
+def total(problem: Problem, labels: Labels) -> float:
     """Returns the seconds of a plan: its labels and the stars of all values. This is the objective."""
     seconds = math.fsum(float(v.costs[label]) for v, label in zip(problem.variables, labels))
     return seconds + math.fsum(star_seconds(value, labels) for value in problem.values)
 
 
-def star_seconds(value: Value, labels: Sequence[int]) -> float:
+def star_seconds(value: Value, labels: Labels) -> float:
     """Returns the seconds of the cheapest star of `value`."""
     source = int(value.out[labels[value.producer]])
     wanted = targets(value, labels)
@@ -189,27 +206,11 @@ def star_seconds(value: Value, labels: Sequence[int]) -> float:
 
 def validate(problem: Problem) -> None:
     """Asserts that the arrays have the sizes and ranges stated above (the triangle inequality is not tested)."""
-    count = [len(v.costs) for v in problem.variables]
-    checked: set[tuple[int, ...]] = set()  # arrays by number: equal variables and values share them
-
-    def new(*of: object) -> bool:
-        found = tuple(map(id, of))
-        seen = found in checked
-        checked.add(found)
-        return not seen
-
-    for variable in problem.variables:
-        assert variable.costs.ndim == 1 and len(variable.costs) > 0, f"{variable.name} has no label"
+    for variable in {id(v.costs): v for v in problem.variables}.values():
         costs = variable.costs
-        if new(costs):
-            assert np.isfinite(costs).all() and (costs >= 0).all(), f"{variable.name} has a cost that is not finite or < 0"
-        assert variable.digits.shape[:1] == variable.costs.shape and variable.digits.ndim == 2, variable.name
+        assert len(costs) and np.isfinite(costs).all() and costs.min() >= 0, f"{variable.name}: no label, or a cost not finite or < 0"
+    for value in {id(v.closure): v for v in problem.values}.values():
+        assert (value.closure >= 0).all() and not value.closure.diagonal().any(), "a closure < 0, or not 0 on the diagonal"
     for value in problem.values:
-        at, closure = f"a value of {problem.variables[value.producer].name}", value.closure
-        if new(closure):
-            assert closure.ndim == 2 and closure.shape[0] == closure.shape[1], f"{at}: closure of shape {closure.shape}"
-            assert (closure >= 0).all() and not closure.diagonal().any(), f"{at}: closure < 0, or not 0 on the diagonal"
-        for variable_at, layouts in [(value.producer, value.out), *value.consumers]:
-            assert layouts.shape == (count[variable_at],), f"{at}: one layout per label is needed"
-            if new(layouts, closure):
-                assert layouts.min() >= 0 and layouts.max() < len(closure), f"{at}: no such layout"
+        same = all(len(layouts) == len(problem.variables[at].costs) for at, layouts in value.ends)
+        assert same, f"a value of {problem.variables[value.producer].name}: one layout per label is needed"

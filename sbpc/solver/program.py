@@ -22,48 +22,51 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sbpc.solver.problem import Limit, Problem, Value, star_seconds
-from sbpc.solver.subsets import Subset, distinct, distinct_consumers
+from sbpc.solver.problem import Array, Limit, Problem, Value, star_seconds
+from sbpc.solver.subsets import Subset, distinct
 
 
 @dataclass(eq=False)
 class Program:
     """Columns with costs, rows with lower and upper limits, and the entries of the matrix, all still in pieces.
 
-    column_costs: costs added to columns later. constant: seconds that every plan pays. boxing_cost: seconds added to a boxing that
-    costs nothing, so that of equal plans the one with fewer boxings wins.
+    x: by variable the columns of its labels in the subset. column_costs: costs added to columns later. constant: seconds that every
+    plan pays. boxing_cost: seconds added to a boxing that costs nothing, so that of equal plans the one with fewer boxings wins.
     """
 
-    costs: list[np.ndarray] = field(default_factory=list)
+    problem: Problem
+    subset: Subset
+    x: list[Array] = field(default_factory=list)
+    costs: list[Array] = field(default_factory=list)
     columns: int = 0
     rows: int = 0
-    lower: list[np.ndarray] = field(default_factory=list)
-    upper: list[np.ndarray] = field(default_factory=list)
-    entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
-    column_costs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    lower: list[Array] = field(default_factory=list)
+    upper: list[Array] = field(default_factory=list)
+    entries: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    column_costs: list[tuple[Array, Array]] = field(default_factory=list)
     constant: float = 0.0
     boxing_cost: float = 0.0
 
-    def add_columns(self, costs: np.ndarray) -> np.ndarray:
+    def add_columns(self, costs: Array) -> Array:
         """Adds columns of these costs; returns their numbers."""
         self.costs.append(costs)
         self.columns += costs.size
         return np.arange(self.columns - costs.size, self.columns)
 
-    def add_rows(self, count: int, least: float, most: float) -> np.ndarray:
+    def add_rows(self, count: int, least: float, most: float) -> Array:
         """Adds empty rows; returns their numbers."""
         self.lower.append(np.full(count, least))
         self.upper.append(np.full(count, most))
         self.rows += count
         return np.arange(self.rows - count, self.rows)
 
-    def add(self, rows: np.ndarray, columns: np.ndarray, entry: float) -> None:
+    def add(self, rows: Array, columns: Array, entry: float) -> None:
         """Puts `entry` at each pair of `rows` and `columns`, broadcast against each other."""
         if rows.shape != columns.shape:
             rows, columns = (found.ravel() for found in np.broadcast_arrays(rows, columns))
         self.entries.append((rows, columns, np.full(rows.size, entry)))
 
-    def choose(self, costs: np.ndarray) -> np.ndarray:
+    def choose(self, costs: Array) -> Array:
         """Adds columns that sum to 1; returns their numbers."""
         columns = self.add_columns(costs)
         self.add(self.add_rows(1, 1.0, 1.0), columns, 1.0)
@@ -74,32 +77,27 @@ class Program:
 class PortColumns:
     """The columns at a port, which sum to 1; its layouts; the place of each column's layout among them."""
 
-    columns: np.ndarray
-    layouts: np.ndarray
-    at: np.ndarray
+    columns: Array
+    layouts: Array
+    at: Array
 
 
 @dataclass(eq=False)
 class Detours:
     """Flows from made layouts to other aliases: their columns, the layout `made`, the place of the alias."""
 
-    columns: np.ndarray
-    made: np.ndarray
-    alias: np.ndarray
+    columns: Array
+    made: Array
+    alias: Array
 
 
-def port_columns(columns: np.ndarray, layouts: np.ndarray) -> PortColumns:
-    """Returns the port of columns that have these layouts."""
-    return PortColumns(columns, *distinct(layouts))
-
-
-def add_value(program: Program, value: Value, out: PortColumns, heads: list[PortColumns], alias: np.ndarray | None) -> None:
+def add_value(program: Program, value: Value, out: PortColumns, heads: list[PortColumns], alias: Array | None) -> None:
     """Adds the columns and rows of one value: of its star, or of one flow if it has no alias."""
     if alias is None:
         for head in heads:
             flow(program, value.closure[np.ix_(out.layouts, head.layouts)], out, head)
         return
-    middle = port_columns(program.choose(np.zeros(len(alias))), alias)
+    middle = PortColumns(program.choose(np.zeros(len(alias))), alias, np.arange(len(alias)))
     first = flow(program, value.closure[np.ix_(out.layouts, alias)], out, middle)
     prices = [value.closure[np.ix_(alias, head.layouts)] for head in heads]
     if len(heads) <= 2:  # two never share a boxing: if both want one layout, the alias is that layout
@@ -120,7 +118,7 @@ def add_value(program: Program, value: Value, out: PortColumns, heads: list[Port
         program.add(rows, flows[at, to], -1.0)
 
 
-def detours_of(columns: np.ndarray, out: PortColumns, middle: PortColumns) -> Detours:
+def detours_of(columns: Array, out: PortColumns, middle: PortColumns) -> Detours:
     """Returns the detours among the flows from `out` to `middle`; a flow without columns of its own has those of an end."""
     if min(columns.shape) > 1:
         at, to = np.nonzero((columns >= 0) & (out.layouts[:, None] != middle.layouts))
@@ -133,8 +131,8 @@ def detours_of(columns: np.ndarray, out: PortColumns, middle: PortColumns) -> De
 
 
 def flow(
-    program: Program, seconds: np.ndarray, tail: PortColumns, head: PortColumns, detours: Detours | None = None
-) -> np.ndarray:
+    program: Program, seconds: Array, tail: PortColumns, head: PortColumns, detours: Detours | None = None
+) -> Array:
     """Adds a flow of cost `seconds` [tail, head] between two ports; returns its columns, -1 if impossible or not needed.
 
     detours: what flows there may go straight on to `head`, unpaid, if `head` has the layout in which the value is made.
@@ -157,7 +155,7 @@ def flow(
     return columns
 
 
-def add_straight_flows(program: Program, detours: Detours, head: PortColumns, balances: list[np.ndarray]) -> None:
+def add_straight_flows(program: Program, detours: Detours, head: PortColumns, balances: list[Array]) -> None:
     """Lets `head` take a value as it was made: per (made layout, alias) at most what flows there. balances: rows of both ends."""
     usable = np.flatnonzero(np.isin(detours.made, head.layouts))
     pairs, which = np.unique(np.stack([detours.made[usable], detours.alias[usable]]), axis=1, return_inverse=True)
@@ -169,35 +167,35 @@ def add_straight_flows(program: Program, detours: Detours, head: PortColumns, ba
     program.add(rows[which.reshape(-1)], detours.columns[usable], -1.0)
 
 
-def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> tuple[Program, list[np.ndarray]]:
-    """Returns the program of the problem on `subset`, and by variable the columns of its labels."""
-    program = Program(boxing_cost=boxing_cost)
-    x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, subset.labels)]
+def build(problem: Problem, subset: Subset, boxing_cost: float = 0.0) -> Program:
+    """Returns the program of the problem on `subset`."""
+    program = Program(problem, subset, boxing_cost=boxing_cost)
+    program.x = [program.choose(v.costs[labels]) for v, labels in zip(problem.variables, subset.labels)]
     first = [int(labels[0]) for labels in subset.labels]
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *distinct_consumers(value)]
+        ports = value.distinct_ends
         if all(len(subset.labels[at]) == 1 for at, _ in ports):  # most values of a program that mixes a few labels
             program.constant += star_seconds(value, first)
             continue
-        ends = [port_columns(x[at], layouts[subset.labels[at]]) for at, layouts in ports]
+        ends = [PortColumns(program.x[at], *distinct(layouts[subset.labels[at]])) for at, layouts in ports]
         if all(len(end.layouts) == 1 for end in ends):
             program.constant += star_seconds(value, first)
         else:
             add_value(program, value, ends[0], ends[1:], alias)
-    return program, x
+    return program
 
 
-def add_limits(program: Program, x: Sequence[np.ndarray], subset: Subset, limits: Sequence[Limit]) -> np.ndarray:
-    """Adds a row for every limit, scaled to an upper limit of about 1; returns their numbers. x: see `build`."""
+def add_limits(program: Program, limits: Sequence[Limit]) -> Array:
+    """Adds a row for every limit, scaled to an upper limit of about 1; returns their numbers."""
     rows = program.add_rows(len(limits), -np.inf, 1.0)
     upper = program.upper[-1]  # of these rows
     for at, (row, limit) in enumerate(zip(rows, limits)):
         for number, weights in limit.weights.items():
-            part = weights[subset.labels[number]] / limit.most
+            part = weights[program.subset.labels[number]] / limit.most
             least = part.min()
             upper[at] -= least  # what every label uses
             more = np.flatnonzero(part > least)
-            program.entries.append((np.full(len(more), row), x[number][more], part[more] - least))
+            program.entries.append((np.full(len(more), row), program.x[number][more], part[more] - least))
     return rows
 
 
@@ -205,8 +203,7 @@ def columns_of(problem: Problem, subset: Subset) -> int:
     """Returns about how many columns `build` makes."""
     count = sum(map(len, subset.labels))
     for value, alias in zip(problem.values, subset.aliases):
-        ports = [(value.producer, value.out), *distinct_consumers(value)]
-        out, *wanted = (len(distinct(layouts[subset.labels[at]])[0]) for at, layouts in ports)
+        out, *wanted = (len(distinct(layouts[subset.labels[at]])[0]) for at, layouts in value.distinct_ends)
         through = out if alias is None else len(alias)
         count += through * sum(wanted) * (2 if len(wanted) > 2 else 1) + (0 if alias is None else out * through)
     return count

@@ -12,7 +12,7 @@ from sbpc.solver.bounder import Bounder, is_wide
 from sbpc.solver.fold import fold
 from sbpc.solver.highs import cheapest, relax, support
 from sbpc.solver.messages.trws import big_m
-from sbpc.solver.problem import Problem, Proof, Solution, gap_of, total, validate, with_ports
+from sbpc.solver.problem import Labels, Problem, Proof, Solution, gap_of, total, validate, with_ports
 from sbpc.solver.program import columns_of
 from sbpc.solver.subsets import around, least_reduced
 from sbpc.solver.surroundings import Surroundings
@@ -50,7 +50,7 @@ class Search:
         """(seconds - bound) / seconds."""
         return 0.0 if self.exact else gap_of(self.seconds, self.bound)
 
-    def offer(self, labels: Sequence[int]) -> None:
+    def offer(self, labels: Labels) -> None:
         """Takes a plan of the folded problem if it is the best."""
         seconds = total(self.folded.problem, labels)
         if seconds < self.seconds:
@@ -74,9 +74,7 @@ class Search:
         """Looks for a better plan among labels of least reduced cost: by the bound of the blocks, and by that of the folded problem,
         which knows the ends."""
         reduced_costs = [bounder.reduced_costs, *([] if self.folded.trivial else [bounder.folded_reduced_costs()])]
-        labels = restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale)
-        if labels is not None:
-            self.offer(labels)
+        self.offer(restricted_program(self.folded.problem, self.labels, reduced_costs, self.scale) or self.labels)
 
     def refined(self, bounder: Bounder, partitions: Sequence[Sequence[int]]) -> Bounder:
         """Looks for a better bound with one partition into classes after the other while the gap is large; returns the last bounder."""
@@ -114,7 +112,7 @@ class Search:
 
 
 def restricted_program(
-    problem: Problem, plan: Sequence[int], reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
+    problem: Problem, plan: Labels, reduced_costs: Sequence[Sequence[np.ndarray]], scale: float, each: int = EACH
 ) -> list[int] | None:
     """Returns the cheapest plan on some labels: `each` a variable by the first reduced costs, OWN by any others, and OWN that
     cost least around `plan`."""
@@ -128,7 +126,7 @@ def restricted_program(
 
 
 def solve(
-    problem: Problem, starts: Sequence[Sequence[int]] = (), classes: Sequence[int] | None = None,
+    problem: Problem, starts: Sequence[Labels] = (), classes: Sequence[int] | None = None,
     finer: Sequence[int] | None = None, exact: bool = True,
 ) -> Solution:  # fmt: skip
     """Returns the cheapest plan that was found and a bound of all plans; the same in every run.

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbpc.solver.problem import Problem, Value, star
+from sbpc.solver.problem import Array, Labels, Problem, Value, star
 
 
 @dataclass(eq=False)
 class Subset:
     """The labels that each variable may take, and the alias layouts that each value with an alias may take (ascending)."""
 
-    labels: list[np.ndarray]
-    aliases: list[np.ndarray | None]
+    labels: list[Array]
+    aliases: list[Array | None]
 
     @property
     def size(self) -> int:
@@ -23,18 +23,7 @@ class Subset:
         return sum(map(len, self.labels)) + sum(len(a) for a in self.aliases if a is not None)
 
 
-def distinct_consumers(value: Value) -> list[tuple[int, np.ndarray]]:
-    """Returns the consumers of `value`, equal ones once."""
-    return [value.consumers[number] for number in value.distinct]
-
-
-def has_alias(value: Value) -> bool:
-    """Returns whether the star of `value` may need an alias: not if one other variable consumes it."""
-    consumers = distinct_consumers(value)
-    return len(consumers) > 1 or any(at == value.producer for at, _ in consumers)
-
-
-def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct(layouts: Array) -> tuple[Array, Array]:
     """Returns the distinct layouts, ascending, and the place of each layout among them: np.unique in a third of its time."""
     seen = np.zeros(int(layouts.max(initial=-1)) + 1, dtype=bool)
     seen[layouts] = True
@@ -43,25 +32,25 @@ def distinct(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def everything(problem: Problem) -> Subset:
     """Returns all labels and all alias layouts."""
-    aliases = [np.arange(len(value.closure)) if has_alias(value) else None for value in problem.values]
+    aliases = [np.arange(len(value.closure)) if value.has_alias else None for value in problem.values]
     return Subset([np.arange(len(variable.costs)) for variable in problem.variables], aliases)
 
 
-def around(problem: Problem, plans: Sequence[Sequence[int]], *labels: Sequence[np.ndarray]) -> Subset:
+def around(problem: Problem, plans: Sequence[Labels], *labels: Sequence[Array]) -> Subset:
     """Returns the labels of all `plans` and those in `labels` (each a list by variable), with the aliases that they need."""
     union = [np.unique(np.concatenate([*map(np.atleast_1d, each)])) for each in zip(*plans, *labels)]
     return Subset(union, [aliases_for(value, union, plans) for value in problem.values])
 
 
-def aliases_for(value: Value, labels: Sequence[np.ndarray], plans: Sequence[Sequence[int]]) -> np.ndarray | None:
+def aliases_for(value: Value, labels: Sequence[Array], plans: Sequence[Labels]) -> Array | None:
     """Returns the layouts at the ports of `value` under `labels`, and its aliases in `plans`; None if it has no alias."""
-    if not has_alias(value):
+    if not value.has_alias:
         return None
-    layouts = [value.out[labels[value.producer]], *(wants[labels[at]] for at, wants in distinct_consumers(value))]
+    layouts = [layouts[labels[at]] for at, layouts in value.distinct_ends]
     return np.unique(np.concatenate([*layouts, [star(value, plan)[0] for plan in plans]]).astype(np.intp))
 
 
-def least_reduced(reduced_costs: Sequence[np.ndarray], each: int) -> list[np.ndarray]:
+def least_reduced(reduced_costs: Sequence[Array], each: int) -> list[Array]:
     """Returns, by variable, the labels with the least reduced costs: about `each` a variable on average, at most so many of one."""
     every, size = np.concatenate(reduced_costs), each * len(reduced_costs)
     limit = min(np.partition(every, size)[size] if size < len(every) else np.inf, np.finfo(float).max)

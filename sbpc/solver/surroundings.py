@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbpc.solver.problem import SLACK, Problem, Value, star_seconds, stars, total
-from sbpc.solver.subsets import distinct, distinct_consumers
+from sbpc.solver.problem import SLACK, Array, Labels, Problem, Value, star_seconds, stars, total
+from sbpc.solver.subsets import distinct
 
 BOXING = 1e-9  # of the plan: what a boxing costs more when fewer are looked for
-PortLayouts = tuple[np.ndarray, np.ndarray]  # the distinct layouts at a port, and by label the place of its layout among them
+PortLayouts = tuple[Array, Array]  # the distinct layouts at a port, and by label the place of its layout among them
 
 
 @dataclass(eq=False)
@@ -33,7 +32,7 @@ class Surroundings:
         for value in problem.values:
             self.uses[value.producer].append(Use(value, True, [distinct(value.out)]))
             consumers: dict[int, list[PortLayouts]] = {}
-            for at, wants in distinct_consumers(value):
+            for at, wants in value.distinct_ends[1:]:
                 consumers.setdefault(at, []).append(distinct(wants))
             for at, ports in consumers.items():
                 if at != value.producer:
@@ -42,17 +41,7 @@ class Surroundings:
             for at in touched:
                 self.neighbours[at] += [other for other in touched if other != at]
 
-    def seen(self, at: int, labels: Sequence[int]) -> Hashable:
-        """Returns what the costs of variable `at` depend on, all other labels as they are."""
-        arrays = [self.problem.variables[at].costs]
-        layouts = []
-        for use in self.uses[at]:
-            value, ends = use.value, [(use.value.producer, use.value.out), *use.value.consumers]
-            arrays += [value.closure, *(wants for other, wants in ends if other == at)]
-            layouts.append(tuple(-1 if other == at else int(wants[labels[other]]) for other, wants in ends))
-        return tuple(map(id, arrays)), tuple(layouts)
-
-    def costs(self, at: int, labels: Sequence[int]) -> np.ndarray:
+    def costs(self, at: int, labels: Labels) -> Array:
         """Returns, by label of variable `at`, its cost and those of the stars around it, all other labels as they are."""
         seconds = self.problem.variables[at].costs.copy()
         for use in self.uses[at]:
@@ -80,7 +69,7 @@ class Surroundings:
                         dirty[other] = len(self.problem.variables[other].costs) > 1
         return tidied if total(self.problem, tidied) <= seconds * (1 + SLACK) else labels
 
-    def with_fewer_boxings(self, at: int, labels: Sequence[int], tilted: Surroundings, seconds: float) -> int:
+    def with_fewer_boxings(self, at: int, labels: Labels, tilted: Surroundings, seconds: float) -> int:
         """Returns the label of variable `at` that costs no more and has the fewest boxings, of several the lowest."""
         costs = self.costs(at, labels)
         dearer = costs > costs[labels[at]] + SLACK * seconds
@@ -90,7 +79,7 @@ class Surroundings:
         return int(np.argmax(boxings <= boxings.min() + BOXING / 2 * seconds))
 
 
-def producer_costs(use: Use, labels: Sequence[int]) -> np.ndarray:
+def producer_costs(use: Use, labels: Labels) -> Array:
     """Returns the seconds of the star by label of its producer."""
     closure, ((layouts, place),), at = use.value.closure, use.ports, use.value.producer
     if any(consumer == at for consumer, _ in use.value.consumers):
@@ -106,7 +95,7 @@ def producer_costs(use: Use, labels: Sequence[int]) -> np.ndarray:
     return seconds[place]
 
 
-def consumer_costs(use: Use, at: int, labels: Sequence[int]) -> np.ndarray:
+def consumer_costs(use: Use, at: int, labels: Labels) -> Array:
     """Returns the seconds of the star by label of consumer `at`."""
     value, closure = use.value, use.value.closure
     source = int(value.out[labels[value.producer]])

@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS, Cluster
 from sbpc.passes.memory import search as memory
 from sbpc.passes.memory.search import MemorySearch
-from sbpc.solver import bounder, search
+from sbpc.solver import search
 from sbpc.solver.bounder import Bounder
 from sbpc.solver.messages import trws
 from sbpc.solver.messages.trws import Messages
@@ -54,8 +52,8 @@ FREE: dict[str, list[Patch]] = {
     "machine code": [(trws, "machine", None)],
     "messages along paths": [(Messages, "follow_paths", lambda self, follow: None)],
     "balance of cost shares": [(Messages, "balance_from", 0)],
-    "single precision": [(bounder, "precision", lambda problem: np.float64)],
-    "ends": [(Bounder, "solve_ends", lambda self, dual: None)],
+    "single precision": [(Bounder, "messages_of", lambda self, problem: Messages(problem, self.big_m))],
+    "ends": [(Bounder, "solve_ends", lambda self: None)],
     "restricted program": [(search.Search, "solve_restricted", lambda self, bounder: None)],
     "labels of other orders": [(search, "OWN", 0)],
     "finer classes": [(search, "BOUND_GAP", {False: 1.0, True: 1.0})],

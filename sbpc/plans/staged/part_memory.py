@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.ports import INPUT, TANGENT, Port, placeholders, results
-from sbpc.mesh.layout import Layout
+from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import numel
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS

@@ -17,7 +17,6 @@ import torch
 from sbpc.rules.match import Arguments, Kernel, Shard, Write
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 Q, K, V, OUT = "b (g r) s d", "b g t d", "b g t e", "b (g r) s e"
 EXACT, PADDED = "b (g r) s", "b (g r) l"  # logsumexp: one number per query, or padded to a multiple of 32
 
@@ -47,17 +46,17 @@ def written_mask(name: str) -> Kernel:
     def local(shard: Shard) -> Any:
         if not shard.offsets:
             return shard.plain()
-        call, query = shard.call, shard.given["query"]
+        call, query = shard.aten, shard.given["query"]
 
         def places(dim: str) -> Any:
-            here = call(aten.cumsum.default, call(aten.new_ones.default, query, [shard.local[dim]], dtype=torch.int64), 0)
-            return call(aten.add.Tensor, here, shard.offsets[dim]) if dim in shard.offsets else here
+            here = call("cumsum", call("new_ones", query, [shard.local[dim]], dtype=torch.int64), 0)
+            return call("add.Tensor", here, shard.offsets[dim]) if dim in shard.offsets else here
 
-        later = call(aten.gt.Tensor, places("t"), call(aten.unsqueeze.default, places("s"), 1))
-        mask = call(aten.new_zeros.default, query, [1, 1, shard.local["s"], shard.local["t"]])
-        mask = call(aten.masked_fill.Scalar, mask, later, -math.inf)
+        later = call("gt.Tensor", places("t"), call("unsqueeze", places("s"), 1))
+        mask = call("new_zeros", query, [1, 1, shard.local["s"], shard.local["t"]])
+        mask = call("masked_fill.Scalar", mask, later, -math.inf)
         if shard.given[name] is not None:
-            mask = call(aten.add.Tensor, shard.given[name], mask)
+            mask = call("add.Tensor", shard.given[name], mask)
         return shard.plain(is_causal=False, **{name: mask})
 
     return local
@@ -118,21 +117,17 @@ SEEDS = ", philox_seed=*p, philox_offset=*o"
 ENDS = ", max_q=[s], max_k=[t]"
 AHEAD, BACK = "4 b g r s t d", "10 b g r s t d"
 
-rule(aten._log_softmax.default, along(1, "log_softmax"))
-rule(aten._log_softmax_backward_data.default, along(2, "log_softmax_backward", "lin(0)"))
-rule(aten._safe_softmax.default, along(1, "safe_softmax"))
-for name, mask, lse, absent, more in (
-    ("cudnn", "attn_bias", EXACT, 7, SEEDS + ENDS),
-    ("efficient", "attn_bias", PADDED, 2, SEEDS),
-    ("flash", "", EXACT, 7, ENDS + SEEDS),
+rule("_log_softmax", along(1, "log_softmax"))
+rule("_log_softmax_backward_data", along(2, "log_softmax_backward", "lin(0)"))
+rule("_safe_softmax", along(1, "safe_softmax"))
+for name, mask, lse, absent, more, nonempty in (
+    ("cudnn_attention", "attn_bias", EXACT, 7, SEEDS + ENDS, "b g"),
+    ("efficient_attention", "attn_bias", PADDED, 2, SEEDS, "b g"),
+    ("flash_attention", "", EXACT, 7, ENDS + SEEDS, "b g"),
+    ("flash_attention_for_cpu", "attn_mask", EXACT, 0, "", "g"),
 ):
-    ahead, back = (getattr(aten, f"_scaled_dot_product_{name}_attention{which}").default for which in ("", "_backward"))
-    local = written_mask(mask)
-    rule(ahead, forward(mask, lse, absent), flops=AHEAD, nonempty="b g s", local=local)
-    rule(back, backward(mask, lse, more), flops=BACK, nonempty="b g s t", local=local)
-MASK = "attn_mask"
-ahead, back = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{which}").default for which in ("", "_backward"))
-rule(ahead, forward(MASK, EXACT), flops=AHEAD, nonempty="g s", local=written_mask(MASK))
-rule(back, backward(MASK, EXACT), flops=BACK, nonempty="g t", local=written_mask(MASK))
-rule(aten._softmax.default, along(1, "softmax"))
-rule(aten._softmax_backward_data.default, along(2, "softmax_backward", "lin(0)"))
+    op, local, sequence = f"_scaled_dot_product_{name}", written_mask(mask), " s t" if more else " t"
+    rule(op, forward(mask, lse, absent), flops=AHEAD, nonempty=f"{nonempty} s", local=local)
+    rule(f"{op}_backward", backward(mask, lse, more), flops=BACK, nonempty=nonempty + sequence, local=local)
+rule("_softmax", along(1, "softmax"))
+rule("_softmax_backward_data", along(2, "softmax_backward", "lin(0)"))

@@ -38,26 +38,28 @@ def convolution_flops(m: Match) -> str:
 def convolution_backward_flops(m: Match) -> str:
     """As much as the forward for each of the two gradients that is wanted."""
     wanted = sum(value.dims is not None for value in m.bound.outputs[:2])
-    return f"{2 * wanted} n g co ci *k " + ("*h" if " co *k," in m.rule.text else "*o")
+    return convolution_flops(m).replace("2", str(2 * wanted), 1)
 
 
 FIXED = "fix h w ho wo"
 DOWN = "*n c h w -> *n c ho wo"
 GIVEN = "lin(0) ; lin(1 -> )"  # of the input of the forward only the shape is read
-rule(aten.convolution.default, convolution, flops=convolution_flops, nonempty="g ci co")
-rule(aten.convolution_backward.default, convolution_backward, flops=convolution_backward_flops, nonempty="g ci co")
-for op in (aten._adaptive_avg_pool2d.default, aten.avg_pool2d.default):
-    rule(op, f"{DOWN} ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
-for op in (aten._adaptive_avg_pool2d_backward.default, aten.avg_pool2d_backward.default):
-    rule(op, f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; {GIVEN}", nonempty="c", flops="1 *n c h w")
-rule(aten.max_pool2d_with_indices.default, f"{DOWN}, *n c ho wo ; {FIXED}", nonempty="c", flops="1 *n c h w")
+rule("convolution", convolution, flops=convolution_flops, nonempty="g ci co")
+rule("convolution_backward", convolution_backward, flops=convolution_backward_flops, nonempty="g ci co")
+rule("_adaptive_avg_pool2d avg_pool2d", f"{DOWN} ; {FIXED} ; lin(0)", nonempty="c", flops="1 *n c h w")
 rule(
-    aten.max_pool2d_with_indices_backward.default,
+    "_adaptive_avg_pool2d_backward avg_pool2d_backward",
+    f"*n c ho wo, *n c h w -> *n c h w ; {FIXED} ; {GIVEN}",
+    nonempty="c",
+    flops="1 *n c h w",
+)
+rule("max_pool2d_with_indices", f"{DOWN}, *n c ho wo ; {FIXED}", nonempty="c", flops="1 *n c h w")
+rule(
+    "max_pool2d_with_indices_backward",
     f"*n c ho wo, *n c h w, indices=*n c ho wo -> *n c h w ; {FIXED} ; {GIVEN}",
     nonempty="c",
     flops="1 *n c h w",
 )
-for op in (aten.upsample_bilinear2d.default, aten.upsample_nearest2d.default):
-    rule(op, f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
-for op in (aten.upsample_bilinear2d_backward.default, aten.upsample_nearest2d_backward.default):
-    rule(op, f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)", flops="1 n c ho wo")
+UP = "upsample_bilinear2d{0} upsample_nearest2d{0}"
+rule(UP.format(""), f"n c h w -> n c ho wo ; {FIXED} ; lin(0)", nonempty="c", flops="1 n c ho wo")
+rule(UP.format("_backward"), f"n c ho wo, _, [n c h w] -> n c h w ; {FIXED} ; lin(0)", flops="1 n c ho wo")

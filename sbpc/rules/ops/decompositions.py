@@ -104,11 +104,13 @@ def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, size: Tensor, dim: 
 
 
 # --- normalisations ---------------------------------------------------------------------------------------------------
-def centred(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """x less its mean, the mean, the mean square of the former; with `dims` kept."""
+def normal(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x less its mean over its deviation; the mean, one over the deviation, and the variance, with `dims` kept."""
     mean = x.mean(dims, True)
     rest = x - mean
-    return rest, mean, rest.square().mean(dims, True)
+    square = rest.square().mean(dims, True)
+    inverse = torch.rsqrt(square + eps)
+    return rest * inverse, mean, inverse, square
 
 
 def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
@@ -135,9 +137,8 @@ def lead(x: Tensor, shape: list[int]) -> Tensor:
 def layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rest, mean, square = centred(x, last(shape))
-    inverse = torch.rsqrt(square + eps)
-    return scaled(rest * inverse, weight, bias), mean, inverse
+    unit, mean, inverse, _ = normal(x, last(shape), eps)
+    return scaled(unit, weight, bias), mean, inverse
 
 
 def layer_norm_backward(
@@ -177,9 +178,8 @@ def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     each, dims = grouped(x, groups)
-    rest, mean, square = centred(each, dims)
-    inverse = torch.rsqrt(square + eps)
-    found = scaled((rest * inverse).view(x.shape), by_channel(x, weight), by_channel(x, bias))
+    unit, mean, inverse, _ = normal(each, dims, eps)
+    found = scaled(unit.view(x.shape), by_channel(x, weight), by_channel(x, bias))
     return found, mean.view([n, groups]), inverse.view([n, groups])
 
 
@@ -199,9 +199,8 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *more: Any
     """more: running mean and variance where there are any, whether in training, momentum, eps."""
     *running, _, momentum, eps = more
     dims = [0, *range(2, x.dim())]
-    rest, mean, square = centred(x, dims)
-    inverse = torch.rsqrt(square + eps)
-    found = scaled(rest * inverse, by_channel(x, weight), by_channel(x, bias))
+    unit, mean, inverse, square = normal(x, dims, eps)
+    found = scaled(unit, by_channel(x, weight), by_channel(x, bias))
     mean, inverse, square = (value.squeeze(dims) for value in (mean, inverse, square))
     if not running or running[0] is None:
         return found, mean, inverse

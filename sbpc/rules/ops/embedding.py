@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from sbpc.rules.match import FREE, Kernel, Shard
 from sbpc.rules.registry import rule
-
-aten = torch.ops.aten
 
 
 class Lookup(NamedTuple):
@@ -29,9 +25,9 @@ def addressed(factor: str, index: str, kernel: Callable[[Shard, Lookup], Any]) -
             return shard.plain()
         if shard.local[factor] == 0:
             return shard.zeros()
-        shifted = shard.call(aten.sub.Tensor, shard.given[index], shard.offsets[factor])
-        nearest = shard.call(aten.clamp.default, shifted, 0, shard.local[factor] - 1)
-        return kernel(shard, Lookup(shifted, nearest, shard.call(aten.ne.Tensor, nearest, shifted)))
+        shifted = shard.aten("sub.Tensor", shard.given[index], shard.offsets[factor])
+        nearest = shard.aten("clamp", shifted, 0, shard.local[factor] - 1)
+        return kernel(shard, Lookup(shifted, nearest, shard.aten("ne.Tensor", nearest, shifted)))
 
     return local
 
@@ -40,13 +36,13 @@ def without(shard: Shard, lookup: Lookup, index: Any, skipped: int, mark: int) -
     """The shifted indices, with `mark` for those of other ranks and those that are `skipped` (a number below 0: none)."""
     gone = lookup.outside
     if skipped >= 0:
-        gone = shard.call(aten.logical_or.default, gone, shard.call(aten.eq.Scalar, index, skipped))
-    return shard.call(aten.masked_fill.Scalar, lookup.shifted, gone, mark)
+        gone = shard.aten("logical_or", gone, shard.aten("eq.Scalar", index, skipped))
+    return shard.aten("masked_fill.Scalar", lookup.shifted, gone, mark)
 
 
 def embedding(shard: Shard, lookup: Lookup) -> Any:
     rows = shard.plain(indices=lookup.nearest)
-    return shard.call(aten.masked_fill.Scalar, rows, shard.call(aten.unsqueeze.default, lookup.outside, -1), 0)
+    return shard.aten("masked_fill.Scalar", rows, shard.aten("unsqueeze", lookup.outside, -1), 0)
 
 
 def embedding_backward(shard: Shard, lookup: Lookup) -> Any:
@@ -56,9 +52,9 @@ def embedding_backward(shard: Shard, lookup: Lookup) -> Any:
 
 
 local = addressed("v", "indices", embedding)
-rule(aten.embedding.default, "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
+rule("embedding", "v d, *b -> *b d ; idx v @ 1 ; +v ; lin(0)", local=local, flops=FREE)
 rule(
-    aten.embedding_dense_backward.default,
+    "embedding_dense_backward",
     "*b d, *b, [v] -> v d ; +b ; idx v @ 1 ; lin(0) ; when(not scale_grad_by_freq)",
     local=addressed("v", "indices", embedding_backward),
     flops="1 *b d",

@@ -10,25 +10,23 @@ from sbpc.graph.random_bits import BITS, row_major
 from sbpc.rules.match import FREE, Arguments, Shard
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
-
 
 def arange(shard: Shard) -> Any:
     """start + step * (offset + 0, 1, 2, ...)"""
     if "a" not in shard.offsets:
         return shard.plain()
-    call, given = shard.call, shard.given
+    call, given = shard.aten, shard.given
     where = {} if given["device"] is None else {"device": given["device"]}
-    index = call(aten.arange.default, shard.local["a"], dtype=torch.int64, **where)
-    index = call(aten.add.Tensor, index, shard.offsets["a"])
+    index = call("arange", shard.local["a"], dtype=torch.int64, **where)
+    index = call("add.Tensor", index, shard.offsets["a"])
     dtype = shard.match.bound.outputs[0].dtype
     if dtype != torch.int64:  # rounded once, at the end: a narrow type cannot hold what lies between
-        index = call(aten._to_copy.default, index, dtype=torch.float64)
+        index = call("_to_copy", index, dtype=torch.float64)
     if given.get("step", 1) != 1:
-        index = call(aten.mul.Scalar, index, given["step"])
+        index = call("mul.Scalar", index, given["step"])
     if given.get("start", 0) != 0:
-        index = call(aten.add.Scalar, index, given["start"])
-    return index if dtype == torch.int64 else call(aten._to_copy.default, index, dtype=dtype)
+        index = call("add.Scalar", index, given["start"])
+    return index if dtype == torch.int64 else call("_to_copy", index, dtype=dtype)
 
 
 def bits(shard: Shard) -> Any:
@@ -38,8 +36,8 @@ def bits(shard: Shard) -> Any:
     sizes, start = shard.match.sizes, shard.given["start"]  # given for a part of a batch, as strides are
     strides = dict(zip(sizes, shard.given["strides"] or row_major(list(sizes.values()))))
     for factor, offset in shard.offsets.items():
-        here = shard.call(aten.mul.Scalar, offset, strides[factor])
-        start = here if start is None else shard.call(aten.add.Tensor, start, here)
+        here = shard.aten("mul.Scalar", offset, strides[factor])
+        start = here if start is None else shard.aten("add.Tensor", start, here)
     return shard.plain(strides=list(strides.values()), start=start)
 
 
@@ -48,15 +46,9 @@ def bits_dims(given: Arguments, outputs: Any) -> str:
     return f"(), [*a], _{'' if given.get('start') is None else ', start=()'} -> *a ; idx a"
 
 
-for op in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-    rule(op, "_ -> a ; idx a", local=arange, flops=FREE)
-for op in (
-    aten.empty.memory_format, aten.empty_permuted.default, aten.full.default, aten.ones.default, aten.zeros.default,
-):  # fmt: skip
-    rule(op, "[*a] -> *a", flops=FREE)
-for op in (aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default):
-    rule(op, "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
-for op in (aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default):
-    rule(op, "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
-rule(aten.scalar_tensor.default, "_ -> ()", flops=FREE)
+rule("arange arange.start arange.start_step", "_ -> a ; idx a", local=arange, flops=FREE)
+rule("empty.memory_format empty_permuted full ones zeros", "[*a] -> *a", flops=FREE)
+rule("empty_like full_like ones_like zeros_like", "*a -> *a ; lin(0 -> )", flops=FREE)  # of self only the shape is read
+rule("new_empty new_full new_ones new_zeros", "*s, [*a] -> *a ; same(s -> 0) ; lin(0 -> )", flops=FREE)
+rule("scalar_tensor", "_ -> ()", flops=FREE)
 rule(BITS, bits_dims, local=bits, flops="16 *a")

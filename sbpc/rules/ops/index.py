@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Write
-from sbpc.rules.ops.dims import aligned, fix, joined, numbered
+from sbpc.rules.ops.dims import aligned, along, fix, joined, moved, numbered
 from sbpc.rules.ops.embedding import Lookup, addressed
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 
+def addressing(sign: str, row: bool = False) -> Write:
+    """The rule of an op that reads or writes a tensor X along `dim` where an index of dims I says.
 
-def _sides(shape: Sequence[int], other: Sequence[int], at: int) -> tuple[str, str, list[str]]:
-    """Dims of a tensor and of its index: equal ones are shared, dim `at` is v and i, unequal ones (third) are fixed."""
-    left = ["v" if d == at else f"d{d}" if size == other[d] else f"x{d}" for d, size in enumerate(shape)]
-    right = ["i" if d == at else f"d{d}" if size == shape[d] else f"y{d}" for d, size in enumerate(other)]
-    return " ".join(left), " ".join(right), [name for name in (*left, *right) if name[0] in "xy"]
+    Equal dims are shared, dim `dim` is v and i, unequal ones are fixed. row: an index of one dim, and I those of what it selects.
+    """
 
+    def write(given: Arguments, outputs: Any) -> str | None:
+        x, index, source = given["self"], given["index"], given.get("src")
+        shape = x.shape if row else index.shape
+        alike = index.dim() == (1 if row else x.dim()) and (source is None or source.shape == shape)
+        if x.dim() == 0 or not alike:
+            return None
+        at = given["dim"] % x.dim()
+        left = ["v" if d == at else f"d{d}" if size == shape[d] else f"x{d}" for d, size in enumerate(x.shape)]
+        right = ["i" if d == at else f"d{d}" if size == x.shape[d] else f"y{d}" for d, size in enumerate(shape)]
+        fixed = fix(*(name for name in (*left, *right) if name[0] in "xy"))
+        zero = " ; lin(0)" if given.get("value") == 0 else ""  # what is written
+        return sign.replace("X", " ".join(left)).replace("I", " ".join(right)) + zero + fixed
 
-def gather(given: Arguments, outputs: Any) -> str | None:
-    x, index = given["self"], given["index"]
-    if x.dim() == 0 or index.dim() != x.dim():
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return f"{left}, _, {right} -> {right} ; +v ; idx v @ 2 ; lin(0){fix(*fixed)}"
+    return write
 
 
 def gather_local(shard: Shard, lookup: Lookup) -> Any:
-    return shard.call(aten.masked_fill.Scalar, shard.plain(index=lookup.nearest), lookup.outside, 0)
-
-
-def scatter(given: Arguments, outputs: Any) -> str | None:
-    """What is written last counts, so the index stays whole."""
-    x, index, source = given["self"], given["index"], given.get("src")
-    if x.dim() == 0 or (source is not None and source.shape != index.shape):
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    fixed = ["v", "i", *fixed]
-    if source is None:
-        return f"{left}, _, {right} -> {left}{fix(*fixed)}" + " ; lin(0)" * (given["value"] == 0)
-    return f"{left}, _, {right}, {right} -> {left} ; lin(0,3){fix(*fixed)}"
-
-
-def scatter_add(given: Arguments, outputs: Any) -> str | None:
-    x, index, source = given["self"], given["index"], given["src"]
-    if x.dim() == 0 or source.shape != index.shape:
-        return None
-    left, right, fixed = _sides(x.shape, index.shape, given["dim"] % x.dim())
-    return f"{left}, _, {right}, {right} -> {left} ; +i ; add(0) ; idx v @ 2 ; lin(0,3){fix(*fixed)}"
+    return shard.aten("masked_fill.Scalar", shard.plain(index=lookup.nearest), lookup.outside, 0)
 
 
 def scatter_add_local(shard: Shard, lookup: Lookup) -> Any:
-    source = shard.call(aten.masked_fill.Scalar, shard.given["src"], lookup.outside, 0)
+    source = shard.aten("masked_fill.Scalar", shard.given["src"], lookup.outside, 0)
     return shard.plain(index=lookup.nearest, src=source)
 
 
@@ -107,62 +91,34 @@ def index_put(given: Arguments, outputs: Any) -> str | None:
     return f"{dims}, {', '.join(indexed.operands)}, {values} -> {dims} ; {linear}{free}{fixed}"
 
 
-def _in_a_row(given: Arguments) -> tuple[str, str] | None:
-    """Dims of a tensor, and of another that is one of its dims long along an index of one dim; None for other indices."""
-    x = given["self"]
-    return None if given["index"].dim() != 1 or x.dim() == 0 else _sides(x.shape, x.shape, given["dim"] % x.dim())[:2]
-
-
-def index_add(given: Arguments, outputs: Any) -> str | None:
-    dims = _in_a_row(given)
-    return dims and f"{dims[0]}, _, i, {dims[1]} -> {dims[0]} ; +i ; add(0) ; fix v ; lin(0,3)"
-
-
-def index_select(given: Arguments, outputs: Any) -> str | None:
-    dims = _in_a_row(given)
-    return dims and f"{dims[0]}, _, i -> {dims[1]} ; fix v ; lin(0)"
-
-
-def scan(*clauses: str) -> Write:
+def scan(clause: str = "") -> Write:
     """The rule of an op along `dim` whose outputs may have another size there: that dim is fixed."""
 
     def write(given: Arguments, outputs: Any) -> str:
         ndim, flat = given["self"].dim(), flat_outputs(outputs)
-        cut = [given["dim"] % ndim] if ndim else []
-        left, right = numbered(ndim, cut, "x"), numbered(ndim, cut, "y")
-        right = [name for name in right if name[0] == "d" or flat[0].dim() == ndim]
-        fixed = [name for name in (*left, *right) if name[0] in "xy"]
-        sign = f"{joined(left)} -> {', '.join([joined(right)] * len(flat))}"
-        return " ; ".join([sign, *clauses]) + fix(*fixed)
+        out = "y" if flat[0].dim() == ndim else "-"
+        return moved(f"x -> {', '.join(out * len(flat))}", ndim, [given["dim"] % ndim] if ndim else [], clause)
 
     return write
 
 
-def glu_backward(given: Arguments, outputs: Any) -> str:
-    at = given["dim"] % outputs.dim()
-    left, right = (" ".join(numbered(outputs.dim(), [at], mark)) for mark in "xy")
-    return f"{left}, {right} -> {right} ; lin(0) ; fix x{at} y{at}"
-
-
-for op in (aten._unsafe_index.Tensor, aten.index.Tensor):
-    rule(op, index, flops=FREE)
-for op in (aten._unsafe_index_put.default, aten.index_put.default):
-    rule(op, index_put, flops=WRITTEN)
-for op in (aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default):
-    rule(op, scan(), flops=WRITTEN)
-for op in (
-    aten.kthvalue.default, aten.median.dim, aten.mode.default, aten.sort.default, aten.sort.stable,
-    aten.topk.default,
-):  # fmt: skip
-    rule(op, scan())
-rule(aten.bucketize.Tensor, "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
-rule(aten.cumsum.default, scan("lin(0)"), flops=WRITTEN)
-rule(aten.gather.default, gather, local=addressed("v", "index", gather_local), flops=FREE)
-rule(aten.glu.default, scan(), flops=WRITTEN)
-rule(aten.glu_backward.default, glu_backward, flops=WRITTEN)
-rule(aten.histc.default, "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
-rule(aten.index_add.default, index_add, flops=WRITTEN)
-rule(aten.index_select.default, index_select, flops=FREE)
-rule(aten.scatter.src, scatter, flops=WRITTEN)
-rule(aten.scatter.value, scatter, flops=WRITTEN)
-rule(aten.scatter_add.default, scatter_add, local=addressed("v", "index", scatter_add_local), flops=WRITTEN)
+rule("_unsafe_index.Tensor index.Tensor", index, flops=FREE)
+rule("_unsafe_index_put index_put", index_put, flops=WRITTEN)
+rule("cummax cummin cumprod glu logcumsumexp", scan(), flops=WRITTEN)
+rule("kthvalue median.dim mode sort sort.stable topk", scan())
+rule("bucketize.Tensor", "*a, b -> *a ; +b", flops="1 *a")  # each counts the boundaries below it
+rule("cumsum", scan("lin(0)"), flops=WRITTEN)
+rule("gather", addressing("X, _, I -> I ; +v ; idx v @ 2 ; lin(0)"), local=addressed("v", "index", gather_local), flops=FREE)
+rule("glu_backward", along("x, y -> y"), flops=WRITTEN)
+rule("histc", "*a -> y ; +a ; fix y ; when(min < max)", flops="1 *a")
+rule("index_add", addressing("X, _, i, I -> X ; +i ; add(0) ; fix v ; lin(0,3)", row=True), flops=WRITTEN)
+rule("index_select", addressing("X, _, i -> I ; fix v ; lin(0)", row=True), flops=FREE)
+# What is written last counts, so the index stays whole.
+rule("scatter.src", addressing("X, _, I, I -> X ; lin(0,3) ; fix v i"), flops=WRITTEN)
+rule("scatter.value", addressing("X, _, I -> X ; fix v i"), flops=WRITTEN)
+rule(
+    "scatter_add",
+    addressing("X, _, I, I -> X ; +i ; add(0) ; idx v @ 2 ; lin(0,3)"),
+    local=addressed("v", "index", scatter_add_local),
+    flops=WRITTEN,
+)

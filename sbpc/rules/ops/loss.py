@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.match import Arguments, Shard
 from sbpc.rules.ops.dims import aligned, joined
 from sbpc.rules.ops.embedding import Lookup, addressed, without
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -49,23 +46,23 @@ def nll_local(shard: Shard, lookup: Lookup) -> Any:
 # --- pointwise losses -------------------------------------------------------------------------------------------------
 def pointwise_loss(given: Arguments, outputs: Any) -> str | None:
     """self, target (, weights): the reduction sums over all dims."""
-    x = given["self"]
-    tensors = [name for name in ("self", "target", "weight", "pos_weight") if name in given]
-    if given["target"].shape != x.shape:
+    operands = _aligned(given, "self", "target", "weight", "pos_weight")
+    if operands is None:
         return None
-    operands = [aligned(given[name], x.shape) for name in tensors]
-    out = operands[0] if given["reduction"] == NONE else "()"
-    summed = f" ; +{operands[0]}" if given["reduction"] != NONE and x.dim() else ""
-    return f"{', '.join(operands)} -> {out}{summed}"
+    if given["reduction"] == NONE:
+        return f"{', '.join(operands)} -> {operands[0]}"
+    return f"{', '.join(operands)} -> ()" + (f" ; +{operands[0]}" if given["self"].dim() else "")
 
 
 def pointwise_loss_backward(given: Arguments, outputs: Any) -> str | None:
-    x = given["self"]
-    if given["target"].shape != x.shape:
-        return None
-    tensors = [name for name in ("self", "target", "weight") if name in given]
-    operands = [aligned(given[name], x.shape) for name in ("grad_output", *tensors)]
-    return f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
+    operands = _aligned(given, "grad_output", "self", "target", "weight")
+    return None if operands is None else f"{', '.join(operands)} -> {operands[1]} ; lin(0)"
+
+
+def _aligned(given: Arguments, *names: str) -> list[str] | None:
+    """The dims of those operands that the op has, None for a target that is broadcast."""
+    shape = given["self"].shape
+    return [aligned(given[n], shape) for n in names if n in given] if given["target"].shape == shape else None
 
 
 def mean_local(shard: Shard) -> Any:
@@ -73,20 +70,11 @@ def mean_local(shard: Shard) -> Any:
     sizes = shard.match.sizes
     if shard.given["reduction"] != MEAN or all(shard.local[factor] == size for factor, size in sizes.items()):
         return shard.plain()
-    return shard.call(aten.div.Scalar, shard.plain(reduction=SUM), math.prod(sizes.values()))
+    return shard.aten("div.Scalar", shard.plain(reduction=SUM), math.prod(sizes.values()))
 
 
-for op in (
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.huber_loss.default,
-    aten.mse_loss.default, aten.smooth_l1_loss.default,
-):  # fmt: skip
-    rule(op, pointwise_loss, local=mean_local)
-for op in (
-    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
-    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
-):  # fmt: skip
-    rule(op, pointwise_loss_backward, local=mean_local)
-for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
-    rule(op, nll, local=addressed("c", "target", nll_local))
-for op in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
-    rule(op, nll_backward, local=addressed("c", "target", nll_local))
+LOSSES = "binary_cross_entropy{0} huber_loss{0} mse_loss{0} smooth_l1_loss{0}"
+rule(LOSSES.format("") + " binary_cross_entropy_with_logits", pointwise_loss, local=mean_local)
+rule(LOSSES.format("_backward"), pointwise_loss_backward, local=mean_local)
+rule("nll_loss_forward nll_loss2d_forward", nll, local=addressed("c", "target", nll_local))
+rule("nll_loss_backward nll_loss2d_backward", nll_backward, local=addressed("c", "target", nll_local))

@@ -5,24 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.grouped_product import GROUPED, grouped_local
-from sbpc.rules.match import Arguments, Call, Match, Shard
+from sbpc.rules.match import Arguments, Call, Match, Shard, Write
+from sbpc.rules.ops.dims import joined
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 
-
-def addmm(given: Arguments, outputs: Any) -> str:
-    """The bias may lack the rows, or be a number."""
-    bias = " ".join(("m", "n")[2 - given["self"].dim() :]) or "()"
-    return f"{bias}, m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"
-
-
-def baddbmm(given: Arguments, outputs: Any) -> str:
-    bias = " ".join(("b", "m", "n")[3 - given["self"].dim() :]) or "()"
-    return f"{bias}, b m k, b k n -> b m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"
+def biased(dims: str, sign: str) -> Write:
+    """A product whose first operand may lack leading ones of these dims."""
+    names = dims.split()
+    return lambda given, outputs: f"{joined(names[len(names) - given['self'].dim() :])}, {sign}"
 
 
 def einsum(given: Arguments, outputs: Any) -> str | None:
@@ -32,16 +24,16 @@ def einsum(given: Arguments, outputs: Any) -> str | None:
     twice = any(len(set(term)) < len(term) for term in (*terms, right))
     if not arrow or not (left + right).replace(",", "").isalpha() or twice:
         return None
-    operands = [" ".join(term) or "()" for term in terms]
+    operands = map(joined, terms)
     summed = "".join(f" {letter}" for letter in dict.fromkeys("".join(terms)) if letter not in right)
     linear = [f"lin({at + 1})" for at in range(len(terms))]
-    sign = f"_, {', '.join(operands)} -> {' '.join(right) or '()'}"
+    sign = f"_, {', '.join(operands)} -> {joined(right)}"
     return " ; ".join([sign, *([f"+{summed}"] if summed else []), *linear])
 
 
 def einsum_local(shard: Shard) -> Any:
     """A product of two operands as one mm or bmm: dims in order and flattened, which copies nothing that is contiguous."""
-    args, call, local = shard.args, shard.call, shard.local
+    args, call, local = shard.args, shard.aten, shard.local
     terms, out = args[0].replace(" ", "").split("->")[0].split(","), args[0].replace(" ", "").split("->")[1]
     alone = [letter for term in terms for letter in term if letter not in out and sum(letter in t for t in terms) == 1]
     if len(terms) != 2 or alone or args[2:]:
@@ -54,20 +46,20 @@ def einsum_local(shard: Shard) -> Any:
     def flat(x: Any, term: str, *groups: list[str]) -> Any:
         x = ordered(call, x, term, "".join(letter for group in groups for letter in group))
         shape = [math.prod(local[letter] for letter in group) for group in groups]
-        return x if all(len(group) == 1 for group in groups) else call(aten.reshape.default, x, shape)
+        return x if all(len(group) == 1 for group in groups) else call("reshape", x, shape)
 
     lead = [batch] if batch else []
-    op = aten.bmm.default if batch else aten.mm.default
+    op = "bmm" if batch else "mm"
     made = call(op, flat(args[1][0], first, *lead, rows, inner), flat(args[1][1], second, *lead, inner, columns))
     names = [*batch, *rows, *columns]
     if any(len(group) != 1 for group in (*lead, rows, columns)):
-        made = call(aten.reshape.default, made, [local[letter] for letter in names])
+        made = call("reshape", made, [local[letter] for letter in names])
     return ordered(call, made, "".join(names), out)
 
 
 def ordered(call: Call, x: Any, before: str, after: str) -> Any:
     """x, whose dims are named `before`, with its dims in the order `after`."""
-    return x if before == after else call(aten.permute.default, x, [before.index(letter) for letter in after])
+    return x if before == after else call("permute", x, [before.index(letter) for letter in after])
 
 
 def grouped(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]] | None:
@@ -90,25 +82,26 @@ def linear(given: Arguments, outputs: Any) -> str:
 
 def linear_local(shard: Shard) -> Any:
     """One mm or addmm over the rows of all leading dims."""
-    call, shape = shard.call, shard.shape()
+    call, shape = shard.aten, shard.shape()
     x, weight, bias = shard.given.values()
-    turned = call(aten.permute.default, weight, [1, 0])
+    turned = call("permute", weight, [1, 0])
     if len(shape) != 2:
-        x = call(aten.reshape.default, x, [math.prod(shape[:-1]), shard.local["k"]])
-    made = call(aten.addmm.default, bias, x, turned) if bias is not None else call(aten.mm.default, x, turned)
-    return made if len(shape) == 2 else call(aten.reshape.default, made, shape)
+        x = call("reshape", x, [math.prod(shape[:-1]), shard.local["k"]])
+    made = call("addmm", bias, x, turned) if bias is not None else call("mm", x, turned)
+    return made if len(shape) == 2 else call("reshape", made, shape)
 
 
 def two_per_point(m: Match) -> str:
     return " ".join(["2", *m.points])
 
 
-rule(aten._grouped_mm.default, grouped, flops=grouped_flops, local=grouped_local, nonempty="g m k n")
-rule(aten.addmm.default, addmm, flops="2 m k n")
-rule(aten.baddbmm.default, baddbmm, flops="2 b m k n")
-rule(aten.bmm.default, "b m k, b k n -> b m n ; +k ; lin(0) ; lin(1)", flops="2 b m k n")
-rule(aten.dot.default, "k, k -> () ; +k ; lin(0) ; lin(1)", flops="2 k")
-rule(aten.einsum.default, einsum, flops=two_per_point, local=einsum_local)
-rule(aten.linear.default, linear, flops="2 *b n k", local=linear_local)
-rule(aten.mm.default, "m k, k n -> m n ; +k ; lin(0) ; lin(1)", flops="2 m k n")
-rule(aten.mv.default, "m k, k -> m ; +k ; lin(0) ; lin(1)", flops="2 m k")
+rule("_grouped_mm", grouped, flops=grouped_flops, local=grouped_local, nonempty="g m k n")
+rule("addmm", biased("m n", "m k, k n -> m n ; +k ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 m k n")
+BATCHED = "b m k, b k n -> b m n ; +k"
+rule("baddbmm", biased("b m n", f"{BATCHED} ; add(0) ; lin(0,1) ; lin(0,2)"), flops="2 b m k n")
+rule("bmm", f"{BATCHED} ; lin(0) ; lin(1)", flops="2 b m k n")
+rule("dot", "k, k -> () ; +k ; lin(0) ; lin(1)", flops="2 k")
+rule("einsum", einsum, flops=two_per_point, local=einsum_local)
+rule("linear", linear, flops="2 *b n k", local=linear_local)
+rule("mm", "m k, k n -> m n ; +k ; lin(0) ; lin(1)", flops="2 m k n")
+rule("mv", "m k, k -> m ; +k ; lin(0) ; lin(1)", flops="2 m k")

@@ -40,39 +40,39 @@ def by_slice(text: str) -> Write:
 
 WEIGHT_NORM_BACKWARD = "V, V, G, G -> V, G ; via R = weight_norm_backward ; lin(0) ; lin(2 -> 0)"
 
-rule(aten._fused_rms_norm.default, "*b *d, [*d], *d -> *b *d, *b *e ; fix e ; via d = rms_norm")
+rule("_fused_rms_norm", "*b *d, [*d], *d -> *b *d, *b *e ; fix e ; via d = rms_norm")
 rule(
-    aten._fused_rms_norm_backward.default,
+    "_fused_rms_norm_backward",
     "*b *d, *b *d, [*d], *b *e, *d -> *b *d, *d ; +b ; fix e ; via d = rms_norm_backward ; lin(0)",
 )
-rule(aten._native_batch_norm_legit.no_stats, "n c *h, c, c -> n c *h, c, c ; via n h = batch_norm", nonempty="c")
+rule("_native_batch_norm_legit.no_stats", "n c *h, c, c -> n c *h, c, c ; via n h = batch_norm", nonempty="c")
 rule(
-    aten._native_batch_norm_legit_functional.default,
+    "_native_batch_norm_legit_functional",
     "n c *h, c, c, c, c -> n c *h, c, c, c, c ; via n h = batch_norm ; when(training)",
     nonempty="c",
 )
-rule(aten._native_batch_norm_legit_no_training.default, "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)")
-rule(aten._weight_norm_interface.default, by_slice("V, G -> V, G ; via R = weight_norm ; lin(1 -> 0)"), nonempty="k r")
-rule(aten._weight_norm_interface_backward.default, by_slice(WEIGHT_NORM_BACKWARD), nonempty="k r")
-rule(aten.native_batch_norm.default, batch_norm, nonempty="c")
-rule(aten.native_batch_norm_backward.default, batch_norm_backward, nonempty="n c h")
+rule("_native_batch_norm_legit_no_training", "n c *h, c, c, c, c -> n c *h, 0, 0 ; same(n c h -> 1,2)")
+rule("_weight_norm_interface", by_slice("V, G -> V, G ; via R = weight_norm ; lin(1 -> 0)"), nonempty="k r")
+rule("_weight_norm_interface_backward", by_slice(WEIGHT_NORM_BACKWARD), nonempty="k r")
+rule("native_batch_norm", batch_norm, nonempty="c")
+rule("native_batch_norm_backward", batch_norm_backward, nonempty="n c h")
 rule(
-    aten.native_group_norm.default,
+    "native_group_norm",
     "n (g c) *s, (g c), (g c), [n], [(g c)], _, [g] -> n (g c) *s, n g, n g ; via c s = group_norm",
     nonempty="g",
 )
 rule(
-    aten.native_group_norm_backward.default,
+    "native_group_norm_backward",
     "n (g c) *s, n (g c) *s, n g, n g, (g c), [n], [(g c)], _, [g] -> n (g c) *s, (g c), (g c)"
     " ; +n s ; via c s = group_norm_backward ; lin(0)",
     nonempty="g",
 )
 rule(
-    aten.native_layer_norm.default,
+    "native_layer_norm",
     "*b *d, [*d], *d, *d -> *b *d, *b *e, *b *e ; fix e ; via d = layer_norm",  # e: as many ones as there are d
 )
 rule(
-    aten.native_layer_norm_backward.default,
+    "native_layer_norm_backward",
     "*b *d, *b *d, [*d], *b *e, *b *e, *d, *d -> *b *d, *d, *d ; +b ; fix e ; via d = layer_norm_backward ; lin(0)",
 )
-rule(aten.renorm.default, by_slice("V -> V ; fix R"))
+rule("renorm", by_slice("V -> V ; fix R"))

@@ -10,58 +10,45 @@ from torch import Tensor
 
 from sbpc._compat import OpOverload
 from sbpc.rules.binding import flat_outputs
-from sbpc.rules.match import FREE, Arguments, Entry
+from sbpc.rules.match import FREE, Arguments, Entry, overloads
 from sbpc.rules.ops.dims import aligned
 from sbpc.rules.registry import GENERATORS, rule
 
 aten = torch.ops.aten
 # Pointwise by nature, though torch does not tag them so.
-UNTAGGED = (
-    aten._conj.default, aten._prelu_kernel.default, aten._prelu_kernel_backward.default, aten._to_copy.default,
-    aten.alias.default, aten.complex.default, aten.copy.default, aten.detach.default, aten.elu_backward.default,
-    aten.fill.Scalar, aten.fill.Tensor, aten.floor_divide.default, aten.floor_divide.Scalar,
-    aten.hardsigmoid_backward.default, aten.hardswish.default, aten.hardswish_backward.default,
-    aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.lift_fresh_copy.default,
-    aten.masked_fill.Tensor, aten.mish_backward.default, aten.polar.default, aten.rrelu_with_noise_backward.default,
-    aten.rsub.Tensor, aten.softplus_backward.default, aten.softshrink_backward.default, aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-)  # fmt: skip
-# Tagged pointwise, yet not a tensor (equal) or random (rrelu).
-UNLIKE = (aten.equal.default, aten.rrelu.default)
-VIEWS = (aten._conj.default, aten.alias.default, aten.detach.default)
+UNTAGGED = overloads(
+    "_conj _prelu_kernel _prelu_kernel_backward _to_copy alias complex copy detach elu_backward fill.Scalar fill.Tensor floor_divide "
+    "floor_divide.Scalar hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward lift_fresh_copy "
+    "masked_fill.Tensor mish_backward polar rrelu_with_noise_backward rsub.Tensor softplus_backward softshrink_backward "
+    "where.ScalarOther where.ScalarSelf"
+)
+UNLIKE = overloads("equal rrelu")  # tagged pointwise, yet not a tensor (equal) or random (rrelu)
+VIEWS = overloads("_conj alias detach")
 # By arguments that are jointly linear: the ops. A number in the place of one of them makes the op affine: P + 1 is not legal.
-LINEAR: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("grad_output",): (
-        "_prelu_kernel_backward.default", "elu_backward.default", "gelu_backward.default",
-        "hardsigmoid_backward.default", "hardswish_backward.default", "hardtanh_backward.default",
-        "leaky_relu_backward.default", "logit_backward.default", "mish_backward.default",
-        "native_dropout_backward.default", "rrelu_with_noise_backward.default", "sigmoid_backward.default",
-        "silu_backward.default", "softplus_backward.default", "softshrink_backward.default",
-        "tanh_backward.default", "threshold_backward.default",
-    ),
-    ("real", "imag"): ("complex.default",),
-    ("self",): (
-        "_conj.default", "_conj_physical.default", "_to_copy.default", "alias.default", "clone.default", "conj_physical.default",
-        "deg2rad.default", "detach.default", "div.Scalar", "div.Tensor", "lift_fresh_copy.default",
-        "mul.Scalar", "mul.Tensor", "neg.default", "positive.default", "rad2deg.default", "true_divide.Tensor",
-    ),
-    ("other",): ("mul.Tensor",),  # P * P is not legal
-    ("self", "end"): ("lerp.Scalar", "lerp.Tensor"),
-    ("self", "other"): ("add.Tensor", "rsub.Tensor", "sub.Tensor", "where.self"),
-    ("self", "tensor1"): ("addcdiv.default", "addcmul.default"),
-    ("self", "tensor2"): ("addcmul.default",),
-    ("self", "value"): ("masked_fill.Tensor",),
-    ("src",): ("copy.default",),
-    ("value",): ("fill.Tensor",),
-}  # fmt: skip
-# Linear if this scalar argument is zero.
+LINEAR = {
+    "grad_output": "_prelu_kernel_backward elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
+    "leaky_relu_backward logit_backward mish_backward native_dropout_backward rrelu_with_noise_backward sigmoid_backward "
+    "silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward",
+    "real imag": "complex",
+    "self": "_conj _conj_physical _to_copy alias clone conj_physical deg2rad detach div.Scalar div.Tensor lift_fresh_copy "
+    "mul.Scalar mul.Tensor neg positive rad2deg true_divide.Tensor",
+    "other": "mul.Tensor",  # P * P is not legal
+    "self end": "lerp.Scalar lerp.Tensor",
+    "self other": "add.Tensor rsub.Tensor sub.Tensor where.self",
+    "self tensor1": "addcdiv addcmul",
+    "self tensor2": "addcmul",
+    "self value": "masked_fill.Tensor",
+    "src": "copy",
+    "value": "fill.Tensor",
+}
+# Linear in the first of these arguments if the second, a scalar, is zero.
 LINEAR_AT_ZERO = {
     "masked_fill.Scalar": ("self", "value"),
     "where.ScalarOther": ("self", "other"),
     "where.ScalarSelf": ("other", "self"),
 }
 # The values of these arguments do not matter, only their shape.
-IGNORED = {"copy.default": "self", "fill.Scalar": "self", "fill.Tensor": "self"}
+IGNORED = {"copy": "self", "fill.Scalar": "self", "fill.Tensor": "self"}
 
 
 def pointwise_text(op: OpOverload, given: Arguments, outputs: Any) -> str | None:
@@ -78,18 +65,22 @@ def pointwise_text(op: OpOverload, given: Arguments, outputs: Any) -> str | None
     operands = [aligned(given.get(name), shape) for name in names]
     results = [aligned(output, shape) for output in flat]
     clauses = [f"lin({', '.join(map(str, sorted(map(names.index, group))))})" for group in _linear(op, given)]
-    key = str(op)[5:]
-    if key in IGNORED:
-        clauses.append(f"lin({names.index(IGNORED[key])} -> )")
+    if ignored := IGNORED.get(_name(op)):
+        clauses.append(f"lin({names.index(ignored)} -> )")
     return " ; ".join([f"{', '.join(operands)} -> {', '.join(results)}", *clauses])
 
 
-def _linear(op: OpOverload, given: Arguments) -> list[tuple[str, ...]]:
+def _name(op: OpOverload) -> str:
+    """The name of an op in these tables."""
+    return str(op).removeprefix("aten.").removesuffix(".default")
+
+
+def _linear(op: OpOverload, given: Arguments) -> list[list[str]]:
     """The groups of arguments in which this call is jointly linear."""
-    key = str(op)[5:]
-    groups = [group for group, ops in LINEAR.items() if key in ops]
-    if key in LINEAR_AT_ZERO and given[LINEAR_AT_ZERO[key][1]] == 0:
-        groups.append((LINEAR_AT_ZERO[key][0],))
+    groups = [names.split() for names, ops in LINEAR.items() if _name(op) in ops.split()]
+    linear, zero = LINEAR_AT_ZERO.get(_name(op), ("", ""))
+    if linear and given[zero] == 0:
+        groups.append([linear])
     return [group for group in groups if all(isinstance(given.get(name), Tensor) for name in group)]
 
 
@@ -113,5 +104,5 @@ def metadata(given: Arguments, outputs: Any) -> str | None:
 
 
 GENERATORS.append(pointwise)
-rule(aten._assert_tensor_metadata.default, metadata, flops=FREE)
-rule(aten.native_dropout.default, dropout, nonempty="a")
+rule("_assert_tensor_metadata", metadata, flops=FREE)
+rule("native_dropout", dropout, nonempty="a")

@@ -5,14 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from sbpc.rules.binding import flat_outputs
 from sbpc.rules.match import Arguments, Shard, Write
 from sbpc.rules.ops.dims import joined
 from sbpc.rules.registry import rule
-
-aten = torch.ops.aten
 
 
 def reduction(*clauses: str, empty: bool = True) -> Write:
@@ -39,31 +35,23 @@ def mean(shard: Shard) -> Any:
         return shard.plain()
     typed = {} if given["dtype"] is None else {"dtype": given["dtype"]}
     dims, keep = given.get("dim"), [given["keepdim"]] if given.get("keepdim") or given.get("dim") else []
-    total = shard.call(aten.sum.dim_IntList, given["self"], dims or list(range(len(sizes))), *keep, **typed)
-    return shard.call(aten.div.Scalar, total, math.prod(sizes[name] for name in reduced))
+    total = shard.aten("sum.dim_IntList", given["self"], dims or list(range(len(sizes))), *keep, **typed)
+    return shard.aten("div.Scalar", total, math.prod(sizes[name] for name in reduced))
 
 
-for function, ops in {
-    "all_of": (aten.all.default, aten.all.dim),
-    "any_of": (aten.any.default, aten.any.dim),
-    "deviation": (aten.std.correction, aten.std_mean.correction),
-    "logsumexp": (aten.logsumexp.default,),
-    "variance": (aten.var.correction, aten.var_mean.correction),
-    "vector_norm": (aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim),
+for function, names in {
+    "all_of": "all all.dim",
+    "any_of": "any any.dim",
+    "deviation": "std.correction std_mean.correction",
+    "logsumexp": "logsumexp",
+    "variance": "var.correction var_mean.correction",
+    "vector_norm": "linalg_vector_norm norm.Scalar norm.ScalarOpt_dim",
 }.items():
-    for op in ops:
-        rule(op, reduction(f"via R = {function}"))
-for op in (
-    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int,
-):  # fmt: skip
-    rule(op, reduction("fix R"))
-for op in (aten.amax.default, aten.max.default):
-    rule(op, reduction("max R"), nonempty="r")
-for op in (aten.amin.default, aten.min.default):
-    rule(op, reduction("min R"), nonempty="r")
-for op in (aten.mean.default, aten.mean.dim):
-    rule(op, reduction("+R", "lin(0)"), local=mean)
-for op in (aten.sum.default, aten.sum.dim_IntList):
-    rule(op, reduction("+R", "lin(0)"))
-rule(aten.all.dims, reduction("via R = all_of", empty=False))
-rule(aten.any.dims, reduction("via R = any_of", empty=False))
+    rule(names, reduction(f"via R = {function}"))
+rule("argmax argmin max.dim min.dim prod prod.dim_int", reduction("fix R"))
+rule("amax max", reduction("max R"), nonempty="r")
+rule("amin min", reduction("min R"), nonempty="r")
+rule("mean mean.dim", reduction("+R", "lin(0)"), local=mean)
+rule("sum sum.dim_IntList", reduction("+R", "lin(0)"))
+rule("all.dims", reduction("via R = all_of", empty=False))
+rule("any.dims", reduction("via R = any_of", empty=False))

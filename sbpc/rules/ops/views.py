@@ -5,22 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sbpc._compat import OpOverload
+from sbpc.mesh.states import Numbers
 from sbpc.rules.binding import flat_outputs
-from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Text, Write
-from sbpc.rules.ops.dims import fix, joined, numbered
+from sbpc.rules.match import FREE, WRITTEN, Arguments, Shard, Text, Write, overloads
+from sbpc.rules.ops.dims import along, fix, joined, moved, numbered
 from sbpc.rules.registry import rule
 
-aten = torch.ops.aten
 FIRST_STRIDE = 10_000
 # A size of the whole dim is no local one.
-CUT_BY_SIZE = (aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default)
+CUT_BY_SIZE = overloads("split.Tensor split_with_sizes unfold")
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ def reshape(given: Arguments, outputs: Any) -> tuple[str, dict[str, int]]:
     return f"{joined(left)}, [{' '.join(right)}] -> {joined(right)} ; lin(0){fix(*factors.fixed)}", factors.sizes
 
 
-def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def _blocks(before: Numbers, after: Numbers) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of dims (of size other than 1) of both shapes with equal products."""
     ins, outs = ([at for at, size in enumerate(shape) if size != 1] for shape in (before, after))
     if 0 in before:
@@ -56,7 +55,7 @@ def _blocks(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 class Factors:
     """The factors of a reshape, named block by block. texts: what each dim of both shapes is made of."""
 
-    shapes: tuple[Sequence[int], Sequence[int]]
+    shapes: tuple[Numbers, Numbers]
     texts: tuple[list[str], list[str]]
     sizes: dict[str, int] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
@@ -90,13 +89,13 @@ class Factors:
         return f"f{len(self.sizes) - 1}"
 
 
-def _borders(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+def _borders(shape: Numbers, dims: Numbers) -> list[int]:
     return [math.prod(shape[dim] for dim in dims[at:]) for at in range(len(dims) + 1)]
 
 
 def reshaped(shard: Shard) -> Any:
     """A reshape, which copies where strides forbid a view: what a collective returns has strides of its own."""
-    return shard.call(aten.reshape.default, shard.args[0], shard.shape())
+    return shard.aten("reshape", shard.args[0], shard.shape())
 
 
 # --- dims in another order or number ----------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
     An output dim of the stride and size of an input dim is that dim; one of stride 0 is new; all others are cut.
 
     >>> x = torch.ones(2, 3, 1)
-    >>> strided(aten.permute.default, {"self": x, "dims": [2, 0, 1]}, x.permute(2, 0, 1))
+    >>> strided(torch.ops.aten.permute.default, {"self": x, "dims": [2, 0, 1]}, x.permute(2, 0, 1))
     'd0 d1 d2 -> d2 d0 d1 ; lin(0)'
     """
     x = given["self"]
@@ -132,18 +131,10 @@ def strided(op: OpOverload, given: Arguments, outputs: Any) -> str:
 def squeeze_dims(shard: Shard) -> Any:
     """Removes the dims of GLOBAL size 1; a shard may have a single element as well."""
     dims = shard.match.bound.inputs[0].dims or ()
-    return shard.call(aten.squeeze.dims, shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
+    return shard.aten("squeeze.dims", shard.args[0], [at for at, dim in enumerate(dims) if not dim.factors])
 
 
 # --- some dims are cut, all others are free ---------------------------------------------------------------------------
-def _side(ndim: int, cut: Sequence[int], mark: str) -> str:
-    return joined(numbered(ndim, cut, mark))
-
-
-def _fixes(cut: Sequence[int], *marks: str) -> str:
-    return fix(*(f"{mark}{at}" for mark in marks for at in cut))
-
-
 def cutting(dims: str, *, sizes: bool = False) -> Write:
     """Input and output of equally many dims: those named by argument `dims` are fixed where the op does something.
 
@@ -156,43 +147,28 @@ def cutting(dims: str, *, sizes: bool = False) -> Write:
         asked = [value] if isinstance(value, int) else value
         whole = dims == "dim" and source.shape == outputs.shape and given.get("step", 1) == 1
         cut = [] if whole else sorted({dim % ndim for dim in asked}) if ndim else []
-        middle = f", [{_side(ndim, cut, 'y')}]" if sizes else ""
-        return f"{_side(ndim, cut, 'x')}{middle} -> {_side(ndim, cut, 'y')} ; lin(0){_fixes(cut, 'x', 'y')}"
+        return moved("x, [y] -> y" if sizes else "x -> y", ndim, cut)
 
     return write
 
 
-def unselect(given: Arguments, outputs: Any) -> str:
-    """select_backward."""
-    ndim, at = outputs.dim(), given["dim"] % outputs.dim()
-    rest = joined(f"d{dim}" for dim in range(ndim) if dim != at)
-    whole = _side(ndim, [at], "x")
-    return f"{rest}, [{whole}] -> {whole} ; lin(0){_fixes([at], 'x')}"
-
-
 def cat(given: Arguments, outputs: Any) -> str | None:
-    ndim, tensors = outputs.dim(), given["tensors"]
-    if any(tensor.dim() != ndim for tensor in tensors):  # an old exception: cat skips empty 1-d tensors
+    marks = [f"x{number}_" for number in range(len(given["tensors"]))]
+    if any(tensor.dim() != outputs.dim() for tensor in given["tensors"]):  # an old exception: cat skips empty 1-d tensors
         return None
-    at = given["dim"] % ndim
-    marks = [f"x{number}_" for number in range(len(tensors))]
-    parts = ", ".join(_side(ndim, [at], mark) for mark in marks)
-    return f"{parts} -> {_side(ndim, [at], 'y')} ; lin(all){_fixes([at], *marks, 'y')}"
+    return moved(f"{', '.join(marks)} -> y", outputs.dim(), [given["dim"] % outputs.dim()], "lin(all)")
 
 
 def stack(given: Arguments, outputs: Any) -> str:
-    ndim = outputs.dim()
-    at = given["dim"] % ndim
-    part = joined(f"d{dim}" for dim in range(ndim) if dim != at)
-    return f"{', '.join([part] * len(given['tensors']))} -> {_side(ndim, [at], 'y')} ; lin(all){_fixes([at], 'y')}"
+    sign = ", ".join("-" * len(given["tensors"])) + " -> y"
+    return moved(sign, outputs.dim(), [given["dim"] % outputs.dim()], "lin(all)")
 
 
 def pad(given: Arguments, outputs: Any) -> str:
     """constant_pad_nd; linear only where it pads with zeros. A dim that is padded by nothing on both ends is free."""
     ndim, amounts = given["self"].dim(), given["pad"]
     cut = sorted(ndim - 1 - at // 2 for at in range(0, len(amounts), 2) if any(amounts[at : at + 2]))
-    text = f"{_side(ndim, cut, 'x')} -> {_side(ndim, cut, 'y')}{_fixes(cut, 'x', 'y')}"
-    return text + (" ; lin(0)" if given["value"] == 0 else "")
+    return moved("x -> y", ndim, cut, "lin(0)" if given["value"] == 0 else "")
 
 
 def repeat(given: Arguments, outputs: Any) -> str:
@@ -201,23 +177,18 @@ def repeat(given: Arguments, outputs: Any) -> str:
     cut = [at for at in range(ndim) if given["repeats"][at] != 1 or at < new]
     mine = numbered(ndim, cut, "x")[new:]
     fixed = [name for name in mine if name[0] == "x"] + [f"y{at}" for at in cut]
-    return f"{joined(mine)} -> {_side(ndim, cut, 'y')} ; lin(0){fix(*fixed)}"
+    return f"{joined(mine)} -> {joined(numbered(ndim, cut, 'y'))} ; lin(0){fix(*fixed)}"
 
 
 def embed(given: Arguments, outputs: Any) -> str:
     """slice_scatter and select_scatter: src written into self, jointly linear."""
-    ndim = outputs.dim()
-    at = given["dim"] % ndim
-    sliced = given["src"].dim() == ndim
-    source = joined(name for name in numbered(ndim, [at], "y") if sliced or name[0] == "d")
-    whole = _side(ndim, [at], "x")
-    return f"{whole}, {source} -> {whole} ; lin(0,1){_fixes([at], *('xy' if sliced else 'x'))}"
+    sliced = given["src"].dim() == outputs.dim()
+    return moved("x, y -> x" if sliced else "x, - -> x", outputs.dim(), [given["dim"] % outputs.dim()], "lin(0,1)")
 
 
 def triangle(given: Arguments, outputs: Any) -> str:
-    ndim = given["self"].dim()
-    cut = [ndim - 2, ndim - 1]
-    return f"{_side(ndim, cut, 'x')} -> {_side(ndim, cut, 'x')} ; lin(0){_fixes(cut, 'x')}"
+    ndim = outputs.dim()
+    return moved("x -> x", ndim, [ndim - 2, ndim - 1])
 
 
 def roll(given: Arguments, outputs: Any) -> Text:
@@ -225,27 +196,22 @@ def roll(given: Arguments, outputs: Any) -> Text:
     return cutting("dims")({**given, "dims": given["dims"] or list(range(given["self"].dim()))}, outputs)
 
 
-for op in (
-    aten.diagonal.default, aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.t.default, aten.transpose.int, aten.unbind.int,
-    aten.unfold.default, aten.unsqueeze.default,
-):  # fmt: skip
+for op in overloads(
+    "diagonal expand permute select.int slice.Tensor split.Tensor split_with_sizes t transpose.int unbind.int unfold unsqueeze"
+):
     rule(op, functools.partial(strided, op), view=True)
-for op in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+for op in overloads("squeeze squeeze.dim squeeze.dims"):
     rule(op, functools.partial(strided, op), local=squeeze_dims, view=True)
-for op in (aten._unsafe_view.default, aten.reshape.default, aten.view.default):
-    rule(op, reshape, local=reshaped, view=True)
-for op in (aten.slice_scatter.default, aten.select_scatter.default):
-    rule(op, embed, flops=WRITTEN)
-for op in (aten.tril.default, aten.triu.default):
-    rule(op, triangle, flops=WRITTEN)
-rule(aten.cat.default, cat, flops=FREE)
-rule(aten.constant_pad_nd.default, pad, flops=FREE)
-rule(aten.flip.default, cutting("dims"), flops=FREE)
-rule(aten.repeat.default, repeat, flops=FREE)
-rule(aten.roll.default, roll, flops=FREE)
-rule(aten.select_backward.default, unselect, flops=FREE)
-rule(aten.slice_backward.default, cutting("dim", sizes=True), flops=FREE)
-rule(aten.stack.default, stack, flops=FREE)
-rule(aten.view_as_complex.default, "*a 2 -> *a ; lin(0)", view=True)
-rule(aten.view_as_real.default, "*a -> *a 2 ; lin(0)", view=True)
+rule("_unsafe_view reshape view", reshape, local=reshaped, view=True)
+rule("slice_scatter select_scatter", embed, flops=WRITTEN)
+rule("tril triu", triangle, flops=WRITTEN)
+rule("cat", cat, flops=FREE)
+rule("constant_pad_nd", pad, flops=FREE)
+rule("flip", cutting("dims"), flops=FREE)
+rule("repeat", repeat, flops=FREE)
+rule("roll", roll, flops=FREE)
+rule("select_backward", along("-, [x] -> x"), flops=FREE)
+rule("slice_backward", cutting("dim", sizes=True), flops=FREE)
+rule("stack", stack, flops=FREE)
+rule("view_as_complex", "*a 2 -> *a ; lin(0)", view=True)
+rule("view_as_real", "*a -> *a 2 ; lin(0)", view=True)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from sbpc.errors import RuleError
-from sbpc.mesh.states import B, P, Partial, Split, State, chunk_sizes, shards, whole
+from sbpc.graph.operands import with_arguments
+from sbpc.mesh.layout import Layout, chunk
+from sbpc.mesh.states import B, Names, Numbers, P, Partial, Split, State, chunk_sizes, shards
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.proof.prove import BROKEN, Case, call, equal, swapped
+from sbpc.rules.proof.prove import AXES, BROKEN, Case, Refuted, call, compare, swapped
 from sbpc.rules.proof.worker import Lost, attempt
 
 RANKS = 2
@@ -33,22 +35,11 @@ class Size:
     at: int | None
 
 
-@dataclass(frozen=True)
-class How:
-    """How a search runs: the number of ranks, and the kinds of partial results that an output may be, tried in turn."""
-
-    ranks: int = RANKS
-    reductions: tuple[Partial, ...] = (P,)
-
-
 class Pattern(NamedTuple):
     """Which dim of each operand is split, None for none, and which integer is cut with it."""
 
     dims: tuple[int | None, ...]
     size: Size | None
-
-
-TWO = How()
 
 
 @dataclass(frozen=True)
@@ -61,11 +52,15 @@ class SearchResult:
     signatures: dict[Signature, Size | None]
     tried: int
     left: int
-    lost: tuple[str, ...]
+    lost: Names
 
 
-def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: How = TWO) -> SearchResult:
+def search(
+    one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, reductions: Sequence[Partial] = (P,)
+) -> SearchResult:
     """All signatures of a call that hold. An output gets the first state of B, P and S that holds for all values.
+
+    reductions: the kinds of partial results that an output may be, tried in turn.
 
     An op that crashes or hangs on more than CRASHES patterns does not check shapes. Then, or where there are more than
     MOST patterns, only those are tried that split all dims of one size. Raises RuleError if the op crashes or hangs on
@@ -77,7 +72,7 @@ def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: Ho
     for chosen in (every, fitting) if len(every) <= MOST else (fitting,):
         found: dict[Signature, Size | None] = {}
         crashes = 0
-        for pattern, result in attempt(lambda pattern: of_pattern(one, pattern, how), chosen, seconds):
+        for pattern, result in attempt(lambda pattern: of_pattern(one, pattern, reductions), chosen, seconds):
             if isinstance(result, Lost):
                 crashes += 1
                 lost.append(result.why)
@@ -92,20 +87,17 @@ def search(one: Case, sizes: Sequence[Size] = (), seconds: float = 20.0, how: Ho
 
 
 def confirm(
-    one: Case, found: Mapping[Signature, Size | None], ranks: Sequence[int], seconds: float = 20.0, how: How = TWO
+    one: Case, found: Mapping[Signature, Size | None], ranks: Numbers, seconds: float = 20.0
 ) -> dict[Signature, dict[int, bool]]:
     """By signature and number of ranks: whether it holds there. A number that leaves a rank an empty shard is not tried."""
 
-    def leaves_one_empty(signature: Signature, number: int) -> bool:
-        split = [(s, value) for s, value in zip(signature.inputs, one.operands) if isinstance(s, Split)]
-        return any(0 in chunk_sizes(value.shape[state.dim], number) for state, value in split)
-
     def holds_on(item: tuple[Signature, int]) -> bool:
         signature, number = item
-        return holds(one, signature.inputs, found[signature], signature.outputs, replace(how, ranks=number))
+        return holds(one, signature.inputs, found[signature], signature.outputs, number)
 
-    items = [(s, number) for s in found for number in ranks if not leaves_one_empty(s, number)]
     held: dict[Signature, dict[int, bool]] = {signature: {} for signature in found}
+    cut = {s: [v.shape[i.dim] for i, v in zip(s.inputs, one.operands) if isinstance(i, Split)] for s in found}
+    items = [(s, number) for s in found for number in ranks if not any(0 in chunk_sizes(n, number) for n in cut[s])]
     for (signature, number), result in attempt(holds_on, items, seconds):
         held[signature][number] = result is True
     return held
@@ -127,11 +119,11 @@ def patterns(one: Case, sizes: Sequence[Size]) -> Iterator[Pattern]:
                 yield Pattern(dims, size)
 
 
-def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
+def of_pattern(one: Case, pattern: Pattern, reductions: Sequence[Partial]) -> list[Signature]:
     """The valid signatures with these splits: every other operand is whole, or partial where it holds numbers."""
     dims, size = pattern
     given: list[State] = [B if dim is None else Split(dim) for dim in dims]
-    if outcome([one], given, size, how, shapes_only=True) is None:
+    if outcome([replace(one, values=False)], given, size, reductions) is None:  # of their shapes alone
         return []
     calls = [one, *filter(runs, others(one))]
     exact = all(not value.is_floating_point() for value in one.operands)
@@ -141,7 +133,7 @@ def of_pattern(one: Case, pattern: Pattern, how: How = TWO) -> list[Signature]:
     for count in range(len(numbers) + 1):
         for chosen in itertools.combinations(numbers, count):
             ins = [P if at in chosen else state for at, state in enumerate(given)]
-            outs = outcome(calls, ins, size, how)
+            outs = outcome(calls, ins, size, reductions)
             if outs is not None:
                 found.append(Signature(tuple(ins), outs))
     return found
@@ -183,48 +175,39 @@ def runs(one: Case) -> bool:
 
 
 def outcome(
-    calls: Sequence[Case], ins: Sequence[State], size: Size | None, how: How = TWO, shapes_only: bool = False
+    calls: Sequence[Case], ins: Sequence[State], size: Size | None, reductions: Sequence[Partial]
 ) -> tuple[State, ...] | None:
-    """The states of the outputs if the inputs are in `ins`, the same in all calls; None if an output is in no state.
-
-    shapes_only: ask only whether the ranks' outputs have the shapes of some state.
-    """
+    """The states of the outputs if the inputs are in `ins`, the same in all calls; None if an output is in no state."""
     left: list[list[State]] = []
-    for number, call_ in enumerate(calls):
-        made = outputs_of(call_, ins, size, how)
+    for one in calls:
+        made = outputs_of(one, ins, size, RANKS)
         if made is None:
             return None
-        if number == 0:
-            dims = [v.dim() if isinstance(v, Tensor) else None for _, v in made]
-            left = [[B] if n is None else [B, *how.reductions, *map(Split, range(n))] for n in dims]
-        for at, (parts, v) in enumerate(made):
-            if isinstance(v, Tensor):
-                left[at] = [state for state in left[at] if in_state(parts, state, v, call_, shapes_only)]
+        dims = [v.dim() if isinstance(v, Tensor) else None for _, v in made]
+        left = left or [[B] if n is None else [B, *reductions, *map(Split, range(n))] for n in dims]
+        left = [[s for s in states if in_state(parts, s, v, one)] for states, (parts, v) in zip(left, made)]
         if not all(left):
             return None
     return tuple(states[0] for states in left)
 
 
-def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], how: How) -> bool:
+def holds(one: Case, ins: Sequence[State], size: Size | None, outs: Sequence[State], ranks: int) -> bool:
     """Whether the outputs are in the states `outs` if the inputs are in `ins`."""
-    made = outputs_of(one, ins, size, how)
-    return made is not None and all(
-        not isinstance(expected, Tensor) or in_state(parts, state, expected, one)
-        for (parts, expected), state in zip(made, outs)
-    )
+    made = outputs_of(one, ins, size, ranks)
+    return made is not None and all(in_state(parts, s, v, one) for (parts, v), s in zip(made, outs))
 
 
 def outputs_of(
-    one: Case, ins: Sequence[State], size: Size | None, how: How
+    one: Case, ins: Sequence[State], size: Size | None, ranks: int
 ) -> list[tuple[tuple[Any, ...], Any]] | None:
     """For each output what the ranks have and what one device has; None if the op fails on shards."""
     generator = torch.Generator().manual_seed(11)
-    held = [parts_of(value, state, generator, how.ranks) for value, state in zip(one.operands, ins)]
+    held = [parts_of(value, state, generator, ranks) for value, state in zip(one.operands, ins)]
     results = []
-    for rank in range(how.ranks):
-        args, kwargs = swapped(one, [parts[rank] for parts in held])
+    for rank in range(ranks):
+        args, kwargs = resized(one, *swapped(one, [parts[rank] for parts in held]), size, rank, ranks)
         try:
-            results.append(flat_outputs(call(one.op, *resized(one, args, kwargs, size, rank, how.ranks), **kwargs)))
+            results.append(flat_outputs(call(one.op, *args, **kwargs)))
         except BROKEN:
             return None
     wanted = flat_outputs(one.run())
@@ -243,39 +226,33 @@ def parts_of(value: Tensor, state: State, generator: torch.Generator, ranks: int
 
 def resized(
     one: Case, args: list[Any], kwargs: dict[str, Any], size: Size | None, rank: int, ranks: int = RANKS
-) -> list[Any]:
-    """The positional arguments with one integer cut; a named one is replaced in `kwargs`."""
-    if size is None:
-        return args
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with one of the integers that are given cut."""
+    given = dict(zip((argument.name for argument in one.op._schema.arguments), args)) | kwargs
+    if size is None or size.name not in given:
+        return args, kwargs
 
-    def cut(value: Any) -> Any:
-        if size.at is None:
-            return chunk_sizes(value, ranks)[rank]
-        return [chunk_sizes(item, ranks)[rank] if at == size.at and item > 0 else item for at, item in enumerate(value)]
+    def cut(item: int) -> int:
+        return chunk(item, (0,), (ranks,), (rank,))[1]
 
-    if size.name in kwargs:
-        kwargs[size.name] = cut(kwargs[size.name])
-        return args
-    names = [argument.name for argument in one.op._schema.arguments]
-    return [cut(value) if names[at] == size.name else value for at, value in enumerate(args)]
+    value = given[size.name]
+    if size.at is not None:
+        value = [cut(item) if at == size.at and item > 0 else item for at, item in enumerate(value)]
+    return with_arguments(one.op, args, kwargs, {size.name: value if size.at is not None else cut(value)})
 
 
-def in_state(parts: Sequence[Any], state: State, expected: Tensor, one: Case, shapes_only: bool = False) -> bool:
-    """Whether these parts of an output are in a state. shapes_only: by their shapes, which partial sums have as whole ones."""
-    if not all(isinstance(part, Tensor) and part.dtype == expected.dtype for part in parts):
-        return False
-    shapes = [tuple(expected.shape)] * len(parts)
-    if isinstance(state, Split):
-        sizes = chunk_sizes(expected.shape[state.dim], len(parts))
-        shapes = [(*shape[: state.dim], size, *shape[state.dim + 1 :]) for shape, size in zip(shapes, sizes)]
-    no_number = expected.dtype == torch.bool or (expected.is_complex() and state != P)  # complex ones have no order
-    if (isinstance(state, Partial) and no_number) or shapes != [tuple(part.shape) for part in parts]:
-        return False
-    if shapes_only or not one.values:
+def in_state(parts: Sequence[Any], state: State, expected: Any, one: Case) -> bool:
+    """Whether these parts of an output are in a state; what is no tensor is in any."""
+    if not isinstance(expected, Tensor):
         return True
-    if state == B:
-        return all(equal(part, expected, close(one)) for part in parts)
-    return equal(whole(list(parts), state), expected, close(one))
+    no_number = expected.dtype == torch.bool or (expected.is_complex() and state != P)  # complex ones have no order
+    if (isinstance(state, Partial) and no_number) or not all(isinstance(part, Tensor) for part in parts):
+        return False
+    try:
+        compare(Layout(AXES[:1], (state,)), parts, expected, (len(parts),), replace(one, tolerance=close(one)))
+    except Refuted:
+        return False
+    return True
 
 
 def close(one: Case) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sbpc.errors import RuleError
 from sbpc.graph.operands import named_arguments
-from sbpc.mesh.states import B, P, Partial, Split, State
+from sbpc.mesh.states import B, Ints, Numbers, P, Partial, Split, State
 from sbpc.rules.binding import Bound, Signature, is_list, signatures
 from sbpc.rules.proof.brute_force import Size, follows
 from sbpc.rules.proof.prove import Case
@@ -257,7 +257,7 @@ class Writing:
         order = sorted(self.names.items(), key=lambda item: (len(item[1]), item[1]))
         tensors = [at for at, value in enumerate(self.outputs) if isinstance(value, Tensor)]
         reduced: dict[str, list[str]] = {}
-        same: dict[tuple[int, ...], list[str]] = {}
+        same: dict[Ints, list[str]] = {}
         added: dict[int, None] = {}
         for letter, name in order:
             kinds = [state.op for state in letter.outputs if isinstance(state, Partial)]
@@ -291,7 +291,7 @@ def iter_names(taken: Mapping[str, Any]) -> Iterator[str]:
     return (name for name in every if name not in taken)
 
 
-def listed(numbers: Sequence[int]) -> str:
+def listed(numbers: Numbers) -> str:
     """Numbers with commas."""
     return ",".join(map(str, numbers))
 

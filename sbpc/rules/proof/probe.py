@@ -20,10 +20,10 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload, load_custom_ops
 from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves, named_arguments, with_arguments
-from sbpc.mesh.states import P, Partial
+from sbpc.mesh.states import Names, Numbers, P, Partial, Shape
 from sbpc.rules.binding import Signature, divides, flat_outputs
 from sbpc.rules.proof import user_rules
-from sbpc.rules.proof.brute_force import How, SearchResult, Size, confirm, search
+from sbpc.rules.proof.brute_force import SearchResult, Size, confirm, search
 from sbpc.rules.proof.infer import Evidence, Inferred, extent, infer, left_over, places_of
 from sbpc.rules.proof.prove import Case, short, swapped
 from sbpc.rules.proof.rule_files import UNREVIEWED, add_entries
@@ -42,7 +42,7 @@ from sbpc.rules.registry import row
 
 SECONDS = 5.0  # that one call may take
 PROOF = 120.0  # that a proof may take
-HOW = How(2, (P, Partial("max"), Partial("min")))
+REDUCTIONS = P, Partial("max"), Partial("min")
 CUT = (7, 10, 11, 8, 13, 14, 17, 19, 20, 22)  # other sizes of split factors, uneven on 3 ranks or 4
 LED = 12  # another size of factors that lead a group
 WAYS = ((True, True, True), (True, False, True), (False, True, True), (False, False, True), (True, False, False))
@@ -60,11 +60,11 @@ class Probe:
 
     op: OpOverload
     rule: str | None
-    seen: tuple[str, ...]
+    seen: Names
     valid: int
     tried: int
     left_out: tuple[tuple[Signature, str], ...]
-    remarks: tuple[str, ...]
+    remarks: Names
 
     def __str__(self) -> str:
         seen = "; again on ".join(self.seen)
@@ -118,7 +118,7 @@ def probe_call(op: OpOverload, calls: Sequence[SmallCall], seconds: float = SECO
     load_custom_ops()
     call, cases = first_that_runs(op, calls, seconds)
     for one, outputs in cases:
-        found = search(one, list(sizes_in(one)), seconds, HOW)
+        found = search(one, list(sizes_in(one)), seconds, REDUCTIONS)
         done = inferred(one, outputs, found, seconds)
         if not done.refused:  # else with values that tell more: whole numbers have no fractions
             break
@@ -168,12 +168,12 @@ class Look(NamedTuple):
     """What a call gives: shape and dtype of each output, None for one that is no tensor; whether all are finite; how close they
     can be."""
 
-    outputs: list[tuple[tuple[int, ...], torch.dtype] | None]
+    outputs: list[tuple[Shape, torch.dtype] | None]
     finite: bool
     tolerance: float
 
 
-def on_meta(about: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Any, ...]:
+def on_meta(about: Sequence[tuple[Shape, torch.dtype] | None]) -> tuple[Any, ...]:
     """Outputs of these shapes and types, None for those that are no tensors."""
     return tuple(None if each is None else torch.empty(each[0], dtype=each[1], device="meta") for each in about)
 
@@ -230,14 +230,14 @@ class Outcome:
     rule: str | None
     cases: tuple[Case, ...]
     left_out: tuple[tuple[Signature, str], ...]
-    remarks: tuple[str, ...]
+    remarks: Names
     refused: bool = False
 
 
 def inferred(one: Case, outputs: tuple[Any, ...], found: SearchResult, seconds: float) -> Outcome:
     """The rule that derives most and that its proof accepts, first on other sizes too."""
     facts = Facts(one, outputs, found, seconds)
-    failed, texts = tuple[str, ...](), dict[str, None]()
+    failed, texts = Names(), dict[str, None]()
     for unread, (share, follow, again) in itertools.product((True, False), WAYS):
         made, second = facts.settle(share, follow, unread, again)
         if len(made.offered) == 1:
@@ -273,7 +273,7 @@ class Second:
 
     one: Case
     outputs: tuple[Any, ...]
-    kept: tuple[str, ...]
+    kept: Names
 
 
 class Facts:
@@ -285,10 +285,10 @@ class Facts:
         self.where: dict[Signature, str] = {}
         self.learn(one, outputs, (3, 4))
 
-    def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Sequence[int]) -> bool:
+    def learn(self, one: Case, outputs: tuple[Any, ...], ranks: Numbers) -> bool:
         """Try all signatures that seem valid on a call. Returns whether one fails that had not failed before."""
         before = dict(self.broken)
-        for signature, told in confirm(one, self.found.signatures, ranks, self.seconds, HOW).items():
+        for signature, told in confirm(one, self.found.signatures, ranks, self.seconds).items():
             cut = [extent(one, outputs, place) for place in places_of(signature, self.found.signatures[signature])]
             for number in (number for number, held in told.items() if not held):
                 even = all(size % number == 0 for size in cut)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from torch.fx.node import map_aggregate
 from sbpc.errors import LayoutError, RuleError, shown
 from sbpc.graph.operands import leaves, named_arguments
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.states import B, P, Split, State, chunk_sizes
+from sbpc.mesh.states import Axes, B, Ints, Numbers, P, Split, State, chunk_sizes
 from sbpc.rules.binding import Signature, flat_outputs
 from sbpc.rules.match import Match, Phases
 from sbpc.rules.registry import match
@@ -45,7 +46,7 @@ class Case:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
-    zero: tuple[int, ...] = ()
+    zero: Ints = ()
     values: bool = True
 
     def run(self) -> Any:
@@ -85,36 +86,25 @@ class Refuted(Exception):
         self.expected, self.found = expected, found
 
 
-@dataclass
-class Count:
-    """What was proved: signatures, signatures at some number of ranks, rejected mutants, ordered pairs."""
-
-    signatures: int = 0
-    runs: int = 0
-    mutants: int = 0
-    pairs: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values())))
-
-
 def prove(
-    one: Case, ranks: Sequence[int] = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
-) -> Count:
+    one: Case, ranks: Numbers = RANKS, pairs: Sequence[tuple[int, int]] = ((2, 2), (3, 2)), mutants: bool = True
+) -> Counter[str]:
     """Prove every signature of a case at these numbers of ranks, reject its mutants, and prove every ordered pair.
+
+    Returns how many signatures were proved, runs of one at some number of ranks, mutants that were rejected, and pairs.
 
     Raises RuleError with the signature, the inputs and both results for one that does not hold.
     """
     m = one.match()
-    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Count())
+    count = sum((prove_signature(one, m, signature, ranks, mutants) for signature in m.signatures), Counter[str]())
     for first, second in itertools.product(m.signatures, repeat=2) if pairs else ():
-        count.pairs += prove_pair(one, m, first, second, pairs)
+        count["pairs"] += prove_pair(one, m, first, second, pairs)
     return count
 
 
-def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[int], mutants: bool) -> Count:
+def prove_signature(one: Case, m: Match, signature: Signature, ranks: Numbers, mutants: bool) -> Counter[str]:
     """Prove a signature at these numbers of ranks, and reject its mutants at the first that it applies to; see `prove`."""
-    count = Count(1)
+    count = Counter(signatures=1)
     for number in ranks:
         try:
             results = run(one, m, (signature,), (number,))
@@ -122,17 +112,17 @@ def prove_signature(one: Case, m: Match, signature: Signature, ranks: Sequence[i
         except Inapplicable:
             continue
         except Refuted as error:
-            raise refusal(one, m, signature_on(signature, number), error) from error
-        count.runs += 1
-        if mutants and count.runs == 1:
-            count.mutants = reject(one, m, signature, number, results)
-    if not count.runs:
+            raise refusal(one, m, f"{short(signature)}, on {number} ranks", error) from error
+        count["runs"] += 1
+        if mutants and count["runs"] == 1:
+            count["mutants"] = reject(one, m, signature, number, results)
+    if not count["runs"]:
         todo = f"Give sizes that one of {', '.join(map(str, ranks))} divides."
         raise RuleError(f"{one}: {signature} is never applicable\n  {m.rule}\n  {todo}")
     return count
 
 
-def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int] = ()) -> None:
+def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()) -> None:
     """Run `one` under one signature per axis on a mesh of `ranks`; raises Refuted if that is wrong, or Inapplicable.
 
     order: the order in which the axes cut a dim that several of them cut.
@@ -142,7 +132,7 @@ def check(one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int]
 
 
 def run(
-    one: Case, m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int] = ()
+    one: Case, m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers = ()
 ) -> list[list[Any]]:
     """The flat outputs of every rank, in row-major order."""
     axes, order = AXES[: len(ranks)], tuple(order)
@@ -156,11 +146,11 @@ def run(
 
 
 def run_call(
-    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], order: Sequence[int], given: Any
+    m: Match, chosen: Sequence[Signature], ranks: Numbers, order: Numbers, given: Any
 ) -> list[list[Any]]:
     """The flat outputs of one call on every rank. given: the arguments by rank."""
     places = itertools.product(*map(range, ranks))
-    sized = [locate(m, chosen, ranks, at, order or range(len(ranks))) for at in places]
+    sized = [locate(m, chosen, ranks, at, order) for at in places]
     results = []
     for rank, ((local, offsets), (args, kwargs)) in enumerate(zip(sized, given)):
         try:
@@ -171,10 +161,10 @@ def run_call(
 
 
 def run_apart(
-    m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Sequence[int], order: tuple[int, ...], held: Any
+    m: Match, phases: Phases, chosen: Sequence[Signature], ranks: Numbers, order: Axes, held: Any
 ) -> list[list[Any]]:
     """The same of a call that is taken apart; where a value is read in other states than it comes out, it is boxed."""
-    locate(m, chosen, ranks, (0,) * len(ranks), order or range(len(ranks)))
+    locate(m, chosen, ranks, (0,) * len(ranks), order)
     ways, axes, values = phases.along(chosen), AXES[: len(ranks)], dict(enumerate(held))
     if ways is None:
         raise Inapplicable("one of them has no way through the small graph")
@@ -189,8 +179,8 @@ def run_apart(
 
 
 def agree(
-    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Sequence[int],
-    order: Sequence[int] = (),
+    one: Case, results: Sequence[Sequence[Any]], claims: Sequence[tuple[State, ...]], ranks: Numbers,
+    order: Numbers = (),
 ) -> None:  # fmt: skip
     """Raises Refuted unless the ranks' outputs are in the states claimed of them, one per axis, what they must be."""
     for at, (states, expected) in enumerate(zip(claims, flat_outputs(one.run()))):
@@ -200,7 +190,7 @@ def agree(
 
 
 def compare(
-    layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Sequence[int], one: Case, number: int = 0
+    layout: Layout, parts: Sequence[Tensor], expected: Tensor, ranks: Numbers, one: Case, number: int = 0
 ) -> None:
     """Raises Refuted unless the rejoined parts are the expected tensor, shape, dtype and all."""
     places = list(itertools.product(*map(range, ranks)))
@@ -233,11 +223,11 @@ def equal(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def locate(
-    m: Match, chosen: Sequence[Signature], ranks: Sequence[int], at: Sequence[int], order: Sequence[int]
+    m: Match, chosen: Sequence[Signature], ranks: Numbers, at: Numbers, order: Numbers
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The local factor sizes, and offsets of the factors of `shifts`, of the rank at coordinates `at`."""
     local, start = dict(m.sizes), dict.fromkeys(m.sizes, 0)
-    for axis in order:
+    for axis in order or range(len(ranks)):
         factor = chosen[axis].factor
         if factor is None:
             continue
@@ -274,7 +264,7 @@ def reject(one: Case, m: Match, signature: Signature, ranks: int, results: Seque
         except Refuted:
             count += 1
             continue
-        what = f"{one}: with {signature_on(signature, ranks)} output {at} passes as {other}\n  {m.rule}"
+        what = f"{one}: with {short(signature)}, on {ranks} ranks output {at} passes as {other}\n  {m.rule}"
         raise RuleError(f"{what}\n  Give inputs that tell right from wrong: values that differ, none of them zero.")
     return count
 
@@ -298,11 +288,6 @@ def prove_pair(one: Case, m: Match, first: Signature, second: Signature, meshes:
 def short(signature: Signature) -> str:
     """A signature without alignment."""
     return str(signature).replace("    split", ", split")
-
-
-def signature_on(signature: Signature, ranks: int) -> str:
-    """Which signature, and on how many ranks."""
-    return f"{short(signature)}, on {ranks} ranks"
 
 
 def refusal(one: Case, m: Match, what: str, why: Refuted) -> RuleError:

@@ -10,9 +10,10 @@ from typing import Any
 
 from sbpc._compat import OpOverload
 from sbpc.errors import RuleError, check_kinds, is_name
+from sbpc.mesh.states import Names
 from sbpc.rules import registry
 from sbpc.rules.grammar import parse
-from sbpc.rules.match import WRITTEN, Arguments, Entry
+from sbpc.rules.match import WRITTEN, Arguments, Entry, Write
 from sbpc.rules.proof.user_rules import Registered, fits, require_pure, resolve
 from sbpc.rules.registry import applied, row
 
@@ -49,12 +50,12 @@ def load_rules(path: str | Path) -> list[Registered]:
         with at_line(file, line.number):
             lines.setdefault(op_of(line), []).append(line)
     done = []
-    for op, alternatives in lines.items():
+    for op, ways in lines.items():
         done.append(Registered(op, registry.TABLE.get(op)))
-        texts = tuple(line.text for line in alternatives)
+        texts = tuple(line.text for line in ways)
         factors = tuple(dict.fromkeys(factor for text in texts for factor in parse(text).factors))
-        source = f"reviewed, {file.name}:{alternatives[0].number}"
-        registry.put(op, Entry(op, Alternatives(texts, op), WRITTEN, nonempty=factors, source=source))
+        source = f"reviewed, {file.name}:{ways[0].number}"
+        registry.put(op, Entry(op, alternatives(texts, op), WRITTEN, nonempty=factors, source=source))
     return done
 
 
@@ -128,18 +129,16 @@ def at_line(file: Path, number: int) -> Iterator[None]:
         raise RuleError(f"{file}, line {number}: {error}") from error
 
 
-@dataclass(frozen=True)
-class Alternatives:
-    """Rule strings of one op, of which a call takes the first that fits it."""
+def alternatives(texts: Names, op: OpOverload) -> Write:
+    """What writes the rule of a call of an op: the first of these strings that fits it."""
 
-    texts: tuple[str, ...]
-    op: OpOverload
-
-    def __call__(self, given: Arguments, outputs: Any) -> str | None:
-        for text in self.texts:
+    def write(given: Arguments, outputs: Any) -> str | None:
+        for text in texts:
             try:
-                if applied(self.op, text, given, outputs) is not None:
+                if applied(op, text, given, outputs) is not None:
                     return text
             except RuleError:  # for tensors of other numbers of dims
                 continue
         return None
+
+    return write

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from sbpc.graph.operands import leaves
+from sbpc.mesh.states import Names, Numbers
 
 LARGE, MOST = 12, 1 << 18  # a dim that is scaled down; elements that brute force takes
 SMALL = (6, 8, 10, 14, 15, 16, 18, 20, 21, 22)  # what large dims become, in their order
@@ -23,7 +24,7 @@ class SmallCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    remarks: tuple[str, ...] = ()
+    remarks: Names = ()
 
 
 def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SmallCall]:
@@ -49,7 +50,7 @@ def small_calls(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[SmallCal
     return list(found.values())
 
 
-def scales(dims: Sequence[int]) -> Iterator[dict[int, int]]:
+def scales(dims: Numbers) -> Iterator[dict[int, int]]:
     """Large sizes by what they become.
 
     >>> list(scales([3, 8, 64, 256]))

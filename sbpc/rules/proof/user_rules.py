@@ -14,14 +14,14 @@ from torch.fx.node import map_aggregate
 from sbpc._compat import OpOverload, op_names, overload_of
 from sbpc.errors import RuleError, check_kinds, shown
 from sbpc.graph.operands import leaves
-from sbpc.mesh.states import chunk_sizes
+from sbpc.mesh.states import Ints, chunk_sizes
 from sbpc.rules import registry
-from sbpc.rules.binding import base, is_list
+from sbpc.rules.binding import Signature, base, is_list
 from sbpc.rules.grammar import Operand, Rule, parse, refuse
 from sbpc.rules.match import Count, Entry, Kernel, Match, Write
 from sbpc.rules.predicate import names_in
 from sbpc.rules.proof.prove import RANKS, Case, Inapplicable, Refuted, check, equal, prove
-from sbpc.rules.proof.worker import Lost, attempt
+from sbpc.rules.proof.worker import attempt
 from sbpc.rules.registry import row
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
@@ -242,13 +242,13 @@ def prove_on(cases: Sequence[Case], made: Entry) -> None:
             sizes[base(factor)] = max(size, sizes.get(base(factor), 0))
     if cases and isinstance(made.text, str):
         parsed = parse(made.text)
-        single = [f for f in parsed.factors if f not in parsed.unsplit and sizes.get(f, 0) < 2 and not parsed.rng]
+        single = [f for f in parsed.factors if f not in parsed.fixed and sizes.get(f, 0) < 2]
         if single:
             what = f"{made.op}: no example splits the factor {single[0]!r}, which has one element in all of them"
             raise RuleError(f"{what}\n  {made.text}\n  Give an example where it has more, or fix it: fix {single[0]}.")
 
 
-def ranks_for(m: Match) -> tuple[int, ...]:
+def ranks_for(m: Match) -> Ints:
     """2, 3 and 4 ranks, and for each factor a number of ranks that leaves one of them without elements."""
     split = dict.fromkeys(s.factor for s in m.signatures if s.factor and s.factor not in (*m.divides, *m.nonempty))
     return tuple(sorted({*RANKS, *(ranks_beyond(m.sizes[factor]) for factor in split)}))
@@ -274,20 +274,17 @@ def require_function(one: Case) -> None:
 def breaking(one: Case) -> Iterable[str]:
     """The factors that may leave no rank an empty shard, since the op fails on one: found in a worker, as it may crash."""
     m = one.match()
-    splits = [s for s in m.signatures if s.factor and s.factor not in m.divides]
-    if any(not operand.is_cpu for operand in one.operands):
-        results: Iterable[tuple[Any, Any]] = [(s, survives(one, m, s)) for s in splits]
-    else:
-        results = attempt(lambda s: survives(one, m, s), splits, SECONDS)
-    return [base(str(s.factor)) for s, fine in results if fine is False or isinstance(fine, Lost)]
 
-
-def survives(one: Case, m: Match, signature: Any) -> bool:
-    """Whether a signature holds where one rank has an empty shard."""
-    try:
-        check(one, m, (signature,), (ranks_beyond(m.sizes[signature.factor]),))
-    except Inapplicable:
-        return True
-    except Refuted:
+    def fails(signature: Signature) -> bool:
+        try:
+            check(one, m, (signature,), (ranks_beyond(m.sizes[str(signature.factor)]),))
+        except Refuted:
+            return True
+        except Inapplicable:
+            pass
         return False
-    return True
+
+    splits = [s for s in m.signatures if s.factor and s.factor not in m.divides]
+    forked = all(operand.is_cpu for operand in one.operands)
+    results = attempt(fails, splits, SECONDS) if forked else ((s, fails(s)) for s in splits)
+    return [base(str(s.factor)) for s, failed in results if failed]

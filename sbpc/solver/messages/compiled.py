@@ -6,7 +6,7 @@ The machine code reads tables of addresses and works on the arrays of `Messages`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -20,7 +20,6 @@ def row(names: str) -> np.dtype:
     return np.dtype([(name.rstrip("."), np.float64 if name.endswith(".") else np.int64) for name in names.split()])
 
 
-FORWARD, BACKWARD = 0, 1
 NODE = row("costs inbox gather labels star links earlier later")
 LINK = row("seconds inbox part. here there by_row star branch")
 STAR = row("seconds price equal made branch sources aliases layouts branches")
@@ -46,32 +45,32 @@ class Tables:
     are stored [here, there]. sizes: the most labels or pairs of a node, the most layouts, the most layouts of all branches.
     """
 
-    def __init__(self, nodes: Sequence[Node], stars: Mapping[int, Star], real: type[np.floating]):
+    def __init__(self, nodes: Sequence[Node], real: type[np.floating]):
         self.single = real is np.float32
         self.arrays: list[np.ndarray] = []  # kept alive: the tables hold their addresses
         self.sizes = np.ones(3, np.int64)
-        self.number = {id(star): at for at, star in enumerate(stars.values())}
-        self.stars = np.array([self.star(star) for star in stars.values()], STAR)
+        stars = [node.star for node in nodes if node.star is not None]
+        self.number = {id(star): at for at, star in enumerate(stars)}
+        self.stars = np.array([self.star(star) for star in stars], STAR)
         nodes_, links = list[tuple](), list[tuple]()
-        for at, node in enumerate(nodes):
+        for node in nodes:
             addresses = [self.address(array) for array in (node.costs, node.inbox, node.gather)]
-            star = self.number.get(id(stars.get(at)), -1)
-            sides = len(node.earlier.edges), len(node.later.edges)
-            nodes_.append((*addresses, len(node.costs), star, len(links), *sides))
-            links += [self.link(edge, edge.last, edge.first) for edge in node.earlier.edges]
-            links += [self.link(edge, edge.first, edge.last) for edge in node.later.edges]
+            star = self.number.get(id(node.star), -1)
+            nodes_.append((*addresses, len(node.costs), star, len(links), len(node.earlier), len(node.later)))
+            links += [self.link(edge, edge.last, edge.first) for edge in node.earlier]
+            links += [self.link(edge, edge.first, edge.last) for edge in node.later]
             self.grow(len(node.costs), len(node.inbox))
         self.nodes, self.links = np.array(nodes_, NODE), np.array(links, LINK)
         self.set_parts(nodes)
 
     def set_parts(self, nodes: Sequence[Node]) -> None:
         """Takes over how nodes divide their beliefs."""
-        self.links["part"] = [part for node in nodes for side in (node.earlier, node.later) for part in side.parts]
+        self.links["part"] = [part for node in nodes for part in node.parts]
 
-    def run(self, direction: int, balance: int = 0) -> float:
+    def run(self, back: bool, balance: int = 0) -> float:
         """Sends messages one way; returns the bound of a backward sweep. balance: see `Messages.balance_from`."""
         assert machine is not None
-        return machine.sweep(self.nodes, self.links, self.stars, self.sizes, self.single, direction, balance)
+        return machine.sweep(self.nodes, self.links, self.stars, self.sizes, self.single, back, balance)
 
     def address(self, array: np.ndarray) -> int:
         """Returns where the numbers of an array lie."""
@@ -87,8 +86,8 @@ class Tables:
         self.sizes[: len(sizes)] = np.maximum(self.sizes[: len(sizes)], sizes)
 
     def link(self, edge: Edge, here: NodePort, there: NodePort) -> tuple:
-        """Returns the row of an edge seen from one of its ends. The port of a star has no labels."""
-        counts = [len(port.layouts) if len(port.at) else 0 for port in (here, there)]
+        """Returns the row of an edge seen from one of its ends."""
+        counts = len(here.layouts), len(there.layouts)
         if edge.star is not None:
             return 0, self.address(there.inbox), 0.0, *counts, 0, self.number[id(edge.star)], edge.branch
         by_row = edge.seconds if here is edge.first else edge.seconds.T  # [here, there]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sbpc.solver.messages.stars import Star
-from sbpc.solver.problem import Problem
-from sbpc.solver.subsets import distinct, has_alias
+from sbpc.solver.problem import Array, Problem
 
 Name = tuple[int, int]  # of a node: (0, number of a variable), or (1, number of a value) for its alias
 
@@ -20,9 +20,9 @@ class NodePort:
     to the node by layout. The port of a star has no labels."""
 
     node: int
-    layouts: np.ndarray
-    at: np.ndarray
-    inbox: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    layouts: Array
+    at: Array
+    inbox: Array = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(eq=False)
@@ -34,80 +34,59 @@ class Edge:
 
     first: NodePort
     last: NodePort
-    seconds: np.ndarray
+    seconds: Array
     star: Star | None = None
     branch: int = 0
 
 
 @dataclass(eq=False)
-class Side:
-    """The edges of a node to earlier or to later nodes, and its ports there (none at a star).
-
-    parts: by edge, how much of the node's belief it gets, at most 1 in all. cuts: by edge, which of the layouts of all ports
-    are its own.
-    """
-
-    edges: list[Edge]
-    ports: list[NodePort]
-    parts: list[float]
-    cuts: list[tuple[int, int]]
-
-    def project(self, belief: np.ndarray) -> np.ndarray:
-        """Returns the least part of the belief among the labels of each layout, port after port."""
-        least = np.full(self.cuts[-1][1] if self.cuts else 0, np.inf, belief.dtype)
-        for port, part, (start, stop) in zip(self.ports, self.parts, self.cuts):
-            np.minimum.at(least[start:stop], port.at, belief.dtype.type(part) * belief)
-        return least
-
-
-@dataclass(eq=False)
 class Node:
-    """A variable or an alias.
+    """A variable or an alias, its edges to earlier and to later nodes. An alias that is a `star` keeps its messages there.
 
     inbox: the messages over the earlier edges, then those over the later ones. gather [edges, labels]: places in the inbox.
+    parts: by edge, how much of the node's belief it gets, at most 1 in all of those on one side.
     """
 
-    costs: np.ndarray
-    earlier: Side
-    later: Side
-    inbox: np.ndarray
-    gather: np.ndarray
+    costs: Array
+    earlier: list[Edge]
+    later: list[Edge]
+    star: Star | None
+    inbox: Array
+    gather: Array
+    parts: list[float] = field(default_factory=list)
 
-    def belief(self, inbox: np.ndarray) -> np.ndarray:
-        """Returns costs and messages by label."""
-        return self.costs + np.add.reduce(inbox[self.gather], axis=0) if len(self.gather) else self.costs.copy()
+    def side(self, back: bool) -> Iterator[tuple[Edge, float]]:
+        """Returns the edges to earlier or to later nodes with their parts."""
+        return zip(self.earlier, self.parts) if back else zip(self.later, self.parts[len(self.earlier) :])
+
+    def belief(self) -> Array:
+        """Returns costs and messages by label; of a star [sources, aliases]."""
+        return self.costs + np.add.reduce(self.inbox[self.gather], axis=0) if self.star is None else self.star.belief()
+
+    def message(self, port: NodePort, part: float, belief: Array) -> Array:
+        """Returns what is sent from a port: the least part of the belief among the labels of each layout, less what came from there."""
+        least = np.full(len(port.layouts), np.inf, belief.dtype)
+        np.minimum.at(least, port.at, belief.dtype.type(part) * belief)
+        return least - port.inbox
 
 
 def order(problem: Problem) -> list[Name]:
     """Returns the nodes in the order of a sweep: variables as they stand, an alias after its producer."""
     names = [(at, 0, at) for at in range(len(problem.variables))]
-    names += [(value.producer, 1, at) for at, value in enumerate(problem.values) if has_alias(value)]
+    names += [(value.producer, 1, at) for at, value in enumerate(problem.values) if value.has_alias]
     return [(kind, at) for _, kind, at in sorted(names)]
 
 
-def port(node: int, layouts: np.ndarray) -> NodePort:
-    """Returns the port of a node whose labels have these layouts."""
-    return NodePort(node, *distinct(layouts))
-
-
-def node(costs: np.ndarray, earlier: list[Edge], later: list[Edge], star: bool) -> Node:
-    """Returns a node, and gives its ports their parts of its inbox. A star keeps its messages itself."""
-    before = [] if star else [edge.last for edge in earlier]
-    after = [] if star else [edge.first for edge in later]
-    ports = before + after
-    ends = list(itertools.accumulate((len(port.layouts) for port in ports), initial=0))
-    inbox = np.zeros(ends[-1], costs.dtype)
+def node(costs: Array, earlier: list[Edge], later: list[Edge], star: Star | None) -> Node:
+    """Returns a node, and gives its ports their parts of its inbox."""
+    ports = [] if star else [edge.last for edge in earlier] + [edge.first for edge in later]
+    starts = list(itertools.accumulate((len(port.layouts) for port in ports), initial=0))
+    inbox = np.zeros(starts[-1], costs.dtype)
     gather = np.zeros((len(ports), len(costs)), np.intp)
-    for row, port, start, stop in zip(gather, ports, ends, ends[1:]):
+    for row, port, start in zip(gather, ports, starts):
         np.add(port.at, start, out=row)
-        port.inbox = inbox[start:stop]
-    sides = Side(earlier, before, [], cuts(before)), Side(later, after, [], cuts(after))
-    return Node(costs, *sides, inbox, gather)
-
-
-def cuts(ports: list[NodePort]) -> list[tuple[int, int]]:
-    """Returns, by port, where its layouts begin and end if those of all ports stand side by side."""
-    return list(itertools.pairwise(itertools.accumulate((len(port.layouts) for port in ports), initial=0)))
+        port.inbox = inbox[start : start + len(port.layouts)]
+    return Node(costs, earlier, later, star, inbox, gather)
 
 
 def paths(edges: list[Edge]) -> set[int]:
@@ -125,10 +104,10 @@ def divide(nodes: list[Node], paths: set[int]) -> None:
     """Divides beliefs among edges. A node on a path gives half to the path and half to the rest; without paths, to each edge
     1 / (number of chains through the node), as TRW-S does."""
     for node in nodes:
-        chains = max(len(node.earlier.edges), len(node.later.edges), 1)
-        for side in (node.earlier, node.later):
-            count = len(side.edges)
-            if count > 1 and any(id(edge) in paths for edge in side.edges):
-                side.parts = [0.5 if id(edge) in paths else 0.5 / (count - 1) for edge in side.edges]
+        chains, node.parts = max(len(node.earlier), len(node.later)), []
+        for edges in (node.earlier, node.later):
+            count, on_path = len(edges), [id(edge) in paths for edge in edges]
+            if count > 1 and any(on_path):
+                node.parts += [0.5 if on else 0.5 / (count - 1) for on in on_path]
             else:
-                side.parts = [1 / max(count, 1) if paths else 1 / chains] * count
+                node.parts += [1 / (count if paths else chains)] * count if count else []

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sbpc.solver.problem import Array
+
 
 @dataclass(eq=False)
 class Star:
@@ -29,33 +31,31 @@ class Star:
     direct [sources], what it pays if it takes the value straight. sent: what each consumer sent last, by layout.
     """
 
-    seconds: np.ndarray
-    price: np.ndarray
-    equal: np.ndarray
-    columns: list[np.ndarray]
-    shares: list[np.ndarray]
-    straight: list[tuple[np.ndarray, np.ndarray]]
+    seconds: Array
+    price: Array
+    equal: Array
+    columns: list[Array]
+    shares: list[Array]
+    straight: list[tuple[Array, Array]]
     late: list[bool]
-    made: np.ndarray
-    over: list[np.ndarray]
-    direct: list[np.ndarray]
-    sent: list[np.ndarray]
+    made: Array
+    over: list[Array]
+    direct: list[Array]
+    sent: list[Array]
 
-    def start_from(self, other: Star) -> None:
-        """Takes the messages and cost shares of a star with the same ports."""
-        self.made[:] = other.made
-        for name in ("shares", "over", "direct", "sent"):
-            for mine, theirs in zip(getattr(self, name), getattr(other, name)):
-                mine[:] = theirs
+    @property
+    def numbers(self) -> list[Array]:
+        """All that sweeps change: the messages and cost shares."""
+        return [self.made, *self.shares, *self.over, *self.direct, *self.sent]
 
-    def belief(self) -> np.ndarray:
+    def belief(self) -> Array:
         """Returns seconds and messages [sources, aliases]."""
         belief = self.seconds + self.made[:, None]
         for over, direct in zip(self.over, self.direct):
             belief += np.minimum(over, direct[:, None])
         return belief
 
-    def message_to(self, branch: int, belief: np.ndarray) -> np.ndarray:
+    def message_to(self, branch: int, belief: Array) -> Array:
         """Returns the message to the producer (0) or a consumer: by layout the least belief without what came from there."""
         if branch == 0:
             return belief.min(1) - self.made
@@ -65,7 +65,7 @@ class Star:
         message[place] = np.minimum(message[place], rest.min(1)[source])
         return message
 
-    def receive(self, branch: int, sent: np.ndarray) -> float:
+    def receive(self, branch: int, sent: Array) -> float:
         """Takes what the producer or a consumer sends by layout; returns what is subtracted from it."""
         if branch == 0:
             floor = sent.min()
@@ -91,7 +91,7 @@ class Star:
         """
         later = [at for at, late in enumerate(self.late) if late]
         needs = [np.zeros(self.price.shape, self.price.dtype) for _ in self.shares]
-        values: dict[int, np.ndarray] = {}
+        values: dict[int, Array] = {}
         for at, (need, columns, shares) in enumerate(zip(needs, self.columns, self.shares)):
             if at in later:
                 values[at] = (shares + self.sent[at]).min(1)
@@ -121,7 +121,7 @@ class Star:
                 belief += self.shares[at][:, known[1 + at]]
         return source * self.seconds.shape[1] + int(belief.argmin())
 
-    def due(self, branch: int, pair: int) -> np.ndarray:
+    def due(self, branch: int, pair: int) -> Array:
         """Returns what a consumer pays by layout at a chosen pair."""
         source, alias = divmod(pair, self.seconds.shape[1])
         due = self.shares[branch - 1][alias].copy()
@@ -131,7 +131,7 @@ class Star:
 
 
 def star_of(
-    closure: np.ndarray, ports: Sequence[np.ndarray], late: list[bool], big_m: float, real: type[np.floating]
+    closure: Array, ports: Sequence[Array], late: list[bool], big_m: float, real: type[np.floating]
 ) -> Star:
     """Returns the star of a value with these layouts at its producer's and its consumers' ports, and equal cost shares."""
     sources, *wanted = ports
@@ -158,7 +158,7 @@ def star_of(
     )
 
 
-def equal_parts(columns: Sequence[np.ndarray], layouts: int) -> np.ndarray:
+def equal_parts(columns: Sequence[Array], layouts: int) -> Array:
     """Returns by layout the part of a price that all m may pay alike: 1/(m-1), or 1/k if only k < m can want the layout."""
     count = np.bincount(np.concatenate(columns), minlength=layouts)
     return 1 / np.maximum(np.where(count == len(columns), count - 1, count), 1)

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from sbpc.solver.messages.compiled import BACKWARD, FORWARD, Tables, machine
-from sbpc.solver.messages.network import Edge, Node, NodePort, divide, node, order, paths, port
+from sbpc.solver.messages.compiled import Tables, machine
+from sbpc.solver.messages.network import Edge, NodePort, divide, node, order, paths
 from sbpc.solver.messages.stars import Star, star_of
-from sbpc.solver.problem import Problem, Value
-from sbpc.solver.subsets import distinct_consumers, has_alias
+from sbpc.solver.problem import Array, Problem, Value
+from sbpc.solver.subsets import distinct
 
 BALANCE = 3  # cost shares are balanced in every so many sweeps
 
@@ -34,7 +34,7 @@ class Messages:
 
     def __init__(self, problem: Problem, big_m: float, real: type[np.floating] = np.float64):
         self.problem, self.big_m, self.real = problem, big_m, real
-        self.matrices: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+        self.matrices: dict[tuple[int, bytes, bytes], Array] = {}
         self.stars: dict[int, Star] = {}
         self.names = order(problem)
         self.place = {name: place for place, name in enumerate(self.names)}
@@ -49,7 +49,7 @@ class Messages:
             np.zeros(len(problem.values[at].closure), real) if kind else problem.variables[at].costs.astype(real)
             for kind, at in self.names
         ]
-        self.nodes = [node(c, *edges, at in self.stars) for at, (c, edges) in enumerate(zip(costs, sides))]
+        self.nodes = [node(c, *edges, self.stars.get(at)) for at, (c, edges) in enumerate(zip(costs, sides))]
         divide(self.nodes, set())
         self.bound, self.sweeps = -np.inf, 0
 
@@ -81,30 +81,30 @@ class Messages:
                 for mine, theirs in zip(self.edges_of[number], edges):
                     mine.first.inbox[:], mine.last.inbox[:] = theirs.first.inbox, theirs.last.inbox
                     if mine.star is not None and theirs.star is not None:
-                        mine.star.start_from(theirs.star)
+                        for here, there in zip(mine.star.numbers, theirs.star.numbers):
+                            here[:] = there
 
     @functools.cached_property
     def tables(self) -> Tables:
         """What the machine code reads."""
-        return Tables(self.nodes, self.stars, self.real)
+        return Tables(self.nodes, self.real)
 
     def connect(self, number: int, value: Value) -> list[Edge]:
         """Returns the edges of a value: one if it has one consumer, else one from the producer to the alias and one to each
         consumer. Notes the value's ports and its star."""
-        out = port(self.place[0, value.producer], value.out)
-        wanted = [port(self.place[0, at], wants) for at, wants in distinct_consumers(value)]
-        self.ports.append([out, *wanted])
-        if not has_alias(value):
+        out, *wanted = ports = [NodePort(self.place[0, at], *distinct(layouts)) for at, layouts in value.distinct_ends]
+        self.ports.append(ports)
+        if not value.has_alias:
             return [self.edge(value, out, wants) for wants in wanted]
         middle, alias = self.place[1, number], np.arange(len(value.closure))
         if len(wanted) < 3:
             ends = [self.edge(value, out, NodePort(middle, alias, alias))]
             return ends + [self.edge(value, NodePort(middle, alias, alias), wants) for wants in wanted]
-        layouts, late = [p.layouts for p in (out, *wanted)], [p.node > middle for p in wanted]
+        layouts, late = [p.layouts for p in ports], [p.node > middle for p in wanted]
         star = self.stars[middle] = star_of(value.closure, layouts, late, self.big_m, self.real)
         edges = []
-        for branch, end in enumerate((out, *wanted)):
-            center = NodePort(middle, alias, np.zeros(0, np.intp))
+        for branch, end in enumerate(ports):
+            center = NodePort(middle, alias[:0], alias[:0])
             edges.append(Edge(*((end, center) if end.node < middle else (center, end)), np.zeros((0, 0)), star, branch))
         return edges
 
@@ -120,70 +120,47 @@ class Messages:
     def sweep(self) -> float:
         """Sends messages to later nodes, then to earlier nodes; returns the best bound so far."""
         self.sweeps += 1
-        if machine is not None:
-            self.tables.run(FORWARD)
-            self.bound = max(self.tables.run(BACKWARD, self.balance_from), self.bound)
-        else:
-            self.forward()
-            self.bound = max(self.backward(), self.bound)
+        send = self.send if machine is None else self.tables.run
+        send(False)
+        self.bound = max(send(True, self.balance_from), self.bound)
         return self.bound
 
-    def forward(self) -> None:
-        """Sends messages from every node to the later ones, first node first."""
-        for number, at in enumerate(self.nodes):
-            star = self.stars.get(number)
-            if not at.later.edges:
-                continue
-            belief = at.belief(at.inbox) if star is None else star.belief()
-            belief -= belief.min()  # what is added to all messages over an edge changes no bound
-            if star is not None:
-                for edge, part in zip(at.later.edges, at.later.parts):
-                    message = star.message_to(edge.branch, self.real(part) * belief)
-                    edge.last.inbox[:] = message - message.min()
-                continue
-            sent = at.later.project(belief) - at.inbox[len(at.inbox) - (at.later.cuts[-1][1]) :]
-            for edge, (start, stop) in zip(at.later.edges, at.later.cuts):
-                if edge.star is not None:
-                    edge.star.receive(edge.branch, sent[start:stop])
-                else:
-                    edge.last.inbox[:] = (edge.seconds + sent[start:stop, None]).min(0)
-
-    def backward(self) -> float:
-        """Sends messages from every node to the earlier ones, last node first; returns the bound.
+    def send(self, back: bool, balance: int = 0) -> float:
+        """Sends messages from every node to the later ones, first node first, or `back`; returns the bound of all that goes back.
 
         Why it is a bound: let D be the belief of a node less its minimum, and w the part of an earlier edge. The cost of a plan is
         the sum of all subtracted minima, plus over the nodes (1 - sum of w) D >= 0, plus over their earlier edges
-        (seconds - message to last + w D - message to first) >= 0, as the message to first is the minimum of the rest.
+        (seconds - message to last + w D - message to first) >= 0, as the message to first is the minimum of the rest. On the way
+        there what is added to all messages over an edge changes no bound.
         """
         bound = 0.0
-        for number in reversed(range(len(self.nodes))):
-            at, star = self.nodes[number], self.stars.get(number)
-            if star is not None:
-                if self.balance_from:
-                    star.balance(self.balance_from == 2)
-                bound += star.receive_later()
-            belief = at.belief(at.inbox) if star is None else star.belief()
-            floor = belief.min()
-            bound += float(floor)
-            belief -= floor
-            for edge, message in self.messages_back(at, star, belief):
-                floor = message.min()
-                edge.first.inbox[:] = message - floor
+        for at in reversed(self.nodes) if back else self.nodes:
+            if not back and not at.later:
+                continue
+            if at.star is not None and back:
+                if balance:
+                    at.star.balance(balance == 2)
+                bound += at.star.receive_later()
+            belief = at.belief()
+            bound += float(belief.min())
+            belief -= belief.min()
+            for edge, part in at.side(back):
+                here, there = (edge.last, edge.first) if back else (edge.first, edge.last)
+                if at.star is not None:
+                    message = at.star.message_to(edge.branch, self.real(part) * belief)
+                else:
+                    message = at.message(here, part, belief)
+                    if edge.star is not None and back:  # received when the star's turn comes
+                        edge.star.sent[edge.branch - 1][:] = message
+                    elif edge.star is not None:
+                        edge.star.receive(edge.branch, message)
+                    if edge.star is not None:
+                        continue
+                    message = (edge.seconds + message).min(1) if back else (edge.seconds + message[:, None]).min(0)
+                floor = message.min() if back or at.star is not None else self.real(0)
+                there.inbox[:] = message - floor
                 bound += float(floor)
         return bound
-
-    def messages_back(self, at: Node, star: Star | None, belief: np.ndarray) -> Iterator[tuple[Edge, np.ndarray]]:
-        """Yields the earlier edges of a node with the messages over them. What goes to a star is only noted there as sent."""
-        if star is not None:
-            for edge, part in zip(at.earlier.edges, at.earlier.parts):
-                yield edge, star.message_to(edge.branch, self.real(part) * belief)
-        elif at.earlier.edges:
-            sent = at.earlier.project(belief) - at.inbox[: at.earlier.cuts[-1][1]]
-            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                if edge.star is not None:  # received when the star's turn comes
-                    edge.star.sent[edge.branch - 1][:] = sent[start:stop]
-                else:
-                    yield edge, (edge.seconds + sent[start:stop]).min(1)
 
     @property
     def balance_from(self) -> int:
@@ -192,21 +169,17 @@ class Messages:
             return 0
         return 2 if self.sweeps % (2 * BALANCE) < BALANCE else 1
 
-    def beliefs(self) -> list[np.ndarray]:
+    def beliefs(self) -> list[Array]:
         """Returns, by node and label (or alias layout), how far its belief is above that of the best one."""
-        beliefs = []
-        for number, at in enumerate(self.nodes):
-            star = self.stars.get(number)
-            belief = at.belief(at.inbox) if star is None else star.belief().min(0)
-            beliefs.append(belief - belief.min())
-        return beliefs
+        beliefs = (at.belief() if at.star is None else at.belief().min(0) for at in self.nodes)
+        return [belief - belief.min() for belief in beliefs]
 
-    def reduced_costs(self) -> list[np.ndarray]:
+    def reduced_costs(self) -> list[Array]:
         """Returns, by variable and label, about how far above the bound the best plan with that label is."""
         beliefs = self.beliefs()
         return [beliefs[self.place[0, at]] for at in range(len(self.problem.variables))]
 
-    def label_bounds(self) -> list[np.ndarray]:
+    def label_bounds(self) -> list[Array]:
         """Returns, after one more sweep, by node a bound of all plans that have a label (or alias layout).
 
         After a backward sweep the belief of a node is the sum of the min-marginals of the chains through it, and no step of a
@@ -218,44 +191,36 @@ class Messages:
 
     def decode(self) -> list[int]:
         """Returns a plan, chosen node by node: own costs, boxings from the nodes chosen before, messages from later ones."""
-        chosen = [0] * len(self.nodes)
-        for number, at in enumerate(self.nodes):
-            if number in self.stars:
-                known = {edge.branch: int(edge.first.at[chosen[edge.first.node]]) for edge in at.earlier.edges}
-                chosen[number] = self.stars[number].choose(known)
+        chosen: list[int] = []
+        for at in self.nodes:
+            if at.star is not None:
+                known = {edge.branch: int(edge.first.at[chosen[edge.first.node]]) for edge in at.earlier}
+                chosen.append(at.star.choose(known))
                 continue
-            inbox = at.inbox.copy()
-            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
+            rows = []
+            for edge in at.earlier:
                 label = chosen[edge.first.node]
-                if edge.star is not None:
-                    inbox[start:stop] = edge.star.due(edge.branch, label)
-                else:
-                    inbox[start:stop] = edge.seconds[edge.first.at[label]]
-            chosen[number] = int(at.belief(inbox).argmin())
+                due = edge.star.due(edge.branch, label) if edge.star else edge.seconds[edge.first.at[label]]
+                rows.append(due[edge.last.at])
+            rows += [edge.first.inbox[edge.first.at] for edge in at.later]
+            chosen.append(int((at.costs + sum(rows)).argmin()))
         return [chosen[self.place[0, at]] for at in range(len(self.problem.variables))]
 
-    def multipliers(self) -> list[list[np.ndarray]]:
+    def multipliers(self) -> list[list[Array]]:
         """Returns, by value and port (the producer's, then those of the distinct consumers), the multipliers by label.
 
-        With them every variable alone and every value alone cost together at least what `backward` has just returned: a node
+        With them every variable alone and every value alone cost together at least what a sweep `back` has just returned: a node
         keeps (1 - sum of w) D of its belief D, and leaves w D to each earlier edge, as explained there.
         """
-        left: dict[int, np.ndarray] = {}
-        for number, at in enumerate(self.nodes):
-            if number in self.stars or not at.earlier.edges:
-                continue
-            belief = at.belief(at.inbox)
-            parts = at.earlier.project(belief - belief.min())
-            for edge, (start, stop) in zip(at.earlier.edges, at.earlier.cuts):
-                left[id(edge.last)] = edge.last.inbox - parts[start:stop]
-        by_layout = left | {id(edge.first): edge.first.inbox for edge in self.edges}
-        none = np.zeros(0)
-        return [
-            [by_layout.get(id(p), none)[p.at].astype(float) if id(p) in by_layout else np.zeros(len(p.at)) for p in ports]
-            for ports in self.ports
-        ]
+        by_layout = {id(edge.first): edge.first.inbox for edge in self.edges}
+        for at in self.nodes:
+            if at.star is None and at.earlier:
+                belief = at.belief()
+                belief -= belief.min()
+                by_layout |= {id(edge.last): -at.message(edge.last, part, belief) for edge, part in at.side(True)}
+        return [[by_layout.get(id(p), np.zeros(len(p.layouts)))[p.at].astype(float) for p in ports] for ports in self.ports]
 
-    def shares(self) -> dict[int, list[np.ndarray]]:
+    def shares(self) -> dict[int, list[Array]]:
         """Returns, by number of a value with a star, the cost shares of its distinct consumers [layouts, their layouts]."""
         return {self.names[middle][1]: star.shares for middle, star in self.stars.items()}
 
