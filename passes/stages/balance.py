@@ -17,6 +17,7 @@ from sbpc.graph.ports import GRADIENT, PARAMETER, Port, outputs, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.recompute import block_of
+from sbpc.plans.staged.estimate import best_steps
 
 Places = dict[Node, int]
 
@@ -117,10 +118,11 @@ def cuts_of(gm: GraphModule, places: Places, stages: int, mesh: Mesh) -> list[in
     took[np.tril_indices(len(ends))] = np.inf
     count = np.cumsum([0, *np.bincount(trained_at(gm, places), minlength=len(work))])[ends]  # of trained parameters before each end
     idle = count[None, :] == count[:, None]
-    if np.isfinite(least_maximum(np.where(idle, np.inf, took), stages)):
+    if np.isfinite(best_steps(np.where(idle, np.inf, took), stages, np.maximum)[0]):
         took[idle] = np.inf
-    most = least_maximum(took, stages)
-    return [int(ends[at]) for at in least_sum(took <= most * (1 + 1e-9), border, stages)]
+    most, _ = best_steps(took, stages, np.maximum)
+    sent_over = np.where(took <= most * (1 + 1e-9), border[None, :], np.inf)
+    return [int(ends[at]) for at in best_steps(sent_over, stages, np.add)[1][1:-1]]
 
 
 def trained_at(gm: GraphModule, places: Places) -> list[int]:
@@ -144,28 +146,6 @@ def blocks_at(places: Places) -> list[str]:
         if not is_late(node):
             first.setdefault(place, block_of(node.meta.get("module") or ""))
     return [first[place] for place in sorted(first)]
-
-
-def least_maximum(took: np.ndarray, stages: int) -> float:
-    """Returns the least possible maximum of `stages` steps from the first to the last end. took [from, to]: seconds."""
-    best = took[0]
-    for _ in range(stages - 1):
-        best = np.maximum(best[:, None], took).min(axis=0)
-    return float(best[-1])
-
-
-def least_sum(allowed: np.ndarray, border: np.ndarray, stages: int) -> list[int]:
-    """Returns the ends between the stages, so that the borders' sum is least over allowed steps."""
-    cost = np.where(allowed, border[None, :], np.inf)
-    best, back = cost[0], []
-    for _ in range(stages - 1):
-        through = best[:, None] + cost
-        back.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    found = [len(border) - 1]
-    for step in reversed(back):
-        found.append(int(step[found[-1]]))
-    return found[:0:-1]
 
 
 def work_at(places: Places, cluster: Cluster, parts: int) -> np.ndarray:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from sbpc.api.planning import Task
-from sbpc.api.recompute import forms_of
 from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
-from sbpc.passes.loop.recompute import block_of, recompute
-from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of, work_at
+from sbpc.passes.loop.recompute import block_of
+from sbpc.passes.stages.balance import blocks_at, places_of, work_at
 from sbpc.plans.options import OPTIMIZER_STATE
-from sbpc.plans.staged.estimate import even_ends
 from sbpc.plans.staged.schedules import INTERLEAVED, chunks_in
 
 PIPE, DATA, TENSOR = "pipe", "data", "tensor"
@@ -24,12 +24,24 @@ MOST = 4  # chunks on each stage: what more of them would hide of the bubble, th
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else None."""
+
+    mesh: Mesh
+    schedule: str
+    microbatches: int
+    reason: str
+    needed: int | None = None
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A strategy to be looked at.
 
     floor: seconds that no layouts, stages or schedule beat: all flops at full speed, evenly over all ranks. least: that, with the bubble
-    of its schedule where stages are even. guess: seconds of its slowest stage, with the bubble, and of what is boxed of parameters and
-    gradients. whole: bytes of parameters, gradients and optimizer of a rank that stores its stage's share whole.
+    of its schedule where stages are even. guess: seconds of a stage with the most blocks, with the bubble, and of what is boxed of
+    parameters and gradients. stored: by level of `sbpc.passes.stages.zero`, bytes of parameters, gradients and optimizer that a rank
+    has at least.
     """
 
     mesh: Mesh
@@ -38,7 +50,7 @@ class Candidate:
     floor: float
     least: float
     guess: float
-    whole: float
+    stored: tuple[float, ...]
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -50,23 +62,32 @@ class Candidate:
         """How many stages it has."""
         return self.mesh.sizes[0]
 
+    def refused(self, reason: str, needed: int | None = None) -> Refused:
+        """Returns what is told of it where it has no row."""
+        return Refused(self.mesh, self.schedule, self.microbatches, reason, needed)
+
 
 def candidates(
     task: Task, lengths: dict[str, int], devices: int, cluster: Cluster | str | None, stages: bool, microbatches: bool,
-    optimizer: str | None, memory: float | None, form: str,
+    optimizer: str | None, memory: float | None,
 ) -> list[Candidate]:  # fmt: skip
-    """Returns the strategies of `devices` ranks, those that may be fastest first. form: what is computed again.
+    """Returns the strategies of `devices` ranks, those that may be fastest first.
 
     Stages: divisors of the devices. Ranks of tensor: inside a node. Micro-batches: divisors of the batch that give every rank of data
     1, 2, 4, ... samples. Chunks on each stage: up to `MOST`.
     """
-    batch = Model(task.gm).batch
+    batch, calls = Model(task.gm).batch, [node for node in task.gm.graph.nodes if node.op == "call_function"]
     blocks = sum(lengths.values()) or 1
-    work, stored = flops_of(task, lengths), parameter_bytes(task, lengths)
-    slowest = Slowest(task, lengths, Mesh(cluster=cluster, **{PIPE: devices}).cluster, form)
+    matches = ((node.meta.get("module") or "", node.meta["match"]) for node in calls if node.meta.get("match") is not None)
+    work = total(lengths, ((module, float(match.flops(match.sizes))) for module, match in matches if not match.view))
+    parameters = ((port.name, node) for port, node in placeholders(task.gm).items() if port.kind == PARAMETER)
+    stored = total(lengths, ((name, node.meta["val"].nbytes) for name, node in parameters))
+    places, sheet = places_of(task.gm), Mesh(cluster=cluster, **{PIPE: devices}).cluster
+    times = [block_times(lengths, block) for block in blocks_at(places)]
+    seconds = functools.cache(lambda parts: float(work_at(places, sheet, parts) @ np.array(times)))  # with so many parts of every call
     found = []
     for pipe in divisors(devices) if stages else [1]:
-        if pipe > max(blocks, 1):
+        if pipe > blocks:
             continue
         for tensor in divisors(devices // pipe):
             mesh = Mesh(cluster=cluster, **{PIPE: pipe, DATA: devices // pipe // tensor, TENSOR: tensor})
@@ -78,36 +99,12 @@ def candidates(
                     floor = work / (mesh.cluster.peak * devices)
                     least = floor * (1 + (pipe - 1) / (count * chunks))
                     share = stored / (pipe * tensor)
-                    whole = share * (2 + OPTIMIZER_STATE[optimizer])
-                    gathers = 3 * count if memory is not None and whole > memory else 2  # sharded: forward, backward, gradient
-                    computes = slowest.seconds(count * mesh.ranks // pipe, pipe * chunks) * (count * chunks + pipe - 1)
+                    held = (share * (2 + OPTIMIZER_STATE[optimizer]), 2 * share, share, 0.0)
+                    gathers = 3 * count if memory is not None and held[0] > memory else 2  # sharded: forward, backward, gradient
+                    computes = seconds(count * devices // pipe) * math.ceil(blocks / (pipe * chunks)) / blocks * (count * chunks + pipe - 1)
                     guess = computes + gathers * share / mesh.link((1,), "all_gather")[1] * (mesh.sizes[1] > 1)
-                    found.append(Candidate(mesh, schedule, count, floor, least, guess, whole))
+                    found.append(Candidate(mesh, schedule, count, floor, least, guess, held))
     return sorted(found, key=lambda each: (each.guess, each.mesh.sizes, each.microbatches, each.schedule))
-
-
-class Slowest:
-    """How long the slowest chunk of a model takes for a micro-batch, its calls cut evenly over the ranks of a stage, without boxing."""
-
-    def __init__(self, task: Task, lengths: dict[str, int], cluster: Cluster, form: str) -> None:
-        self.places, self.cluster = places_of(recompute(task.gm, forms_of(task.gm, form))), cluster
-        self.starts = [0, *between_blocks(self.places)]
-        blocks = blocks_at(self.places)
-        parts = [blocks[at].rpartition(".") for at in self.starts] if blocks else []
-        self.times = [block_times(lengths, folder, place) for folder, _, place in parts]
-        self.rows, self.found = dict[int, np.ndarray](), dict[tuple[int, int], float]()
-
-    def seconds(self, parts: int, chunks: int) -> float:
-        """Returns the seconds of the slowest chunk on a device that has one of so many parts of every call of a step."""
-        if not self.times:
-            return 0.0
-        if parts not in self.rows:
-            self.rows[parts] = np.repeat(np.add.reduceat(work_at(self.places, self.cluster, parts), self.starts), self.times)
-        row, key = self.rows[parts], (parts, chunks)
-        if key not in self.found:
-            ends = even_ends(row.tolist(), min(chunks, len(row)))
-            self.found[key] = float(np.add.reduceat(row, ends[:-1]).max())
-        return self.found[key]
 
 
 def schedules(pipe: int, count: int, blocks: int) -> Iterator[str]:
@@ -136,28 +133,12 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def parameter_bytes(task: Task, lengths: dict[str, int]) -> float:
-    """Returns the bytes of the parameters of the whole model, from its short copy."""
-    total = 0.0
-    for port, node in placeholders(task.gm).items():
-        if port.kind == PARAMETER:
-            folder, _, place = block_of(port.name).rpartition(".")
-            value = node.meta["val"]
-            total += value.numel() * value.element_size() * block_times(lengths, folder, place)
-    return total
-
-
-def block_times(lengths: dict[str, int], folder: str, place: str) -> int:
+def block_times(lengths: dict[str, int], block: str) -> int:
     """Returns for how many blocks of the whole model one of the short copy stands: the second of a list for all but the first."""
+    folder, _, place = block.rpartition(".")
     return lengths[folder] - 1 if folder in lengths and place == "1" else 1
 
 
-def flops_of(task: Task, lengths: dict[str, int]) -> float:
-    """Returns the flops of a step of the whole model on one device, from its short copy."""
-    total = 0.0
-    for node in task.gm.graph.nodes:
-        match = node.meta.get("match")
-        if node.op == "call_function" and match is not None and not match.view:
-            folder, _, place = block_of(node.meta.get("module") or "").rpartition(".")
-            total += float(match.flops(match.sizes)) * block_times(lengths, folder, place)
-    return total
+def total(lengths: dict[str, int], sizes: Iterable[tuple[str, float]]) -> float:
+    """Returns the sum of sizes over the whole model. sizes: of the short copy, each with a name that begins with its block's."""
+    return sum(size * block_times(lengths, block_of(name)) for name, size in sizes)

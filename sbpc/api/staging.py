@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch.fx import GraphModule
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from sbpc.api.recompute import forms_of
 from sbpc.errors import LayoutError, MemoryLimitError, PinError, PlanError, least_of
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, placeholders
+from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.assign.expert_structure import Model
@@ -22,12 +22,13 @@ from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_plan, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
-from sbpc.passes.stages.balance import between_blocks, places_of
+from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
-from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, SERIAL, Options
+from sbpc.passes.stages.zero import Zero, groups_of
+from sbpc.plans.options import AUTO, FULL, NONE, SECONDS, SELECTIVE, SERIAL, Options
 from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.chunk_programs import Chunk
+from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
 from sbpc.plans.staged.staged_plan import StagedPlan
 
@@ -126,31 +127,32 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
     return [replace(plan, assignment=each, programs={}, **bounds) for each in assignments]
 
 
-def units_of(
-    body: GraphModule, clocks: Stages, about: Mapping[str, Any], inner: Mesh, count: int, spread: bool, once: Sequence[str],
-    baseline: str | None = None,
-) -> list[Chunk]:  # fmt: skip
-    """Returns the body of a step on the mesh of a stage, every block of the model a chunk of its own. body: as `loop_of` has it, kept.
-
-    spread: every parameter is stored once over the ranks of a stage. once: kinds of what is priced as boxed once for all micro-batches.
-    baseline: the expert to follow.
-    """
-    options = of_body(Options(optimizer=None, baseline=baseline, **about))
-    body = rebuild(body)
-    body.meta[ONCE] = dict.fromkeys(once, 1 / count)
+def short_plans(
+    loop: Loop, clocks: Stages, about: Mapping[str, Any], inner: Mesh, axis: str, optimizer: str | None, baseline: str | None = None
+) -> tuple[list[str], Callable[[int], StagedPlan]]:
+    """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all parameters at a level
+    of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow. The plan of a level is made once."""
+    options = of_body(Options(optimizer=optimizer, baseline=baseline, **about))
+    body = rebuild(loop.body)
+    body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
     asked = wishes(body, inner, options).nodes
-    if spread:
-        stored = wishes(body, inner, Options(spread=True)).nodes
-        asked |= {name: stored[name] for name in parameters_of(body)}
     plan = finish(body, inner, Wishes(asked, {}), options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.graph)
-    pieces = cut(plan.graph, places, between_blocks(places))
-    return chunks_of(plan, pieces, lambda piece, assignment: make_plan(piece, inner, assignment, 0.0, options, clocks))
+    starts, blocks = between_blocks(places), blocks_at(places) or [""]
+    pieces = cut(plan.graph, places, starts)
+    mesh = Mesh(cluster=inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
+    zero = Zero(plan, groups_of(plan.graph), loop.count)
 
+    def made(piece: GraphModule, assignment: Assignment) -> Plan:
+        return make_plan(piece, inner, assignment, 0.0, options, clocks)
 
-def parameters_of(gm: GraphModule) -> set[str]:
-    """Returns the names of the nodes of parameters."""
-    return {node.name for port, node in placeholders(gm).items() if port.kind == PARAMETER}
+    @cache
+    def at(level: int) -> StagedPlan:
+        levels = dict.fromkeys(range(len(zero.groups)), level)
+        chunks = chunks_of(replace(plan, assignment=zero.assignment(levels)), pieces, made)
+        return StagedPlan(mesh, axis, loop, chunks, "1f1b", 0.0, zero.in_loop(levels), replace(options, objective=SECONDS))
+
+    return [blocks[place] for place in (0, *starts)], at
 
 
 def least(forms: Sequence[str], planned: Callable[[str], StagedPlan]) -> StagedPlan:

@@ -7,35 +7,28 @@ The seconds of any number of stages and blocks are put together from that; the p
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.fx import GraphModule
-
-from sbpc.api.candidates import PIPE, Candidate, block_times
+from sbpc.api.candidates import PIPE, Candidate, Refused, block_times
 from sbpc.api.planning import Task
 from sbpc.api.recompute import forms_of
-from sbpc.api.staging import SPARING, plan_stages, units_of
+from sbpc.api.staging import SPARING, plan_stages, short_plans
 from sbpc.errors import MemoryLimitError, PlanError, SbpcError
 from sbpc.graph.no_gc import uncollected
-from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
-from sbpc.passes.loop.recompute import block_of
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.plans.cost import Cost
-from sbpc.plans.options import AUTO, FULL, NONE, OPTIMIZER_STATE, SELECTIVE, Options
-from sbpc.plans.staged.chunk_cost import ChunkCost
-from sbpc.plans.staged.chunk_programs import Chunk
-from sbpc.plans.staged.estimate import Estimate, Unit
-from sbpc.plans.staged.part_memory import bytes_at
+from sbpc.passes.stages.plan_stages import mesh_of_stage
+from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
+from sbpc.plans.staged.estimate import Estimate, repeated
+from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.staged_plan import StagedPlan
 
-FASTEST, SPREAD, SHARDED, EXPERT = "fastest", "spread", "sharded", (SPARING,)  # kinds of layouts inside a stage, see `kinds`
-IN_LOOP = ((), (PARAMETER,), (GRADIENT,), (PARAMETER, GRADIENT))  # kinds of what is boxed for every micro-batch
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
 Progress = Callable[[int, int, Any], None]
@@ -56,9 +49,10 @@ class TooLarge(MemoryLimitError):
 class StrategyRow:
     """A strategy and what a step is predicted to take. `plan` is made when it is asked for.
 
-    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step, of which compute_seconds, exposed_seconds,
-    bubble_seconds; recompute_seconds are among those of computing. memory: bytes of a rank. lower_bound: what no strategy of the
-    search takes less, those among them that have no row. refused: the strategies without a row, each with the reason.
+    mesh: axes pipe, data and tensor. stages: ranks along pipe. cost: seconds of a step. Of these the busiest stage computes
+    compute_seconds, recompute_seconds among them, waits exposed_seconds for collectives and bubble_seconds for other stages. memory:
+    bytes of a rank by kind, "total" at the peak. lower_bound: what no strategy of the search takes less, those among them that have no
+    row. refused: the strategies without a row, each with the reason.
     """
 
     mesh: Mesh
@@ -66,7 +60,12 @@ class StrategyRow:
     schedule: str
     microbatches: int
     recompute: str
-    figures: Cost
+    cost: float
+    compute_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+    recompute_seconds: float
+    memory: dict[str, int]
     make: Callable[[], StagedPlan] = field(repr=False)
     lower_bound: float = 0.0
     refused: tuple[Refused, ...] = field(default=(), repr=False)
@@ -75,47 +74,6 @@ class StrategyRow:
     def plan(self) -> StagedPlan:
         """The plan of this strategy."""
         return self.make()
-
-    @property
-    def cost(self) -> float:
-        """Predicted seconds of a step."""
-        return self.figures.seconds
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds in which the busiest stage computes."""
-        return self.figures.compute_seconds
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which it waits for collectives."""
-        return self.figures.exposed_seconds
-
-    @property
-    def bubble_seconds(self) -> float:
-        """Seconds in which it waits for other stages."""
-        return self.figures.bubble_seconds
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Seconds in which it computes values again."""
-        return self.figures.recompute_seconds
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes of a rank by kind, "total" at the peak."""
-        return self.figures.memory
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A strategy without a row. reason: a sentence; needed: bytes of a rank where that is that it does not fit, else None."""
-
-    mesh: Mesh
-    schedule: str
-    microbatches: int
-    reason: str
-    needed: int | None = None
 
 
 @dataclass
@@ -129,10 +87,8 @@ class Search:
     memory: float | None
     recompute: str
     seconds: float
-    bodies: dict[tuple[str, int], GraphModule] = field(default_factory=dict)
-    chunks: dict[Any, list[Chunk]] = field(default_factory=dict)
-    units: dict[Any, list[Unit]] = field(default_factory=dict)
-    order: Estimate | None = None  # of the candidate that is looked at, whose order of work its other estimates share
+    loops: dict[tuple[str, int], Loop] = field(default_factory=dict)
+    plans: dict[Any, tuple[list[str], Callable[[int], StagedPlan]]] = field(default_factory=dict)
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
@@ -147,7 +103,7 @@ class Search:
         for number in range(len(candidates)):
             best = min((row.cost for row in found), default=math.inf)
             late = bool(found) and time.process_time() - start > self.seconds
-            refused += [refusal(each, SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
+            refused += [each.refused(SLOWER if each.least >= best else LATE) for each in left if late or each.least >= best]
             left = [] if late else [each for each in left if each.least < best]
             if not left:
                 break
@@ -160,8 +116,8 @@ class Search:
                 times[each.kind] = min(times.get(each.kind, math.inf), found[-1].cost / each.guess)
             except (MemoryLimitError, PlanError) as error:
                 errors.append(error)
-                needed = error.needed if isinstance(error, TooLarge) else None
-                refused.append(refusal(each, TOO_LARGE if needed is not None else str(error).partition("\n")[0], needed))
+                why = (TOO_LARGE, error.needed) if isinstance(error, TooLarge) else (str(error).partition("\n")[0], None)
+                refused.append(each.refused(*why))
         if not found:
             raise closest_error(errors)
         found.sort(key=lambda row: (row.cost, row.mesh.sizes, row.microbatches))
@@ -172,84 +128,57 @@ class Search:
         """Returns the fastest way of a candidate that fits, with as little recompute as can be. Only where none fits are parameters boxed
         for every micro-batch."""
         forms = (NONE, SELECTIVE, FULL) if self.recompute == AUTO else (self.recompute,)
-        tried = [(form, self.kinds(each)) for form in forms]
-        tried += [(form, (SHARDED,)) for form in forms if self.memory is not None]
-        closest: Estimate | None = None
-        self.order = None
-        for form, kinds in tried:
-            ways = [way for kind in kinds for way in self.ways(each, form, kind)]
+        looked_at = list[Estimate]()
+        for levels, form in itertools.product(((0, 1), (2, 3)) if self.memory is not None else ((0,),), forms):
+            ways = list(self.ways(each, form, levels))
             fitting = list(filter(self.fits, ways))
             if fitting:
-                best = min(fitting, key=lambda way: way.cost.seconds)
+                best = min((way.cost for way in fitting), key=lambda cost: cost.seconds)
                 make = functools.partial(self.planned, each, form)
-                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, best.cost, make)
-            closest = min([*ways, *([closest] if closest else [])], key=lambda way: way.memory["total"], default=None)
-        assert closest is not None and self.memory is not None
-        raise TooLarge(closest.memory["total"], self.memory, f"{closest.mesh} with {closest.count} micro-batches")
+                seconds = best.seconds, best.compute_seconds, best.exposed_seconds, best.bubble_seconds, best.recompute_seconds
+                return StrategyRow(each.mesh, each.stages, each.schedule, each.microbatches, form, *seconds, best.memory, make)
+            looked_at += ways
+        least = min(looked_at, key=lambda way: way.memory["total"])
+        assert self.memory is not None
+        raise TooLarge(least.memory["total"], self.memory, f"{least.mesh} with {least.count} micro-batches")
 
     def fits(self, way: Estimate) -> bool:
         """Returns whether a rank has the memory for a way."""
         return self.memory is None or way.memory["total"] <= self.memory
 
-    def kinds(self, each: Candidate) -> Sequence[str]:
-        """Returns what layouts inside a stage to look at first: the fastest ones, and, under a limit, the fastest that store each parameter
-        once over the ranks of a stage, and the expert's. Those whose parameters and gradients alone take more are left out."""
-        if self.memory is None:
-            return (FASTEST,)
-        gathered = each.whole * 2 / (2 + OPTIMIZER_STATE[self.optimizer])
-        experts = EXPERT if each.mesh.sizes[2] > 1 else ()
-        return (*((FASTEST, *experts) if each.whole <= self.memory else ()), *((SPREAD,) if gathered <= self.memory else ()))
+    def ways(self, each: Candidate, form: str, levels: Sequence[int]) -> Iterator[Estimate]:
+        """Yields the candidate with the fastest layouts and, under a limit, an expert's that take fewest bytes, each with all parameters
+        at the first of some levels (`sbpc.passes.stages.zero`) at which it fits."""
+        for baseline in (None, SPARING) if self.memory is not None and each.mesh.sizes[2] > 1 else (None,):
+            for level in levels:
+                if self.memory is not None and each.stored[level] > self.memory:
+                    continue
+                try:
+                    blocks, plan_at = self.short_plans(each, form, baseline)
+                except PlanError:
+                    if baseline:  # whose scheme does not fit the model
+                        break
+                    raise
+                times = [block_times(self.lengths, block) for block in blocks]
+                yield (way := repeated(plan_at(level), times, each.mesh, PIPE, each.schedule, each.microbatches, each.floor))
+                if self.fits(way):
+                    break
 
-    def ways(self, each: Candidate, form: str, kind: str) -> Iterator[Estimate]:
-        """Yields the candidate with all boxed once a step; with "sharded" layouts in all ways to box in the loop, until one fits."""
-        for kinds in IN_LOOP if kind == SHARDED else IN_LOOP[:1]:
-            try:
-                units = self.measured(each, form, kind, kinds)
-            except PlanError:
-                if kind in EXPERT:  # whose scheme does not fit the model
-                    return
-                raise
-            options = Options(optimizer=self.optimizer)
-            made = Estimate(each.mesh, PIPE, units, each.schedule, each.microbatches, each.floor, options)
-            if len(made.row) < len(made.owners):
-                raise PlanError(f"{len(made.owners)} chunks of a model of {len(made.row)} blocks\n  Give fewer stages.")
-            self.order = self.order or made
-            made.take_order(self.order)
-            yield made
-            if self.fits(made):
-                return
+    def short_plans(self, each: Candidate, form: str, baseline: str | None) -> tuple[list[str], Callable[[int], StagedPlan]]:
+        """Returns the blocks of the short model and what plans it, the same for all numbers of stages."""
+        key = each.mesh.sizes[1:], each.microbatches, form, baseline
+        if key not in self.plans:
+            inner = mesh_of_stage(each.mesh, PIPE)
+            asked = self.short.stages, self.short.about, inner, PIPE, self.optimizer, baseline
+            self.plans[key] = short_plans(self.loop(form, each.microbatches), *asked)
+        return self.plans[key]
 
-    def measured(self, each: Candidate, form: str, kind: str, kinds: Sequence[str]) -> list[Unit]:
-        """Returns the units of the model on the mesh of a stage, planned and measured once for each size of micro-batch."""
-        key = each.mesh.sizes[1:], each.microbatches, form, kind
-        if (key, kinds) in self.units:
-            return self.units[key, kinds]
-        if key not in self.chunks:
-            body = self.body(form, each.microbatches)
-            inner = Mesh(cluster=each.mesh.cluster, **dict(zip(each.mesh.axes[1:], each.mesh.sizes[1:])))
-            once = () if kind == SHARDED else (PARAMETER, GRADIENT)
-            expert = kind if kind in EXPERT else None
-            about = self.short.stages, self.short.about, inner, each.microbatches
-            self.chunks[key] = units_of(body, *about, kind in (SPREAD, SHARDED), once, expert)
-        chunks = self.chunks[key]
-        ports = (port for chunk in chunks for port in (*chunk.plan.ports.inputs, *chunk.plan.ports.outputs))
-        in_loop = {port for port in ports if port.kind in kinds}
-        costs = [ChunkCost.of(chunk.plan, in_loop) for chunk in chunks]
-        names = [name_of(chunk) for chunk in chunks]
-        borders = [crossing(chunks, at) for at in range(len(chunks))]
-        units = self.units[key, kinds] = []
-        for at, (cost, name) in enumerate(zip(costs, names)):
-            folder, _, place = name.rpartition(".")
-            often = block_times(self.lengths, folder, place)
-            units.append(Unit(cost, often, *borders[at - 1 if often > 1 else at]))
-        return units
-
-    def body(self, form: str, count: int) -> GraphModule:
-        """Returns the body of the short model's loop over so many micro-batches, written once for all meshes and kinds of layouts."""
-        if (form, count) not in self.bodies:
+    def loop(self, form: str, count: int) -> Loop:
+        """Returns the short model's loop over so many micro-batches, written once for all meshes and layouts."""
+        if (form, count) not in self.loops:
             gm = self.short.again().gm
-            self.bodies[form, count] = loop_of(compute_again(gm, forms_of(gm, form)), count).body
-        return self.bodies[form, count]
+            self.loops[form, count] = loop_of(compute_again(gm, forms_of(gm, form)), count)
+        return self.loops[form, count]
 
     def planned(self, each: Candidate, form: str) -> StagedPlan:
         """Returns the plan of a row."""
@@ -258,33 +187,9 @@ class Search:
         return plan_stages(task.gm, task.stages, each.mesh, replace(asked, microbatches=each.microbatches, recompute=form))
 
 
-def refusal(each: Candidate, reason: str, needed: int | None = None) -> Refused:
-    """Returns what is told of a candidate without a row."""
-    return Refused(each.mesh, each.schedule, each.microbatches, reason, needed)
-
-
 def closest_error(errors: Sequence[SbpcError]) -> SbpcError:
     """Returns the error of a search without any row: where some strategies do not fit, that of the one that needs least."""
     large = [error for error in errors if isinstance(error, TooLarge)]
     if large:
         return min(large, key=lambda error: error.needed)
     return errors[-1] if errors else PlanError("there is no strategy to look at\n  Give another number of devices.")
-
-
-def name_of(chunk: Chunk) -> str:
-    """Returns the block that a chunk is, "" if it is none."""
-    nodes = [node for node in chunk.plan.graph.graph.nodes if node.op == "call_function" and node.meta.get("phase") != "backward"]
-    blocks = [block_of(node.meta.get("module") or "") for node in nodes]
-    return max(dict.fromkeys(blocks), key=blocks.count, default="")
-
-
-def crossing(chunks: Sequence[Chunk], at: int) -> tuple[float, float]:
-    """Returns the bytes that a rank sends over the border behind a chunk: forward, and back."""
-    down = up = 0
-    for target, chunk in enumerate(chunks):
-        for port, name in chunk.receives.items():
-            source = next(number for number, other in enumerate(chunks) if name in other.sends.values())
-            size = bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)
-            down += size if source <= at < target else 0
-            up += size if target <= at < source else 0
-    return float(down), float(up)

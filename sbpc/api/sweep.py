@@ -20,7 +20,7 @@ from sbpc.api.strategies import Search
 from sbpc.errors import MemoryLimitError, MeshError, SbpcError, check_kinds, least_of, shown
 from sbpc.mesh.cluster import COLLECTIVES, Cluster
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import AUTO, NONE, Options
+from sbpc.plans.options import NONE, Options
 from sbpc.plans.plan import Plan
 from sbpc.rules.choices import may_cut
 
@@ -90,8 +90,8 @@ def sweep(
         short, lengths = short_model(model)
         whole = functools.cache(lambda: prepare(model, args, **step))
         search = Search(whole, prepare(short, args, **step), lengths, optimizer, memory, recompute, seconds)
-        asked = (devices, cluster, stages, microbatches, optimizer, memory, NONE if recompute == AUTO else recompute)
-        return search.rows(candidates(search.short, lengths, *asked), progress)
+        found = candidates(search.short, lengths, devices, cluster, stages, microbatches, optimizer, memory)
+        return search.rows(found, progress)
     task = prepare(model, args, **step)
     tried = meshes(devices, cluster, axes, stored_sizes(task.gm))
     rows, errors = [], []

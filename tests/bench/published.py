@@ -24,22 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sbpc import Mesh
-from sbpc.api.candidates import Candidate
+from sbpc.api.candidates import block_times
 from sbpc.api.planning import prepare
 from sbpc.api.recompute import forms_of
-from sbpc.api.staging import units_of
-from sbpc.api.strategies import FASTEST, Search
-from sbpc.graph.ports import GRADIENT, PARAMETER
+from sbpc.api.staging import short_plans
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute
 from sbpc.plans.staged.chunk_cost import ProgramCost
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.estimate import Estimate, Unit
+from sbpc.plans.staged.estimate import repeated
+from sbpc.plans.staged.staged_plan import StagedPlan
 from tests.bench.zoo import tokens
 
 SEQ, VOCAB = 2048, 51_200
-ONCE = (PARAMETER, GRADIENT)
 APART = "MT-NLG"
 OBJECTIVES = {False: "serial", True: "seconds"}  # by whether collectives run beside computing
 Rates = tuple[float, float, float]  # products, memory traffic, links: how many times as long they take as the data sheet says
@@ -101,26 +99,24 @@ def rows_of(tables: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass
 class Measured:
-    """The units of a row's model on the mesh of a stage, and the programs of each."""
+    """The plan of a row's model with two blocks, each a stage, how often each stands in a row, and their programs."""
 
-    units: list[Unit]
+    plan: StagedPlan
+    times: list[int]
     programs: list[ChunkPrograms]
 
 
 def measured(row: dict[str, Any], objective: str) -> Measured:
-    """The units of a row's model."""
+    """The plan of a row's model."""
     with torch.device("meta"):
         model = Decoder(row["h"], row["a"], 2).to(torch.bfloat16)
-    count = row["gbs"] // (row["dp"] * row["mbs"])
     task = prepare(model, (tokens(row["gbs"], SEQ, VOCAB), tokens(row["gbs"], SEQ, VOCAB)))
-    gm = recompute(task.gm, forms_of(task.gm, row["form"]))
-    mesh = mesh_of(row, named_cluster("a100"))
-    search = Search(lambda: task, task, {"blocks": row["L"]}, "adamw", None, "none", 0.0)
+    loop = loop_of(recompute(task.gm, forms_of(task.gm, row["form"])), row["gbs"] // (row["dp"] * row["mbs"]))
     baseline = "data" if row["tp"] == 1 else "megatron+sp" if row.get("sp") else "megatron"
-    key = mesh.sizes[1:], count, "none", FASTEST
-    search.chunks[key] = units_of(loop_of(gm, count).body, task.stages, task.about, inner(mesh), count, False, ONCE, baseline)
-    units = search.measured(Candidate(mesh, "1f1b", count, 0.0, 0.0, 0.0, 0.0), "none", FASTEST, ())
-    return Measured(units, [ChunkPrograms(chunk.plan, (), objective == "seconds") for chunk in search.chunks[key]])
+    mesh = inner(mesh_of(row, named_cluster("a100")))
+    blocks, plan_at = short_plans(loop, task.stages, task.about, mesh, "pipe", "adamw", baseline)
+    times = [block_times({"blocks": row["L"]}, block) for block in blocks]
+    return Measured(plan_at(0), times, [ChunkPrograms(chunk.plan, (), objective == "seconds") for chunk in plan_at(0).chunks])
 
 
 def mesh_of(row: dict[str, Any], cluster: Cluster) -> Mesh:
@@ -141,14 +137,15 @@ def predicted(row: dict[str, Any], found: Measured, rates: Rates) -> float:
         intra_bandwidth=sheet.intra_bandwidth / rates[2], inter_bandwidth=sheet.inter_bandwidth / rates[2],
     )  # fmt: skip
     mesh = mesh_of(row, cluster)
-    units = []
-    for unit, programs in zip(found.units, found.programs):
+    plan = replace(found.plan, options=replace(found.plan.options, objective=OBJECTIVES[found.programs[0].overlaps]))
+    parts = []
+    for part, programs in zip(plan.parts, found.programs):
         programs.plan.mesh = inner(mesh)  # what was scheduled stays in its order
         program = functools.cache(lambda which, programs=programs: ProgramCost.of(programs, programs.of(which)))
-        units.append(replace(unit, cost=replace(unit.cost, program=program)))
+        parts.append(replace(part, program=program))
+    plan.parts = parts
     schedule = f"interleaved:{row['chunks']}" if row["chunks"] > 1 else "1f1b"
-    count, options = row["gbs"] // (row["dp"] * row["mbs"]), {"objective": OBJECTIVES[found.programs[0].overlaps]}
-    return Estimate(mesh, "pipe", units, schedule, count, options=options).cost.seconds
+    return repeated(plan, found.times, mesh, "pipe", schedule, row["gbs"] // (row["dp"] * row["mbs"])).cost.seconds
 
 
 def fit(rows: list[dict[str, Any]], found: list[Measured]) -> Rates:

@@ -54,7 +54,7 @@ def choices(row: dict[str, Any], cluster: Cluster) -> tuple[StrategyRow, Strateg
     short, lengths = short_model(model)
     task = prepare(short, args)
     search = Search(functools.cache(lambda: prepare(model, args)), task, lengths, "adamw", MEMORY, FULL, SECONDS)
-    found = candidates(task, lengths, row["gpus"], cluster, True, True, "adamw", MEMORY, FULL)
+    found = candidates(task, lengths, row["gpus"], cluster, True, True, "adamw", MEMORY)
     best = search.rows(found)[0]
     theirs = [each for each in found if (each.mesh.sizes[0], each.mesh.sizes[2]) == (row["pp"], row["tp"])]
     return best, search.rows(theirs)[0]

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sbpc.api.strategies import Refused, StrategyRow
+from sbpc.api.candidates import Refused
+from sbpc.api.strategies import StrategyRow
 from sbpc.api.sweep import SweepRow, sweep
 from sbpc.cli.options import add_planning, cluster_of, positive, target_of
 from sbpc.cli.output import print_json, quiet, table_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,8 +10,9 @@ from typing import NamedTuple
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
+from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, actions_of, shared_spans, spans
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Arrival, actions_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 
 RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}  # by kind of action
@@ -29,51 +29,59 @@ class Moment(NamedTuple):
     once: Sequence[tuple[int, str]]
 
 
-class Pipeline(ABC):
-    """Stages that work on micro-batches. What has `parts`, knows what needs what, and what crosses, has a cost."""
+class Pipeline:
+    """Stages that work on micro-batches.
+
+    mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by chunk what it costs.
+    arrivals: by chunk what it receives.
+    """
 
     mesh: Mesh
+    axis: str | None
     options: Options
     schedule: str
     bound: float
     serial_bound: float = 0.0
+    count: int
+    parts: Sequence[ChunkCost]
+    arrivals: Sequence[Sequence[Arrival]]
 
     @property
-    @abstractmethod
-    def count(self) -> int:
-        """How many micro-batches there are."""
-
-    @property
-    @abstractmethod
     def stages(self) -> int:
         """How many ranks the axis of stages has."""
+        return 1 if self.axis is None else self.mesh.sizes[self.mesh.axis(self.axis)]
 
-    @property
-    @abstractmethod
-    def owners(self) -> Sequence[int]:
+    @functools.cached_property
+    def owners(self) -> list[int]:
         """By chunk the stage that has it."""
+        return schedules.owners(self.schedule, self.stages)
 
-    @property
-    @abstractmethod
-    def parts(self) -> Sequence[ChunkCost]:
-        """What each chunk costs."""
+    @functools.cached_property
+    def sent(self) -> dict[tuple[int, int, bool], int]:
+        """The bytes that cross to another stage, by the chunk that sends them, the one that reads them, and whether in the backward."""
+        found = Counter[tuple[int, int, bool]]()
+        for target, arrivals in enumerate(self.arrivals):
+            for source, late, _, size in arrivals:
+                if size is not None and self.owners[source] != self.owners[target]:
+                    found[source, target, late] += size
+        return found
 
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> dict[str, float]:
-        """By axis the bytes that the busiest rank sends in a step."""
-
-    @abstractmethod
-    def needs(self, action: Action) -> Sequence[Action]:
+    def needs(self, action: Action) -> list[Action]:
         """Returns the actions that one can begin only after."""
+        kind, at, batch = action
+        arrivals = self.arrivals[at] if kind != WEIGHTS else ()
+        found = [self.acting(late, source, batch) for source, late, read_late, _ in arrivals if read_late == (kind != FORWARD)]
+        if kind != FORWARD:
+            found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
+        return list(dict.fromkeys(found))
 
-    @abstractmethod
     def sending(self, source: Action, action: Action) -> float:
-        """Returns the seconds for what one action sends to another one."""
-
-    @abstractmethod
-    def sends_back(self, chunk: int) -> bool:
-        """Returns whether another stage reads what the backward of a chunk makes."""
+        """Returns the seconds for what one action sends to another one on another stage."""
+        size = self.sent.get((source.chunk, action.chunk, source.kind != FORWARD))
+        if size is None or self.axis is None or WEIGHTS in (source.kind, action.kind):
+            return 0.0
+        latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
+        return latency + size / bandwidth
 
     @property
     def overlaps(self) -> bool:
@@ -97,7 +105,8 @@ class Pipeline(ABC):
         if not self.overlaps:
             return order
         last = {action.chunk: action for mine in order for action in mine if action.kind == BACKWARD}
-        parted = {action for chunk, action in last.items() if self.sends_back(chunk)}
+        sent_late = {source for source, _, late in self.sent if late}
+        parted = {action for chunk, action in last.items() if chunk in sent_late}
         return [
             [each for action in mine for each in ([action.of_kind(k) for k in (INPUTS, WEIGHTS)] if action in parted else [action])]
             for mine in order
@@ -150,13 +159,8 @@ class Pipeline(ABC):
         """Returns how often each program of a chunk runs in a step."""
         found = Counter(self.runs(action) for mine in self.actions for action in mine if action.chunk == chunk)
         found.update((part,) for part, at in self.apart if at == chunk)
-        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.split else (FORWARD, BACKWARD))]
+        steady = [RUNS[kind] for kind in ((FORWARD, INPUTS, WEIGHTS) if self.schedule == "zbv" else (FORWARD, BACKWARD))]
         return found + Counter(dict.fromkeys(steady, self.count - self.simulated))
-
-    @property
-    def split(self) -> bool:
-        """Whether every backward runs in two parts."""
-        return self.schedule == "zbv"
 
     @property
     def alone(self) -> float:
@@ -171,8 +175,8 @@ class Pipeline(ABC):
         if not self.overlaps:
             starts = [max(starts)] * self.stages
         if self.alone == 1.0:
-            return spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
-        return shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
+            return schedules.spans(self.actions, self.needs, self.seconds_of, self.sending, starts)
+        return schedules.shared_spans(self.actions, self.needs, self.work_of, self.sending, starts, self.alone, self.mesh.cluster.taken)
 
     def seconds_of(self, action: Action) -> float:
         """Returns how long an action takes."""
@@ -245,12 +249,21 @@ class Pipeline(ABC):
         adds = sum(self.parts[at].adds for at in mine) * (self.count - 1) if which in ("seconds", "compute") else 0.0
         return adds + sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
 
-    def sent_within(self, stage: int) -> Counter[str]:
-        """Returns by axis the bytes that a rank sends in the programs of its chunks."""
-        sent: Counter[str] = Counter()
+    @functools.cached_property
+    def bytes_sent(self) -> dict[str, float]:
+        """By axis the bytes that the busiest rank sends in a step; those between stages under their axis."""
+        by_stage = [self.sent_by(stage) for stage in range(self.stages)]
+        axes = dict.fromkeys([*self.mesh.axes, *(axis for sent in by_stage for axis in sent)])
+        return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
+
+    def sent_by(self, stage: int) -> Counter[str]:
+        """Returns by axis the bytes that a rank of a stage sends."""
+        sent = Counter[str]()
         for at, owner in enumerate(self.owners):
             for which, times in self.tally(at).items() if owner == stage else ():
                 sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
+        if self.axis is not None:
+            sent[self.axis] += self.count * sum(size for (source, *_), size in self.sent.items() if self.owners[source] == stage)
         return sent
 
     def times_of(self, part: str) -> int:

@@ -52,6 +52,16 @@ class Action(NamedTuple):
         return Action(kind, self.chunk, self.micro_batch)
 
 
+class Arrival(NamedTuple):
+    """A value that a chunk receives. source: the chunk that sends it. late, read_late: whether it is sent and read in the backward.
+    size: its bytes on the busiest rank; None where the stage has it already, as an earlier reader is on it."""
+
+    source: int
+    late: bool
+    read_late: bool
+    size: int | None
+
+
 def owners(schedule: str, stages: int) -> list[int]:
     """Returns by chunk the rank of the axis of stages that has it: one after the other, for "zbv" there and back.
 

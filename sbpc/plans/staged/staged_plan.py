@@ -4,7 +4,7 @@ schedule in which they work."""
 from __future__ import annotations
 
 import functools
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline
-from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS, Action, owners
+from sbpc.plans.staged.schedules import FORWARD, INPUTS, Arrival
 from sbpc.plans.staged.staged_timeline import stage_events, stage_lanes
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
@@ -58,25 +58,15 @@ class StagedPlan(Pipeline):
     body: Plan | None = field(default=None, repr=False, compare=False)
     serial_bound: float = 0.0
 
-    @property
-    def count(self) -> int:
+    @functools.cached_property
+    def count(self) -> int:  # type: ignore[override]
         """How many micro-batches a step has."""
         return self.loop.count
-
-    @property
-    def stages(self) -> int:
-        """How many ranks the axis of stages has."""
-        return 1 if self.axis is None else self.mesh.sizes[self.mesh.axis(self.axis)]
 
     @property
     def inner(self) -> Mesh:
         """The mesh of one stage."""
         return self.chunks[0].plan.mesh
-
-    @functools.cached_property
-    def owners(self) -> list[int]:
-        """By chunk the stage that has it."""
-        return owners(self.schedule, self.stages)
 
     @property
     def ports(self) -> Ports:
@@ -151,24 +141,6 @@ class StagedPlan(Pipeline):
         """Returns the layout of a parameter or of a value on the mesh of its stage. Raises PlanError for a name that is neither."""
         return layout_of(self.layouts, name)
 
-    def sends_back(self, chunk: int) -> bool:
-        """Returns whether another stage reads what the backward of a chunk makes."""
-        late = {self.chunks[chunk].sends[port] for port in self.chunks[chunk].sends_late}
-        return any(
-            late.intersection(other.receives.values()) for other, owner in zip(self.chunks, self.owners) if owner != self.owners[chunk]
-        )
-
-    def needs(self, action: Action) -> list[Action]:
-        """Returns the actions that one can begin only after."""
-        (kind, at, batch), found = action, []
-        for port, name in self.chunks[at].receives.items():
-            if (port.kind == TANGENT) == (kind != FORWARD) and kind != WEIGHTS:
-                source, sent = self.sources[name]
-                found.append(self.acting(sent in self.chunks[source].sends_late, source, batch))
-        if kind != FORWARD:
-            found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
-        return list(dict.fromkeys(found))
-
     def terms_of(self, stage: int) -> Callable[[], Terms]:
         """Returns what makes the terms of the formulas of a stage's cost."""
         most = max(range(self.stages), key=lambda each: self.memory_of(each)["total"])
@@ -194,30 +166,22 @@ class StagedPlan(Pipeline):
         return OnUse(len(self.chunks), lambda at: ChunkPrograms(self.chunks[at].plan, self.in_loop, self.overlaps))
 
     @functools.cached_property
-    def parts(self) -> list[ChunkCost]:
+    def parts(self) -> list[ChunkCost]:  # type: ignore[override]
         """What each chunk costs."""
         return costs_of(self.chunks, self.in_loop, self.programs)
 
-    def sending(self, source: Action, action: Action) -> float:
-        """Returns the seconds for what one action sends to another one on another stage."""
-        same = self.owners[source.chunk] == self.owners[action.chunk]
-        if self.axis is None or same or source.kind == WEIGHTS or action.kind == WEIGHTS:
-            return 0.0
-        sent = self.crossing(source.chunk, action.chunk, late=source.kind != FORWARD).values()
-        latency, bandwidth, _ = self.mesh.link((self.mesh.axis(self.axis),), "send")
-        return latency + sum(sent) / bandwidth if sent else 0.0
-
-    def crossing(self, source: int, target: int, late: bool) -> dict[str, int]:
-        """Returns the bytes on the busiest rank of each value that one chunk sends another, in the forward or `late`.
-
-        A stage gets a value once: it is sent to the first of its chunks that reads it.
-        """
-        found = {}
-        for name in self.chunks[target].receives.values():
-            at, port = self.sources[name]
-            first = self.first_readers[name, self.owners[target]] == target
-            if at == source and first and (port in self.chunks[source].sends_late) == late:
-                found[name] = self.border_bytes(at, port)
+    @functools.cached_property
+    def arrivals(self) -> list[list[Arrival]]:  # type: ignore[override]
+        """By chunk what it receives. A stage gets a value once: it is sent to the first of its chunks that reads it."""
+        found = []
+        for at, chunk in enumerate(self.chunks):
+            found.append(list[Arrival]())
+            for port, name in chunk.receives.items():
+                number, sent = self.sources[name]
+                source = self.chunks[number]
+                first = self.first_readers[name, self.owners[at]] == at
+                size = bytes_at(source.value(sent), source.left[sent], self.inner) if first else None
+                found[-1].append(Arrival(number, sent in source.sends_late, port.kind == TANGENT, size))
         return found
 
     @functools.cached_property
@@ -229,11 +193,6 @@ class StagedPlan(Pipeline):
         ]  # fmt: skip
         return {(name, self.owners[at]): at for _, _, at, name in sorted(readers, reverse=True)}
 
-    def border_bytes(self, chunk: int, port: Port) -> int:
-        """Returns the bytes of a sent value on the busiest rank."""
-        about = self.chunks[chunk]
-        return bytes_at(about.value(port), about.left[port], self.inner)
-
     def timeline(self) -> list[Event]:
         """Returns what a step is predicted to do: a lane for each stage, on which chunks work on micro-batches, and beside it lanes of the
         collectives inside it and of what it sends to others."""
@@ -244,21 +203,13 @@ class StagedPlan(Pipeline):
         check_kinds(PlanError, path=(path, "a path"))
         save_trace({PREDICTED: self.timeline()}, Path(path))
 
-    @functools.cached_property
-    def bytes_sent(self) -> dict[str, float]:
-        """By axis the bytes that the busiest rank sends in a step; those between stages under their axis."""
-        by_stage = [self.sent_within(stage) for stage in range(self.stages)]
-        for at, owner in enumerate(self.owners):
-            for target, late in itertools.product(range(len(self.chunks)), (False, True)):
-                if self.axis is not None and self.owners[target] != owner:
-                    by_stage[owner][self.axis] += self.loop.count * sum(self.crossing(at, target, late).values())
-        for name, chunks in self.shared.items():
-            for at in self.summands[name]:
-                others = {self.owners[other] for other in chunks} - {self.owners[at]}
-                if self.axis is not None:
-                    by_stage[self.owners[at]][self.axis] += len(others) * self.parts[at].homes[name]
-        axes = dict.fromkeys([*self.mesh.axes, *(axis for sent in by_stage for axis in sent)])
-        return {axis: float(max(sent[axis] for sent in by_stage)) for axis in axes}
+    def sent_by(self, stage: int) -> Counter[str]:
+        sent = super().sent_by(stage)
+        for name, having in self.summands.items() if self.axis else ():
+            others = {self.owners[other] for other in self.shared[name]} - {stage}
+            mine = [at for at in having if self.owners[at] == stage]
+            sent[str(self.axis)] += len(others) * sum(self.parts[at].homes[name] for at in mine)
+        return sent
 
     def verify(self) -> int:
         """Checks every edge of every chunk, and that what crosses is left by one chunk as others read it. Returns the number of edges.

@@ -66,5 +66,5 @@ def stage_bound(plan: Pipeline, parts: list[dict[str, float]], stage: int) -> fl
     if not before:
         return alone
     tail = sum(one[INPUTS] for one in before) + parts[0][WEIGHTS]
-    late = sum(one[WEIGHTS] for one in each) if plan.split else first[WEIGHTS] + first[ADDED]
+    late = sum(one[WEIGHTS] for one in each) if plan.schedule == "zbv" else first[WEIGHTS] + first[ADDED]
     return max(alone, alone - late + tail)
