@@ -5,6 +5,7 @@ It is read as a stranger's: types, ranges and sizes are checked before anything 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc.errors import CheckpointError, shown
-from sbpc.graph.pytree import flatten
-from sbpc.runtime.state.block_files import Piece, damaged, header
+from sbpc.errors import CheckpointError, PlanError, shown
+from sbpc.graph.pytree import flatten, harmless, unflatten
+from sbpc.runtime.state.block_files import Piece, damaged, header, open_file
 from sbpc.runtime.state.blocks import TensorBlock, groups_of, merged_groups, states_of
 from sbpc.runtime.state.weight_files import weights_of
 
@@ -57,6 +58,7 @@ def describe(
 def without_tensors(value: Any, what: str) -> Any:
     """Returns the structure of numbers and texts, nested. Raises CheckpointError if it holds tensors."""
     leaves, structure = flatten(value, what)
+    harmless(structure)  # as it will be read
     if leaves:
         raise CheckpointError(f"{what} holds tensors\n  Keep them as buffers of the model, as tensors of its state, or as numbers.")
     return structure
@@ -142,10 +144,11 @@ def digest(record: Mapping[str, Any]) -> str:
 def read_marker(folder: Path) -> dict[str, Any]:
     """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder holds none."""
     try:
-        record = json.loads((folder / MARKER).read_text())
+        with open_file(folder / MARKER) as file:
+            record = json.loads(file.read().decode())
         written = record.pop("sha256", None) if isinstance(record, dict) else None
         found = digest(record)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CheckpointError(f"{folder} is no checkpoint\n  Name one that sbpc wrote.")
@@ -159,6 +162,17 @@ def read_marker(folder: Path) -> dict[str, Any]:
     return record | {"blocks": pieces}
 
 
+def restored(structure: Any, leaves: Sequence[Any], what: str, folder: Path) -> Any:
+    """Returns that of which `flatten` made a structure. Raises CheckpointError if it is none, or makes what would run code of its own."""
+    try:
+        harmless(structure)
+        return unflatten(structure, leaves)
+    except PlanError as error:
+        raise CheckpointError(f"{what} in {folder}: {error}") from error
+    except Exception as error:  # whatever nonsense it holds, it is the file that is wrong
+        raise damaged(folder / MARKER, f"{what} makes no sense: {type(error).__name__}") from error
+
+
 def check_record(record: dict[str, Any], folder: Path) -> None:
     """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the files."""
     wrong = [key for key, fits in FIELDS.items() if key not in record or not fits(record[key])]
@@ -168,14 +182,14 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
     filled: list[list[tuple[int, int]]] = [[] for _ in record["files"]]
     for name, (dtype, shape) in record["tensors"].items():
         pieces = record["blocks"].get(name, ())
-        within = all(
-            len(start) == len(size) == len(shape) and 0 <= rank < len(filled) and all(a + n <= m for a, n, m in zip(start, size, shape))
-            for start, size, rank, *_ in pieces
-        )
-        if not within or sum(math.prod(size) for _, size, *_ in pieces) != math.prod(shape):
+        if any(rank >= len(filled) for _, _, rank, *_ in pieces) or not fill(pieces, shape):
             raise damaged(folder / MARKER, f"its blocks are not those of {name!r:.80}")
         for _, size, rank, offset, _ in pieces:
             filled[rank].append((offset, offset + math.prod(size) * kind_of(dtype).itemsize))
+    if others := sorted(record["blocks"].keys() - record["tensors"].keys()):
+        raise damaged(folder / MARKER, f"it has blocks of {others[0]!r:.80}, but no such tensor")
+    if absent := [first for first in record["tied"].values() if f"model/{first}" not in record["tensors"]]:
+        raise damaged(folder / MARKER, f"a tensor is tied to {absent[0]!r:.80}, which is none of its tensors")
     for spans, length in zip(filled, record["files"]):
         spans.sort()
         ends = [begin, *(end for _, end in spans)]
@@ -183,10 +197,25 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
             raise damaged(folder / MARKER, "its blocks do not lie one after another in their files")
 
 
+def fill(pieces: Sequence[Sequence[Any]], shape: Sequence[int]) -> bool:
+    """Returns whether blocks are the cells of one grid, as layouts cut tensors, and so hold each element of a tensor once."""
+    if math.prod(shape) == 0 or any(len(start) != len(shape) or len(size) != len(shape) for start, size, *_ in pieces):
+        return math.prod(shape) == 0 and not pieces
+    cells = {tuple(start) for start, *_ in pieces}
+    sides = [sorted({(start[dim], start[dim] + size[dim]) for start, size, *_ in pieces}) for dim in range(len(shape))]
+    whole = all([0, *(end for _, end in side)] == [*(begin for begin, _ in side), length] for side, length in zip(sides, shape))
+    return whole and len(cells) == len(pieces) == math.prod(map(len, sides))
+
+
+@functools.cache
 def kind_of(dtype: str) -> Any:
-    """Returns the torch dtype of a name, None if it is that of none."""
+    """Returns the torch dtype of a name, None if it is that of none, or if torch cannot copy what is of it."""
     found = vars(torch).get(dtype)
-    return found if isinstance(found, torch.dtype) else None
+    try:
+        torch.zeros(1, dtype=found, device="cpu").copy_(torch.zeros(1, dtype=found, device="cpu"))
+    except (TypeError, RuntimeError):
+        return None
+    return found if str(found) == f"torch.{dtype}" else None  # torch has two names of some
 
 
 def is_count(value: Any) -> bool:
@@ -197,6 +226,11 @@ def is_count(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Returns whether a value is an integer of 64 bits."""
     return type(value) is int and -1 << 63 <= value < 1 << 63
+
+
+def is_value(value: Any) -> bool:
+    """Returns whether a value is that of a tensor with one element."""
+    return isinstance(value, (bool, float)) or is_number(value)
 
 
 def is_shape(value: Any) -> bool:
@@ -233,15 +267,15 @@ def is_group(value: Any) -> bool:
         case {"names": list(names), "settings": ["dict", list(pairs)], "values": list(values)}:
             keys = [pair[0] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and is_text(pair[0])]
             named = all(name is None or is_text(name) for name in names)
-            return named and len(keys) == len(pairs) and "params" not in keys and all(isinstance(each, (int, float)) for each in values)
+            return named and len(keys) == len(pairs) and "params" not in keys and all(map(is_value, values))
     return False
 
 
 def is_optimizer(value: Any) -> bool:
     """Returns whether a value tells of an optimizer, or of none."""
     match value:
-        case {"class": str(_), "groups": list(groups), "plain": plain}:
-            return all(map(is_group, groups)) and is_dict(plain, lambda state: is_dict(state, lambda _: True))
+        case {"class": str(name), "groups": list(groups), "plain": plain}:
+            return name.isidentifier() and all(map(is_group, groups)) and is_dict(plain, lambda state: is_dict(state, lambda _: True))
     return False
 
 
