@@ -213,7 +213,7 @@ class Checkpoints:
 
         `extra` is then what was saved as such. The mesh and the layouts may be others than those of the ranks that
         saved. All files are read through before anything is loaded: of damaged ones there is a warning, and without `step` the
-        last whole checkpoint is loaded. Raises CheckpointError if none is whole, or if it does not fit the model or the optimizer.
+        last whole checkpoint is loaded. Raises CheckpointError, before anything is changed, if none is whole, or if it does not fit.
         """
         self.wait()
         record = self.whole(step)
