@@ -8,12 +8,16 @@ import io
 import json
 import math
 import multiprocessing
+import os
 import random
 import re
 import resource
+import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +26,17 @@ from torch.fx import Interpreter
 
 import sbpc
 from sbpc.cli.main import main
-from sbpc.errors import SbpcError
+from sbpc.errors import CheckpointError, SbpcError
 from sbpc.graph.ports import placeholders
 from sbpc.plans.plan_file import FORMAT, VERSION
 from sbpc.runtime.one_process.simulate import whole_inputs
-from sbpc.runtime.state.weight_files import RECORD, SEAL, read_weights
+from sbpc.runtime.state.block_files import bytes_of, header
+from sbpc.runtime.state.blocks import blocks_of
+from sbpc.runtime.state.checkpoint import Checkpoints, weights_in
+from sbpc.runtime.state.checkpoint_record import MARKER, digest
+from sbpc.runtime.state.weight_files import RECORD, SEAL, read_weights, weights_of
 from tests import models
+from tests.test_checkpoint import TOKENS, Tied
 
 SECONDS, BYTES = 60, 3 << 30  # that one file may take, and a process above what it has after its imports
 TEXTS = (
@@ -37,6 +46,7 @@ TEXTS = (
     "aten.native_layer_norm_backward.default", "aten.embedding_dense_backward.default", "_c10d_functional.wait_tensor.default", "getitem",
 )  # fmt: skip
 NUMBERS = (0, -1, 1, 2, 7, 1 << 31, 1 << 62, 1 << 80, 0.5, math.nan, math.inf, 1e308, True)
+FIRST, LAST = "step-000000001", "step-000000002"
 LIBRARY = torch.library.Library("forged", "DEF")
 LIBRARY.define("op(Tensor x, Tensor w, bool flag=False) -> Tensor")
 LIBRARY.define("other(Tensor x) -> Tensor")
@@ -147,8 +157,58 @@ def others_of(path: Path, count: int, seed: int) -> Iterator[bytes]:
             yield len(found).to_bytes(8, "little") + found + data[8 + size :]
         elif path.suffix == ".sbpc":
             yield sealed(forged(json.loads(text), chance))
+        elif path.name == MARKER:
+            record = json.loads(data)
+            del record["sha256"]
+            record = forged(record, chance)
+            yield json.dumps(record | {"sha256": digest(record)} if isinstance(record, dict) else record).encode()
         else:
             yield json.dumps(forged(json.loads(data), chance)).encode()
+
+
+def other_checkpoints(source: Path, count: int, seed: int) -> Iterator[Path]:
+    """Forged copies of a folder of checkpoints: in the last what `state.json` says, what lies beside it, or both."""
+    for number, data in enumerate(others_of(source / LAST / MARKER, count, seed)):
+        path = source.with_name(f"{source.name}-{seed}-{number}")
+        shutil.copytree(source, path)
+        if number % 3 != 2:
+            (path / LAST / MARKER).write_bytes(data)
+        if number % 3:
+            misplace(path / LAST, random.Random(f"{source.name} {seed} {number}"))
+        yield path
+
+
+def misplace(folder: Path, chance: random.Random) -> None:
+    """Makes a file of a checkpoint another, or that of another rank, step or parameter, takes it away, or adds one."""
+    files = sorted(folder.iterdir())
+    one, two = chance.sample(files, 2)
+    match chance.randrange(11):
+        case 0 | 1 | 2:
+            one.write_bytes(damaged(one.read_bytes(), chance))
+        case 3:
+            one.rename(folder / "third")
+            two.rename(one)
+            (folder / "third").rename(two)
+        case 4:  # what another step wrote, below the first line of this one
+            older = chance.choice(sorted(folder.with_name(FIRST).glob("*.blocks"))).read_bytes()
+            place = chance.choice(sorted(folder.glob("*.blocks")))
+            place.write_bytes(header(place.name[:32]) + older.partition(b"\n")[2])
+        case 5 | 6:
+            one.unlink()
+            chance.choice((lambda: None, one.mkdir, lambda: os.mkfifo(one)))()
+        case 7:
+            one.unlink()
+            one.symlink_to(chance.choice((one, two, folder, Path("/dev/zero"), Path("/dev/null"), Path("none"))))
+        case 8:
+            (folder / chance.choice(("more.blocks", "\x1b[2J", "x" * 200))).write_bytes(b"more")
+        case 9:  # a hole, which takes no place on the disk
+            os.truncate(one, chance.choice((1 << 12, 1 << 34, 1 << 40)))
+        case 10:  # two pieces of a file in each other's place
+            place = chance.choice(sorted(folder.glob("*.blocks")))
+            data = bytearray(place.read_bytes())
+            at, to = (chance.randrange(47, len(data) - 16) // 16 * 16 for _ in "ab")
+            data[at : at + 16], data[to : to + 16] = data[to : to + 16], data[at : at + 16]
+            place.write_bytes(data)
 
 
 def outcomes(paths: Sequence[Path], trial: str) -> list[str]:
@@ -233,6 +293,8 @@ def step_of(plan: Any, model: Any, args: Any) -> list[str]:
 def model_of(name: str) -> Any:
     """The model of which a file holds the plan, with its arguments."""
     torch.manual_seed(0)
+    if name == "tied":
+        return Tied(), TOKENS
     if name == "gpt2":
         return models.gpt2(batch=4, seq=4, vocab=12, width=8, heads=2, layers=1)
     return models.vgg() if name == "vgg" else models.mlp(layers=2)
@@ -269,4 +331,71 @@ def weights_trial(path: Path) -> list[str]:
     return []
 
 
-TRIALS = {"weights": weights_trial, "plan": plan_trial, "exported": exported_trial, "cluster": cluster_trial, "rules": rules_trial}
+def checkpoint_trial(path: Path) -> list[str]:
+    texts, refusals = [printed("convert", path, "-o", path / "weights.safetensors")], []
+    for step in (None, 2):  # of a bad one the one before may be loaded, unless it is asked for
+        model, _ = model_of("tied")
+        optimizer = optimizer_of(model)
+        before = {name: block.local.clone() for name, block in blocks_of(model, optimizer).items()}
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                check_loaded(path / f"step-{Checkpoints(path).load(model, optimizer, step):09d}", model, optimizer)
+            except CheckpointError as error:
+                after = {name: block.local for name, block in blocks_of(model, optimizer).items()}
+                assert "holds a part of it" in str(error) or same(before, after)
+                refusals.append(error)
+        texts += [str(each.message) for each in warned]
+    try:
+        assert same(weights_in(path, 2).tensors, told(path / LAST, "model/"))
+    except CheckpointError as error:
+        refusals.append(error)
+    for error in refusals:
+        assert str(path) in str(error) and str(error).count("\n  ") == str(error).count("\n") == 1, error
+        raise error
+    return texts
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer with which checkpoints are forged."""
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+
+
+def told(folder: Path, kind: str = "") -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint holds by what its record says, each of whose elements stands in one block, whose CRC-32 is right."""
+    record, tensors = json.loads((folder / MARKER).read_text()), {}
+    for name, (dtype, shape) in ((name, each) for name, each in record["tensors"].items() if name.startswith(kind)):
+        whole, count = torch.zeros(shape, dtype=getattr(torch, dtype)), torch.zeros(shape, dtype=torch.int64)
+        for start, size, rank, offset, crc in record["blocks"][name]:
+            data = (folder / f"{record['save']}-{rank:05d}.blocks").read_bytes()[offset:][: math.prod(size) * whole.element_size()]
+            assert zlib.crc32(data) == crc
+            place = tuple(slice(a, a + n) for a, n in zip(start, size))
+            whole[place] = torch.frombuffer(bytearray(data), dtype=whole.dtype).view(size)
+            count[place] += 1
+        assert count.eq(1).all(), name
+        tensors[name.removeprefix(kind)] = whole
+    return tensors
+
+
+def same(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors have the same names, types, shapes and bytes."""
+    pairs = [(one[name], two[name]) for name in one if name in two]
+    return len(pairs) == len(one) == len(two) and all(a.shape == b.shape and a.dtype == b.dtype and bytes_of(a) == bytes_of(b) for a, b in pairs)
+
+
+def check_loaded(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Checks that a module and its optimizer hold what a checkpoint says, each tensor under one of its names."""
+    tensors, tied = told(folder), json.loads((folder / MARKER).read_text())["tied"]
+    weights = weights_of(model)
+    for name, block in blocks_of(model, optimizer).items():
+        first = name.removeprefix("model/")
+        names = [first, *(other for other, it in weights.tied.items() if it == first)] if first in weights.tensors else []
+        found = {f"model/{tied.get(other, other)}" for other in names} | {name}
+        values = [tensors[each] for each in found if each in tensors]
+        assert any(same({"": block.local}, {"": value}) for value in values) or (not values and first in weights.left_out), name
+
+
+TRIALS = {
+    "weights": weights_trial, "plan": plan_trial, "exported": exported_trial, "cluster": cluster_trial, "rules": rules_trial,
+    "checkpoint": checkpoint_trial,
+}  # fmt: skip

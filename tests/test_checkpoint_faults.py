@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import CheckpointError, SbpcError
+from sbpc.errors import CheckpointError, PlanError, SbpcError
 from sbpc.mesh.layout import Layout
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state import block_files
@@ -31,6 +33,12 @@ from sbpc.runtime.state.dtensors import sharded
 from tests import models
 from tests.processes import run_ranks
 from tests.test_plan import refused
+
+
+@dataclass
+class Busy:
+    def __post_init__(self) -> None:
+        raise AssertionError("code of a class that a checkpoint names runs")
 
 
 def filled(number: float, width: int = 4) -> nn.Module:
@@ -345,7 +353,18 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda r: r["optimizer"].update(groups=[{"names": [], "settings": ["dict", [["params", 1]]], "values": []}]), "its optimizer is none"),
     (lambda r: r.update(tied={"a": ["b"]}), "its tied is none that"),
     (lambda r: r.update(random={"step": 1, "seed": 1 << 70}), "its random is none that"),
+    (lambda r: r.update(tied={"a": "b"}), "a tensor is tied to 'b', which is none of its tensors"),
+    (lambda r: r["tensors"].update({"model/weight": ["quint8", [4, 16]]}), "its tensors is none that"),
+    (lambda r: r["blocks"].update(more=[]), "it has blocks of 'more', but no such tensor"),
+    (lambda r: r["optimizer"].update({"class": "a\nb"}), "its optimizer is none"),
+    (lambda r: twice(r["blocks"]["model/weight"]), "its blocks are not those of 'model/weight'"),
 ]
+
+
+def twice(pieces: list[Any]) -> None:
+    """Say of the second half of a tensor's block that it is the first one as well."""
+    start, _, rank, offset, crc = pieces[0]
+    pieces[:] = [[start, [2, 4], rank, offset, crc], [start, [2, 4], rank, offset + 32, crc]]
 
 
 def grow(record: dict[str, Any], by: int) -> None:
@@ -367,6 +386,41 @@ def test_a_forged_record_is_refused_before_memory_is_taken_for_what_it_says(
     for read in (lambda: weights_in(tmp_path), lambda: Checkpoints(tmp_path).load(filled(0.0), step=1)):
         message = refused(CheckpointError, read)
         assert said in message and message.count("\n") == 1, message
+
+
+def test_weights_for_which_there_is_no_memory_are_refused_in_words(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 1, 1.0)
+    forged(folder, lambda record: grow(record, 1 << 40))
+    os.truncate(next(folder.glob("*.blocks")), json.loads((folder / "state.json").read_text())["files"][0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40 if limits[1] == resource.RLIM_INFINITY else limits[1], limits[1]))
+    try:
+        assert "holds more than this process has memory for" in refused(CheckpointError, lambda: weights_in(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_what_is_refused_leaves_a_module_and_its_optimizer_as_they_were(tmp_path: Path) -> None:
+    model = filled(1.0)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, torch.optim.SGD(model.parameters(), lr=1.0))
+    checkpoints.wait()
+    busy = ["dataclass", f"{__name__}:Busy", []]  # a class that is loaded
+    other, optimizer = filled(2.0, width=5), torch.optim.SGD(model.parameters(), lr=2.0)
+    refused(CheckpointError, lambda: checkpoints.load(other, torch.optim.SGD(other.parameters(), lr=2.0)))
+    for change in (
+        lambda record: record.update(extra=busy),
+        lambda record: record.update(extra=["dict", [[["list", []], 1]]]),
+        lambda record: record["optimizer"].update(plain={"weight": {"momentum": busy}}),
+        lambda record: record["optimizer"]["groups"][0]["settings"][1].append(["more", busy]),
+    ):
+        whole = (tmp_path / "step-000000001" / "state.json").read_bytes()
+        forged(tmp_path / "step-000000001", change)
+        message = refused(CheckpointError, lambda: checkpoints.load(model, optimizer))
+        (tmp_path / "step-000000001" / "state.json").write_bytes(whole)
+        assert str(tmp_path) in message and optimizer.param_groups[0]["lr"] == 2.0 and not optimizer.state, message
+    assert "does more than to hold its fields" in refused(PlanError, lambda: checkpoints.save(2, model, extra=Busy.__new__(Busy)))
+    assert checkpoints.load(model, optimizer) == 1 and optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_a_checkpoint_is_read_whatever_the_default_device_is(tmp_path: Path) -> None:

@@ -18,13 +18,25 @@ from sbpc import Mesh
 from sbpc.errors import MeshError, PlanError, RuleError, read_json
 from sbpc.plans import plan_file
 from sbpc.plans.file_schema import misfit
+from sbpc.runtime.state.checkpoint import Checkpoints
 from sbpc.runtime.state.weight_files import save_tensors
-from tests.forging import everywhere, model_of, others_of, outcomes, printed, sealed, texts_in
+from tests.forging import (
+    everywhere,
+    model_of,
+    optimizer_of,
+    other_checkpoints,
+    others_of,
+    outcomes,
+    printed,
+    sealed,
+    texts_in,
+)
+from tests.processes import run_ranks
 from tests.test_plan import refused
 
 FILES = (
     "mlp-plan.sbpc", "gpt2-plan.sbpc", "mlp-staged.sbpc", "vgg-exported.sbpc", "mlp-exported.sbpc", "h100-cluster.json", "op-rules.txt",
-    "two-weights.safetensors",
+    "two-weights.safetensors", "tied-checkpoint",
 )
 
 
@@ -41,6 +53,8 @@ def written(path: Path) -> Path:
         return path
     if kind == "cluster":
         Mesh(x=2, cluster=name).cluster.save(path)
+    elif kind == "checkpoint":
+        assert run_ranks(keep, 2, str(path), sbpc.plan(*model_of(name), Mesh(x=2), pin={"table.weight": "S(0)@x"})) == [None, None]
     elif kind == "weights":
         save_tensors({"one": torch.ones(2, 3), "two": torch.zeros(4, dtype=torch.int64)}, path)
     elif kind == "rules":
@@ -53,10 +67,24 @@ def written(path: Path) -> Path:
     return path
 
 
+def keep(folder: str, plan: sbpc.Plan) -> None:
+    """On a rank: train two steps, and save a checkpoint after each."""
+    model, args = model_of("tied")
+    module, checkpoints = sbpc.parallelize(model, plan), Checkpoints(folder)
+    optimizer = optimizer_of(module)
+    for step in (1, 2):
+        module(*args).backward()
+        optimizer.step()
+        checkpoints.save(step, module, optimizer, extra={"epoch": step, "seen": (1.5, [None], torch.float32)})
+    checkpoints.wait()
+
+
 def tried(folder: Path, name: str, count: int, seed: int) -> Counter[str]:
     """How many forged copies of a file are refused and loaded; nothing else may come of them."""
     source, paths = written(folder / name), []
-    for number, data in enumerate(others_of(source, count, seed)):
+    if source.is_dir():
+        paths += other_checkpoints(source, count, seed)
+    for number, data in enumerate(() if source.is_dir() else others_of(source, count, seed)):
         paths.append(source.with_stem(f"{source.stem}-{number}"))
         paths[-1].write_bytes(data)
     kind = source.stem.split("-")[1]

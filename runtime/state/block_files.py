@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,12 +100,19 @@ def write(folder: Path, save: str, rank: int, blocks: Mapping[str, TensorBlock])
     return pieces, offset
 
 
+def open_file(path: Path) -> BufferedReader:
+    """Opens a file to be read. Raises OSError also for a pipe or a device, which may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no file")
+    return path.open("rb")
+
+
 @contextmanager
 def opened(folder: Path, save: str, rank: int, size: int) -> Iterator[BufferedReader]:
     """Opens the file of the blocks of a rank. Raises CheckpointError unless it is of this save and has this many bytes."""
     path = path_of(folder, save, rank)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             length = os.fstat(file.fileno()).st_size
             if length != size:
                 raise damaged(path, f"it has {length} bytes, not {size}")

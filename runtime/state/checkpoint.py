@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sbpc.errors import CheckpointError, check_kinds, is_number, shown
-from sbpc.graph.pytree import unflatten
 from sbpc.runtime.module import refuse_unfinished, steps_run
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state import block_files
@@ -40,6 +39,7 @@ from sbpc.runtime.state.checkpoint_record import (
     merged,
     progress,
     read_marker,
+    restored,
 )
 from sbpc.runtime.state.folder_lock import FolderLock, locked
 from sbpc.runtime.state.weight_files import Weights
@@ -213,18 +213,20 @@ class Checkpoints:
 
         `extra` is then what was saved as such. The mesh and the layouts may be others than those of the ranks that
         saved. All files are read through before anything is loaded: of damaged ones there is a warning, and without `step` the
-        last whole checkpoint is loaded. Raises CheckpointError if none is whole, or if it does not fit the model or the optimizer.
+        last whole checkpoint is loaded. Raises CheckpointError, before anything is changed, if none is whole, or if it does not fit.
         """
         self.wait()
         record = self.whole(step)
         if record is None:
             return 0
-        folder, extra = self.folder / f"step-{record['step']:09d}", unflatten(record["extra"], ())
+        folder = self.folder / f"step-{record['step']:09d}"
+        extra = restored(record["extra"], (), "extra", folder)
+        blocks = as_saved(blocks_of(model), model, record)
+        self.raise_first(mistake_in(blocks, record["tensors"], folder))  # of any rank: all end here, or none
         if optimizer is not None:
             groups = merged_groups(self.from_all_ranks(groups_of(model, optimizer)))
             prepare(model, optimizer, groups, record, folder)
         blocks = as_saved(blocks_of(model, optimizer), model, record)
-        self.raise_first(mistake_in(blocks, record["tensors"], folder))  # of any rank: all end here, or none
         mistake = None
         try:
             block_files.read(folder, record, blocks)
@@ -336,11 +338,15 @@ def weights_in(folder: str | Path, step: int | None = None) -> Weights:
     folder /= f"step-{steps[-1] if step is None else step:09d}"
     record = read_marker(folder)
     block_files.check_files(folder, record, range(len(record["files"])), through=False)  # before memory is taken for them
-    blocks = {
-        name: TensorBlock(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(shape), (0,) * len(shape))
-        for name, (dtype, shape) in record["tensors"].items()
-        if name.startswith("model/")
-    }
+    try:
+        blocks = {
+            name: TensorBlock(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(shape), (0,) * len(shape))
+            for name, (dtype, shape) in record["tensors"].items()
+            if name.startswith("model/")
+        }
+    except RuntimeError as error:
+        what = f"{folder} holds more than this process has memory for: {cause(error)}"
+        raise CheckpointError(f"{what}\n  Read it where there is more, or load it on several ranks by sbpc.Checkpoints.") from error
     block_files.read(folder, record, blocks)
     tensors = {name.removeprefix("model/"): block.local for name, block in blocks.items()}
     return Weights(tensors, record["tied"], tuple(record["left_out"]))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import CheckpointError
-from sbpc.graph.pytree import unflatten
 from sbpc.runtime.state.blocks import TensorBlock, names_of
-from sbpc.runtime.state.checkpoint_record import Record, dtype_and_shape, tensors_of_state
+from sbpc.runtime.state.checkpoint_record import Record, dtype_and_shape, restored, tensors_of_state
 from sbpc.runtime.state.weight_files import weights_of
 
 
@@ -36,14 +35,16 @@ def prepare(
             f"this is {type(optimizer).__name__} over {[len(group) for group in groups]}\n"
             "  Make the optimizer that was saved, or load the model alone."
         )
-    tensors = tensors_of_state(record)
-    for group, old in zip(optimizer.param_groups, saved["groups"]):
-        group.update(unflatten(old["settings"], [torch.tensor(value) for value in old["values"]]))
+    what, tensors = "the optimizer's state", tensors_of_state(record)
+    leaves = [[torch.tensor(value) for value in old["values"]] for old in saved["groups"]]
+    settings = [restored(old["settings"], there, what, folder) for old, there in zip(saved["groups"], leaves)]
+    plain = {name: {key: restored(each, (), what, folder) for key, each in state.items()} for name, state in saved["plain"].items()}
+    for group, those in zip(optimizer.param_groups, settings):
+        group.update(those)
         on_device = group.get("fused") or group.get("capturable")  # these count steps on the parameter's device
         for parameter in group["params"]:
             name = names[parameter]
-            plain = {key: unflatten(structure, ()) for key, structure in saved["plain"].get(name, {}).items()}
-            state = plain | zeros(parameter, tensors.get(name, {}), parameter.device if on_device else None)
+            state = plain.get(name or "", {}) | zeros(parameter, tensors.get(name, {}), parameter.device if on_device else None)
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state

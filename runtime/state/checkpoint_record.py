@@ -5,6 +5,7 @@ It is read as a stranger's: types, ranges and sizes are checked before anything 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc.errors import CheckpointError, shown
-from sbpc.graph.pytree import flatten
-from sbpc.plans.file_schema import DTYPE, DTYPES, NONE, TEXT, Check, either, leaf, many, one_of, row
+from sbpc.errors import CheckpointError, PlanError, shown
+from sbpc.graph.pytree import flatten, harmless, unflatten
+from sbpc.plans.file_schema import NONE, TEXT, Check, either, leaf, many, one_of, row
 from sbpc.plans.file_schema import record as entries
-from sbpc.runtime.state.block_files import Piece, damaged, header
+from sbpc.runtime.state.block_files import Piece, damaged, header, open_file
 from sbpc.runtime.state.blocks import TensorBlock, groups_of, merged_groups, states_of
 from sbpc.runtime.state.weight_files import weights_of
 
@@ -60,6 +61,7 @@ def describe(
 def without_tensors(value: Any, what: str) -> Any:
     """Returns the structure of numbers and texts, nested. Raises CheckpointError if it holds tensors."""
     leaves, structure = flatten(value, what)
+    harmless(structure)  # as it will be read
     if leaves:
         raise CheckpointError(f"{what} holds tensors\n  Keep them as buffers of the model, as tensors of its state, or as numbers.")
     return structure
@@ -145,10 +147,11 @@ def digest(record: Record) -> str:
 def read_marker(folder: Path) -> Record:
     """Returns what `state.json` says of a checkpoint, its blocks as pieces. Raises CheckpointError if the folder holds none."""
     try:
-        record = json.loads((folder / MARKER).read_text())
+        with open_file(folder / MARKER) as file:
+            record = json.loads(file.read().decode())
         written = record.pop("sha256", None) if isinstance(record, dict) else None
         found = digest(record)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{folder} is no checkpoint: {error}\n  Name one that sbpc wrote.") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CheckpointError(f"{folder} is no checkpoint\n  Name one that sbpc wrote.")
@@ -162,6 +165,17 @@ def read_marker(folder: Path) -> Record:
     return record | {"blocks": pieces}
 
 
+def restored(structure: Any, leaves: Sequence[Any], what: str, folder: Path) -> Any:
+    """Returns that of which `flatten` made a structure. Raises CheckpointError if it is none, or makes what would run code of its own."""
+    try:
+        harmless(structure)
+        return unflatten(structure, leaves)
+    except PlanError as error:
+        raise CheckpointError(f"{what} in {folder}: {error}") from error
+    except Exception as error:  # whatever nonsense it holds, it is the file that is wrong
+        raise damaged(folder / MARKER, f"{what} makes no sense: {type(error).__name__}") from error
+
+
 def check_record(record: Record, folder: Path) -> None:
     """Raises CheckpointError unless a record has all that it must have, and its blocks fill the tensors and the files."""
     wrong = [key for key, check in FIELDS.items() if key not in record or check(record[key]) is not None]
@@ -171,14 +185,14 @@ def check_record(record: Record, folder: Path) -> None:
     filled: list[list[tuple[int, int]]] = [[] for _ in record["files"]]
     for name, (dtype, shape) in record["tensors"].items():
         pieces = record["blocks"].get(name, ())
-        within = all(
-            len(start) == len(size) == len(shape) and 0 <= rank < len(filled) and all(a + n <= m for a, n, m in zip(start, size, shape))
-            for start, size, rank, *_ in pieces
-        )
-        if not within or sum(math.prod(size) for _, size, *_ in pieces) != math.prod(shape):
+        if any(rank >= len(filled) for _, _, rank, *_ in pieces) or not fill(pieces, shape):
             raise damaged(folder / MARKER, f"its blocks are not those of {name!r:.80}")
         for _, size, rank, offset, _ in pieces:
-            filled[rank].append((offset, offset + math.prod(size) * DTYPES[dtype].itemsize))
+            filled[rank].append((offset, offset + math.prod(size) * kind_of(dtype).itemsize))
+    if others := sorted(record["blocks"].keys() - record["tensors"].keys()):
+        raise damaged(folder / MARKER, f"it has blocks of {others[0]!r:.80}, but no such tensor")
+    if absent := [first for first in record["tied"].values() if f"model/{first}" not in record["tensors"]]:
+        raise damaged(folder / MARKER, f"a tensor is tied to {absent[0]!r:.80}, which is none of its tensors")
     for spans, length in zip(filled, record["files"]):
         spans.sort()
         ends = [begin, *(end for _, end in spans)]
@@ -186,29 +200,48 @@ def check_record(record: Record, folder: Path) -> None:
             raise damaged(folder / MARKER, "its blocks do not lie one after another in their files")
 
 
+def fill(pieces: Sequence[Sequence[Any]], shape: Sequence[int]) -> bool:
+    """Returns whether blocks are the cells of one grid, as layouts cut tensors, and so hold each element of a tensor once."""
+    if math.prod(shape) == 0 or any(len(start) != len(shape) or len(size) != len(shape) for start, size, *_ in pieces):
+        return math.prod(shape) == 0 and not pieces
+    cells = {tuple(start) for start, *_ in pieces}
+    sides = [sorted({(start[dim], start[dim] + size[dim]) for start, size, *_ in pieces}) for dim in range(len(shape))]
+    whole = all([0, *(end for _, end in side)] == [*(begin for begin, _ in side), length] for side, length in zip(sides, shape))
+    return whole and len(cells) == len(pieces) == math.prod(map(len, sides))
+
+
+@functools.cache
+def kind_of(dtype: str) -> Any:
+    """Returns the torch dtype of a name, None if it is that of none, or if torch cannot copy what is of it."""
+    found = vars(torch).get(dtype)
+    try:
+        torch.zeros(1, dtype=found, device="cpu").copy_(torch.zeros(1, dtype=found, device="cpu"))
+    except (TypeError, RuntimeError):
+        return None
+    return found if str(found) == f"torch.{dtype}" else None  # torch has two names of some
+
+
 def texts_to(check: Check) -> Check:
     """Returns the check of an object of any texts."""
-    return lambda value: leaf(lambda v: type(v) is dict)(value) or many(check)(list(value.values()))
+    return lambda value: leaf(lambda v: type(v) is dict and all(type(key) is str for key in v))(value) or many(check)(list(value.values()))
 
 
 ANYTHING, COUNT = leaf(lambda v: True), leaf(lambda v: type(v) is int and 0 <= v < 1 << 63)
+WIDE = leaf(lambda v: type(v) is int and -1 << 63 <= v < 1 << 63)
 SHAPE, SETTING = many(COUNT), row(leaf(lambda v: type(v) is str and v != "params"), ANYTHING)
 SIZES = many(leaf(lambda v: type(v) is int and 0 < v < 1 << 63))  # a block has elements
-GROUP = entries(
-    {
-        "names": many(either(NONE, TEXT)),
-        "settings": row(one_of("dict"), many(SETTING)),
-        "values": many(leaf(lambda v: isinstance(v, (int, float)))),
-    }
-)
-RANDOM = entries(dict.fromkeys(("seed", "step"), leaf(lambda v: type(v) is int and -1 << 63 <= v < 1 << 63)))
+DTYPE = leaf(lambda v: type(v) is str and kind_of(v) is not None)
+VALUE = either(WIDE, leaf(lambda v: isinstance(v, (bool, float))))  # that of a tensor with one element
+GROUP = entries({"names": many(either(NONE, TEXT)), "settings": row(one_of("dict"), many(SETTING)), "values": many(VALUE)})
+CLASS = leaf(lambda v: type(v) is str and v.isidentifier())
+RANDOM = entries(dict.fromkeys(("seed", "step"), WIDE))
 FIELDS: dict[str, Check] = {  # what a record has besides `extra`, which `unflatten` checks
     "step": COUNT,
     "save": leaf(lambda v: type(v) is str and re.fullmatch("[0-9a-f]{32}", v) is not None),
     "tensors": texts_to(row(DTYPE, SHAPE)),
     "blocks": texts_to(many(row(SHAPE, SIZES, COUNT, COUNT, COUNT))),
     "files": SHAPE,
-    "optimizer": entries({"class": TEXT, "groups": many(GROUP), "plain": texts_to(texts_to(ANYTHING))}),
+    "optimizer": entries({"class": CLASS, "groups": many(GROUP), "plain": texts_to(texts_to(ANYTHING))}),
     "tied": texts_to(TEXT),
     "left_out": many(TEXT),
     "random": either(NONE, leaf(lambda v: RANDOM(v) is None and list(v) == ["seed", "step"])),
