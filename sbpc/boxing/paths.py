@@ -16,7 +16,7 @@ from sbpc.boxing.shortest_paths import Edges
 from sbpc.boxing.steps import WIRE, Kind, Step, all_layouts, all_steps
 from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
-from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, decode, encode, joined, states_of
+from sbpc.mesh.layout_codes import NAMES, SUM, WHOLE, Array, decode, encode, joined, states_of
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Axes, Numbers, Partial, Shape
 
@@ -63,7 +63,7 @@ def seconds(before: Layout, after: Layout, shape: Numbers, itemsize: int, mesh: 
     return float(prices.row(start)[goal])
 
 
-def closure(codes: np.ndarray, shape: Numbers, itemsize: int, mesh: Mesh) -> np.ndarray:
+def closure(codes: Array, shape: Numbers, itemsize: int, mesh: Mesh) -> Array:
     """Between each two layouts (by code), [n, n]: seconds of the cheapest path from row to column; inf where there is none."""
     count = len(mesh.axes)
     states = states_of(codes, count)
@@ -138,7 +138,7 @@ class _Graph:
         at = int(np.searchsorted(self.codes, code))
         return int(self.sorted[at]) if at < len(self.codes) and self.codes[at] == code else None
 
-    def at(self, codes: np.ndarray) -> np.ndarray:
+    def at(self, codes: Array) -> Array:
         """The numbers of layouts, by code."""
         return self.sorted[np.searchsorted(self.codes, codes)]
 
@@ -153,7 +153,7 @@ class _Prices:
 
     def __init__(self, extremes: tuple[str | None, ...], shape: Shape, itemsize: int, mesh: Mesh) -> None:
         self.graph = graph = _graph(len(shape), mesh.axes, extremes)
-        self._rows: dict[int, np.ndarray] = {}
+        self._rows: dict[int, Array] = {}
         ranks = np.where(graph.cut, np.array(mesh.sizes)[:, None, None], 1)
         local = cut(np.array(shape, dtype=np.int64), range(len(mesh.axes)), ranks)  # [layouts, dims]
         block = np.minimum(local[graph.source], local[graph.target]).astype(float).prod(axis=1)
@@ -161,10 +161,10 @@ class _Prices:
         start, each, least = price[graph.kind].T
         self.seconds = np.maximum(start + each * itemsize * block, least)
 
-    def row(self, source: int) -> np.ndarray:
+    def row(self, source: int) -> Array:
         return self.rows([source])[0]
 
-    def rows(self, sources: Numbers) -> np.ndarray:
+    def rows(self, sources: Numbers) -> Array:
         """The cheapest totals from each source to every layout."""
         fresh = [at for at in dict.fromkeys(sources) if at not in self._rows]
         self._rows.update(zip(fresh, self.graph.edges.totals(self.seconds, np.array(fresh, dtype=np.int64))))

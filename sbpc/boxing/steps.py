@@ -17,7 +17,19 @@ from typing import Any
 import numpy as np
 
 from sbpc.mesh.layout import Layout, numel
-from sbpc.mesh.layout_codes import EXTREMES, ORDERS, SUM, WHOLE, decode, encode, joined, order_bits, pairs, states_of
+from sbpc.mesh.layout_codes import (
+    EXTREMES,
+    ORDERS,
+    SUM,
+    WHOLE,
+    Array,
+    decode,
+    encode,
+    joined,
+    order_bits,
+    pairs,
+    states_of,
+)
 from sbpc.mesh.states import Axes, Broadcast, Numbers
 
 KIND = "S" * WHOLE + "BPPP"  # by code of a state
@@ -113,7 +125,7 @@ def wire(
 
 
 # --- all layouts and steps as arrays: see `sbpc.mesh.layout_codes` ---------------------------------------------------
-def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
+def all_layouts(rank: int, extremes: Sequence[str | None]) -> tuple[Array, Array]:
     """Of every layout of a tensor with `rank` dims the states [layouts, axes] and the bits of the order of its cuts.
 
     extremes: by axis "max" or "min" where it may hold such partial results too.
@@ -133,7 +145,7 @@ def orders(cut: Axes) -> Axes:
     return tuple(order_bits(tuple(itertools.chain(*order)), len(cut)) for order in every)
 
 
-def all_steps(rank: int, states: np.ndarray, bits: np.ndarray) -> Iterator[tuple[Kind, np.ndarray, np.ndarray]]:
+def all_steps(rank: int, states: Array, bits: Array) -> Iterator[tuple[Kind, Array, Array]]:
     """The steps between these layouts, kind by kind: where each begins (numbers of layouts) and the code to which it leads."""
     count = states.shape[1]
     for length, first in ((n, at) for n in range(1, count + 1) for at in range(count - n + 1)):
@@ -156,7 +168,7 @@ def all_steps(rank: int, states: np.ndarray, bits: np.ndarray) -> Iterator[tuple
                     yield (COLLECTIVE[kind + KIND[target]], axes), sources[of_kind], codes[of_kind]
 
 
-def may_leave(states: np.ndarray, bits: np.ndarray, axes: Axes) -> np.ndarray:
+def may_leave(states: Array, bits: Array, axes: Axes) -> Array:
     """Which layouts hold one state on all of these neighbouring axes, and may leave it there.
 
     Only the last cuts of a dim can be undone: the blocks of an earlier one interleave. A sum of maxima is not a maximum
@@ -175,7 +187,7 @@ def may_leave(states: np.ndarray, bits: np.ndarray, axes: Axes) -> np.ndarray:
     return possible
 
 
-def cut_last(bits: np.ndarray, order: Numbers, count: int) -> np.ndarray:
+def cut_last(bits: Array, order: Numbers, count: int) -> Array:
     """The bits once these axes cut last, in this order."""
     changed = bits.copy()
     for bit, (a, b) in enumerate(pairs(count)):

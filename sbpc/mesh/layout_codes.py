@@ -16,6 +16,7 @@ from sbpc.errors import LayoutError
 from sbpc.mesh.layout import Layout, cut
 from sbpc.mesh.states import Axes, B, Broadcast, Numbers, Partial, Split, State
 
+Array = np.ndarray
 WHOLE, SUM = 12, 13
 EXTREMES = {"sum": SUM, "max": 14, "min": 15}
 NAMES = {code: op for op, code in EXTREMES.items()}
@@ -37,7 +38,7 @@ def state_code(state: State) -> int:
     return WHOLE if isinstance(state, Broadcast) else EXTREMES[state.op]
 
 
-def joined(states: np.ndarray, order: np.ndarray) -> np.ndarray:
+def joined(states: Array, order: Array) -> Array:
     """Codes of layouts: states [layouts, axes], order [layouts] bits of pairs, of which those that matter are kept."""
     codes = (states << np.arange(0, 4 * states.shape[1], 4)).sum(1)
     for bit, (a, b) in enumerate(pairs(states.shape[1])):
@@ -46,7 +47,7 @@ def joined(states: np.ndarray, order: np.ndarray) -> np.ndarray:
     return codes
 
 
-def states_of(codes: np.ndarray, axes: int) -> np.ndarray:
+def states_of(codes: Array, axes: int) -> Array:
     """The state of every axis, [layouts, axes]."""
     return (codes[:, None] >> np.arange(0, 4 * axes, 4)) & 15
 
@@ -91,7 +92,7 @@ def decode(code: int, axes: tuple[str, ...]) -> Layout:
     return Layout(axes, states, tuple(order))
 
 
-def elements(codes: np.ndarray, shape: Numbers, sizes: Numbers) -> np.ndarray:
+def elements(codes: Array, shape: Numbers, sizes: Numbers) -> Array:
     """The elements that the rank at coordinates 0 holds of a tensor of `shape` in each layout."""
     states, axes = states_of(codes, len(sizes)).T, range(len(sizes))
     ranks = [np.where(states == dim, np.array(sizes)[:, None], 1) for dim in range(len(shape))]

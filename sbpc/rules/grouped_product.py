@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from sbpc.rules.match import Call, Shard
+from sbpc.rules.match import Arguments, Call, Shard
 
 GROUPED = {  # by the number of dims of both operands; e and f: what 16 bytes hold, by which the kernel aligns rows
     (2, 2): "(k e) m, m (n f), h -> g (k e) (n f) ; +m ; idx m ; idx g ; fix h e f ; lin(0) ; lin(1)",
@@ -46,7 +45,7 @@ def grouped_local(shard: Shard) -> Any:
     return dense(call, made, local["m"], number, call("neg", start))
 
 
-def product(shard: Shard, given: Mapping[str, Any]) -> Any:
+def product(shard: Shard, given: Arguments) -> Any:
     """The op itself, or for float64, which its kernels do not take, one product for each group, of all rows with zeros for the others."""
     if shard.match.bound.outputs[0].dtype != torch.float64:
         return shard.plain(**given)

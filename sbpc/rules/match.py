@@ -134,7 +134,7 @@ class Match:
         indexed = {name for name, _ in self.rule.idx}
         return frozenset(factor for factor in self.sizes if base(factor) in indexed)
 
-    def flops(self, local: Mapping[str, Any]) -> Any:
+    def flops(self, local: Arguments) -> Any:
         """The flops of the op at these factor sizes (numbers, arrays, sympy): by default `each` per point of its space."""
         text = self.entry.flops(self) if callable(self.entry.flops) else self.entry.flops
         if text is None:
@@ -166,8 +166,8 @@ class Match:
         return tuple(factor for factor in self.sizes if factor in of_tensors)
 
     def localize(
-        self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], local: Mapping[str, int],
-        offsets: Mapping[str, Any],
+        self, call: Call, args: Sequence[Any], kwargs: Arguments, local: Mapping[str, int],
+        offsets: Arguments,
     ) -> Any:  # fmt: skip
         """Run (or emit) the op on shards by `call(op, *args, **kwargs)`, once or more; what it returns, or a tuple.
 
@@ -185,9 +185,9 @@ class Shard:
     match: Match
     call: Call
     args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    kwargs: Arguments
     local: Mapping[str, int]
-    offsets: Mapping[str, Any]
+    offsets: Arguments
 
     @cached_property
     def given(self) -> dict[str, Any]:

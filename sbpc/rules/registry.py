@@ -59,7 +59,7 @@ def row(op: OpOverload) -> Entry | None:
     return next((made for made in (generate(op) for generate in GENERATORS) if made is not None), None)
 
 
-def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Match | None:
+def match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any) -> Match | None:
     """The rule of `op` bound to this call, or None if there is none for it. Tensors stand in the place of nodes.
 
     >>> import torch, sbpc.rules
@@ -85,7 +85,7 @@ def match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output
     return MATCHES[key]
 
 
-def _match(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Match | None:
+def _match(op: OpOverload, args: Sequence[Any], kwargs: Arguments, outputs: Any) -> Match | None:
     made = row(op)
     if made is None:
         return None

@@ -8,7 +8,7 @@ signature by its ordinary rule; where a factor is split through the function, wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from sbpc.errors import RuleError
 from sbpc.graph.operands import leaves
 from sbpc.mesh.states import B, Partial, State
 from sbpc.rules.binding import Signature, flat_outputs
-from sbpc.rules.match import Match, Phases, SubOp, ValueNumber, Way, filled
+from sbpc.rules.match import Arguments, Match, Phases, SubOp, ValueNumber, Way, filled
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def decomposition(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_apart(
-    name: str, named: Mapping[str, Any], outputs: Sequence[Any], factors: frozenset[str],
+    name: str, named: Arguments, outputs: Sequence[Any], factors: frozenset[str],
     signatures: Sequence[Signature], match: Callable[..., Match | None],
 ) -> Phases:  # fmt: skip
     """The phases of a call of an op. named: its arguments. match: what finds the rule of a sub-op.
@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _traced(
-    function: Callable[..., Any], named: Mapping[str, Any], outputs: Sequence[Any]
+    function: Callable[..., Any], named: Arguments, outputs: Sequence[Any]
 ) -> tuple[_Recorder, list[int | None]]:
     """The calls that a function makes, and the numbers of what it returns; checked against the op's own outputs, which may
     be fewer."""
