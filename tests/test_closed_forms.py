@@ -23,6 +23,7 @@ from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.memory.limited_space import store
 from sbpc.passes.memory.live_bytes import STORED
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.options import Options
 from sbpc.plans.symbolic_sizes import declare
 
 b, s, h, m, k, n = (sympy.Symbol(name, positive=True) for name in ("b", "s", "h", "m", "k", "n"))
@@ -110,7 +111,7 @@ def test_optimus_gathers_everything_once_more_where_no_gathered_copy_is_kept() -
         if STORED in node.meta:
             wishes[node.name] = exactly(free.layouts[node.args[0].name], "stored as it was made")
     assignment, _ = Space(gm, mesh, wishes, output_wishes(gm, mesh, ends, False)).solve()
-    plan = make_plan(gm, mesh, assignment, 0.0, {"optimizer": "adamw"}, Stages())
+    plan = make_plan(gm, mesh, assignment, 0.0, Options(), Stages())
     found = {axis: sent / 4 for axis, sent in plan.cost.bytes_expr.items()}
     equal(found["q"], 3 * (q - 1) / q * 12 * h**2 / r)
     equal(found["r"], 3 * (r - 1) / r * 7 * b * s * h / q)

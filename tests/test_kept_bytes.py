@@ -19,6 +19,7 @@ from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.memory.limited_space import store
 from sbpc.passes.memory.live_bytes import STORED
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.options import Options
 from tests.test_recompute import Layers
 
 aten = torch.ops.aten
@@ -77,4 +78,4 @@ def stored_as_made(plan: sbpc.Plan, ends: list[str]) -> sbpc.Plan:
     wishes |= {node.name: exactly(plan.layouts[node.all_input_nodes[0].name], "as it was made") for node in kept}
     wishes |= placeholder_wishes(gm, plan.mesh, ends, None, False)
     assignment, _ = Space(gm, plan.mesh, wishes, output_wishes(gm, plan.mesh, None, False)).solve()
-    return make_plan(gm, plan.mesh, assignment, 0.0, {"objective": "serial"}, Stages())
+    return make_plan(gm, plan.mesh, assignment, 0.0, Options(optimizer=None, objective="serial"), Stages())

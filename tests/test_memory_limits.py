@@ -22,7 +22,7 @@ from sbpc.passes.memory import search as memory
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.live_bytes import Moment, at_optimizer, bytes_alive_in_every_plan, bytes_at_next_reads, calls_of
 from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.plans.options import OPTIMIZER_STATE
+from sbpc.plans.options import OPTIMIZER_STATE, Options
 from sbpc.plans.plan import Assignment
 from sbpc.solver import Problem, total
 from sbpc.solver.surroundings import Surroundings
@@ -48,7 +48,7 @@ def moments_of(name: str, mesh: Mesh, plans: int, every: int) -> tuple[float, fl
     wishes = placeholder_wishes(gm, mesh, None, None, False)
     most = then = 0.0
     for seed in range(plans):
-        plan = make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, {"optimizer": "adamw", "objective": "serial"}, Stages())
+        plan = make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, Options(objective="serial"), Stages())
         memory, live = plan.cost.memory, alive(plan)
         counted = {call.name: bytes_in(space, plan.assignment, bytes_alive_in_every_plan(gm, call, COPIES)) for call in calls}
         at_end = bytes_in(space, plan.assignment, at_optimizer(gm, COPIES))
@@ -248,7 +248,7 @@ def first_of_backward(free: sbpc.Plan) -> tuple[float, float]:
     there; what is alive."""
     gm = annotate(store(free.graph))
     space = LimitedSpace(gm, free.mesh, {}, {})
-    plan = make_plan(gm, free.mesh, space.assignment(space.labels(free.assignment)), 0.0, {"optimizer": "adamw", "objective": "serial"}, Stages())
+    plan = make_plan(gm, free.mesh, space.assignment(space.labels(free.assignment)), 0.0, Options(objective="serial"), Stages())
     late = [node for node in gm.graph.nodes if node.op == "call_function" and node.meta.get("phase") == "backward"]
     call = next(node for node in late if "einsum" in node.name)
     state = OPTIMIZER_STATE["adamw"] * plan.cost.memory["gradients"]
@@ -347,7 +347,7 @@ def test_no_plan_under_the_limit_is_faster_than_the_bound(seeds: int, most: int)
         problem = Problem(space.variables, space.values)
         for labels in itertools.product(*map(range, counts)):
             if total(problem, labels) < plan.cost.lower_bound * (1 - 1e-9):
-                other = make_plan(gm, mesh, space.assignment(list(labels)), 0.0, {"optimizer": "adamw", "objective": "serial"}, Stages())
+                other = make_plan(gm, mesh, space.assignment(list(labels)), 0.0, Options(objective="serial"), Stages())
                 assert other.cost.memory["total"] > limit, seed
                 made += 1
     assert tighter >= seeds // 4 and made > 0, (tighter, made)
