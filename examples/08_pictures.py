@@ -19,7 +19,7 @@ from sbpc import Mesh, Plan
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import chip_of
 from sbpc.inspect.page_charts import timeline
-from sbpc.inspect.staged_report import picture
+from sbpc.inspect.page_stages import schedule
 from sbpc.inspect.tables import quantity
 from sbpc.plans.staged.staged_plan import StagedPlan
 
@@ -128,7 +128,7 @@ def timeline_picture(plan: Plan) -> str:
 
 def schedule_picture(plan: StagedPlan) -> str:
     """What each stage of a pipeline works on, by micro-batch."""
-    chart, left = picture(plan), 90
+    chart, left = schedule(plan), 90
     scale, parts = (WIDE - left - LEFT) / chart["width"], []
     for lane in chart["lanes"]:
         parts.append(text(LEFT, 94 + lane["y"], lane["name"], "small"))

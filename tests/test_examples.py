@@ -87,7 +87,7 @@ def test_a_pipeline_prints_its_plan_and_draws_its_schedule(capsys, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["07_pipeline.py"])
     runpy.run_path(str(EXAMPLES / "07_pipeline.py"), run_name="__main__")
     out = capsys.readouterr().out
-    assert out.startswith("Mesh(pipe=2, data=2): 2 stages along 'pipe', 1f1b, 8 micro-batches\n") and "chunk 1 on stage 1" in out
+    assert out.startswith("Net on Mesh(pipe=2, data=2): 4 ranks, 2 stages along 'pipe', 1f1b, 8 micro-batches\n") and "\n    1      1  " in out
     assert (tmp_path / "pipeline.html").read_text().count("of micro-batch 7 in chunk") == 5
 
 

@@ -168,13 +168,16 @@ def test_report_of_a_plan() -> None:
     plan = rewrite(Mesh(tensor=2), pin=PAIR)
     assert_expected_inline(str(plan), """\
 TwoLayers on Mesh(tensor=2): 2 ranks
+
 parameters
 name         shape    home layout  count
 up.weight    [16, 8]  [S(0)]           1
 down.weight  [8, 16]  [S(1)]           1
+
 collectives
 axis    collective  count  bytes sent per rank
 tensor  all_reduce      1                  192
+
 seconds   4.13e-09 a step: 3.94e-09 computing, 1.92e-10 communicating
 proof     no plan with these pins takes less than 4.13e-09 s: the gap is 0.00 %
 flops     3.94 k a rank, 50.0 % of one device's 7.87 k (1/2 is 50.0 %)

@@ -64,9 +64,11 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
         schedule=(known.schedule, "a text"),
         stages=(known.stages, "a text", "None"),
     )
-    for name, text in (known.pin or {}).items():
-        if not isinstance(text, (str, Layout)):
-            raise PinError(f"pin {name!r}: {shown(text)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
+    layouts = [(f"pin {name!r}", layout) for name, layout in (known.pin or {}).items()]
+    layouts += [(kind, layout) for kind in ("inputs", "outputs") for layout in getattr(known, kind) or () if layout is not None]
+    for name, layout in layouts:
+        if not isinstance(layout, (str, Layout)):
+            raise PinError(f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
     for name in ("microbatches", "panels"):
         count = getattr(known, name)
         if count is not None and (not is_number(count, int) or count < 1):
