@@ -30,6 +30,7 @@ from sbpc.graph.ports import (
     Port,
 )
 from sbpc.graph.random_bits import seed_of_step
+from sbpc.mesh.layout import Layout
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
@@ -239,26 +240,35 @@ class Runner:
 
     def check_weight(self, port: Port, value: Any, train: bool) -> None:
         """Raises PlanError for a parameter or buffer that is no longer as it was planned."""
-        fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
-        local, planned = local_of(value), self.shapes[port]
-        if fits and local.device.type != self.where.type:
-            raise PlanError(
-                f"{port.kind} {port.name} is on {local.device}, this rank computes on {self.where}\n"
-                "  Leave the parallel module where it is."
-            )
-        if not fits or local.dtype != planned.dtype or local.shape != self.local_shapes[port]:
-            is_now = f"{value.dtype} {tuple(value.shape)}" if fits else f"a {type(value).__name__}"
-            raise PlanError(
-                f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {self.layouts[port]}\n"
-                "  Plan and parallelize the model as it is to be trained."
-            )
-        flipped = train and port.kind == PARAMETER and value.requires_grad != (port in self.gradients)
-        if flipped and port.name not in self.plan.ports.unused:  # one without influence may be trained or frozen
-            now = "asks" if value.requires_grad else "does not ask"
-            raise PlanError(
-                f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-                "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
-            )
+        check_stored(port, value, self.shapes[port], self.local_shapes[port], self.layouts[port], self.where)
+        if train and port.kind == PARAMETER and port.name not in self.plan.ports.unused:  # one without influence may be trained or frozen
+            check_trained(port, value, port in self.gradients)
+
+
+def check_stored(port: Port, value: Any, planned: Tensor, shape: Sequence[int], layout: Layout, where: torch.device) -> None:
+    """Raises PlanError for a parameter or buffer that is no longer as it was planned. shape: that of this rank's part."""
+    fits = isinstance(value, DTensor if port.kind == PARAMETER else Tensor)
+    local = local_of(value)
+    if fits and local.device.type != where.type:
+        raise PlanError(
+            f"{port.kind} {port.name} is on {local.device}, this rank computes on {where}\n  Leave the parallel module where it is."
+        )
+    if not fits or local.dtype != planned.dtype or local.shape != shape:
+        is_now = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise PlanError(
+            f"{port.kind} {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {layout}\n"
+            "  Plan and parallelize the model as it is to be trained."
+        )
+
+
+def check_trained(port: Port, value: Tensor, trained: bool) -> None:
+    """Raises PlanError for a parameter that asks for a gradient, unlike when it was planned, or does not."""
+    if value.requires_grad != trained:
+        now = "asks" if value.requires_grad else "does not ask"
+        raise PlanError(
+            f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
+            "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
+        )
 
 
 def merge(differentiable: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:

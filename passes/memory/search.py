@@ -133,6 +133,9 @@ class MemorySearch:
 
     def find_plans(self) -> None:
         """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels. Polishes small plans."""
+        if self.impossible:
+            self.squeeze()  # for the error, which tells of the plan that takes least
+            return
         prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
             self.bound_at([factor * price for price in prices])
@@ -193,12 +196,17 @@ class MemorySearch:
         return labels
 
     def squeeze(self) -> None:
-        """Raises the price of all moments until a plan fits. If every label takes too much at some moment, none does."""
+        """Raises the price of all moments until a plan fits, or none can."""
         for price in EVER_DEARER:
             if self.solve_at([price * self.scale] * len(self.moments)).bytes <= self.limit:
                 return
-        if any(sum(float(weights.min()) for weights in row.weights.values()) > row.most for row in self.rows()):
+        if self.impossible:
             self.bound = PricedBound(math.inf)
+
+    @property
+    def impossible(self) -> bool:
+        """Whether at some moment every label takes too much: then no plan fits."""
+        return any(sum(float(weights.min()) for weights in row.weights.values()) > row.most for row in self.rows())
 
     def take_bound(self, bound: PricedBound) -> None:
         """Takes a bound if it is the best."""

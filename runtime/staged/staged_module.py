@@ -324,7 +324,7 @@ def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..
         check_step(plan, self, kept_by(self).guards, leaves, where)
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
-        check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place))
+        check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place), where)
         random = self.__dict__[RANDOM]
         kept = kept_by(self)
         with runner.same.call(f"forward and backward{within(kept.sums)}", random, leaves, where):

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from sbpc._compat import local_of
 from sbpc.errors import PlanError
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.module_weights import other_mode
-from sbpc.runtime.step import check_autocast
+from sbpc.runtime.step import check_autocast, check_stored, check_trained
 
 
 def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequence[Tensor], where: torch.device) -> None:
@@ -36,24 +34,12 @@ def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequ
         raise error
 
 
-def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...]) -> None:
+def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...], where: torch.device) -> None:
     """Raises PlanError for a parameter of this rank's chunks that is no longer as it was planned. place: on the mesh of the stage."""
     trained = {port.name for port in plan.ports.outputs if port.kind == GRADIENT}
-    for at in mine:
-        chunk = plan.chunks[at].plan
+    for chunk in (plan.chunks[at].plan for at in mine):
         for port, planned in chunk.shapes.items():
-            if port.kind != PARAMETER:
-                continue
-            value, shape = values.get(port), chunk.given[port].local_shape(planned.shape, chunk.mesh.sizes, place)
-            if not isinstance(value, DTensor) or value.dtype != planned.dtype or tuple(local_of(value).shape) != shape:
-                is_now = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise PlanError(
-                    f"parameter {port.name} is {is_now}, the plan is for {planned.dtype} {tuple(planned.shape)} in {chunk.given[port]}\n"
-                    "  Plan and parallelize the model as it is to be trained."
-                )
-            if value.requires_grad != (port.name in trained):
-                now = "asks" if value.requires_grad else "does not ask"
-                raise PlanError(
-                    f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
-                    "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
-                )
+            if port.kind == PARAMETER:
+                value, layout = values.get(port), chunk.given[port]
+                check_stored(port, value, planned, layout.local_shape(planned.shape, chunk.mesh.sizes, place), layout, where)
+                check_trained(port, values[port], port.name in trained)
