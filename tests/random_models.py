@@ -322,7 +322,10 @@ def result(case: Case) -> tuple[str, str]:
     except Failure as found:
         return str(found).split(":")[0], str(found)
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/sbpc/" in frame.filename]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if "/sbpc/" in frame.filename]
+        if not frames and any(frame.filename == "net.py" for frame in stack):
+            return "refused", "by eager torch"
         place = f"{Path(frames[-1].filename).stem}.{frames[-1].name}" if frames else "outside of sbpc"
         return f"{type(error).__name__} in {place}", "".join(traceback.format_exception(error))
 
