@@ -81,8 +81,16 @@ class Stages:
         """Writes the text of the graph after a pass, if asked to."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{self.shown}_{name}.txt").write_text(graph_text(gm))
+            (self.dump / f"{self.shown:02}_{name}.txt").write_text(graph_text(gm))
             self.shown += 1
+
+
+    def show_plan(self, plan: Plan, where: str = "") -> None:
+        """Writes the graphs of a finished plan. where: what the names of the files begin with."""
+        if self.dump is not None:
+            scheduled = [("schedule", plan.boxed)] if plan.options.overlaps else []
+            for name, gm in (("assign", plan.graph), ("box", plan.unscheduled), *scheduled, ("localize", plan.local)):
+                self.show(where + name, gm)
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:
@@ -103,7 +111,7 @@ def finish(
     gm: GraphModule, mesh: Mesh, wished: Wishes, options: Options, stages: Stages,
     experts: Callable[[], Iterable[Mapping[str, Wish]]] | None = None, exact: bool = True,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of an annotated graph. The boxed and local graphs are made on first use, or here when dumping.
+    """Returns the plan of an annotated graph. The boxed and local graphs are made on first use.
 
     exact: whether a small problem is solved to the end. experts: the wishes of schemes that the plan is not to be slower
     than. They are tried unless the plan is proved best: in spaces of more than FEW labels, to a gap of GAP. Raises
@@ -139,9 +147,6 @@ def finish(
         with stages.timed("schedule"):
             ideal = mesh.cluster.name == "ideal"  # it predicts no machine, so the layouts that send least are as good as any
             plan = choose(plan, options, solve, () if ideal else schemes, made, 1 if ideal else WEIGHTS)
-    if stages.dump is not None:
-        for name, stage in (("assign", plan.graph), ("box", plan.boxed), ("localize", plan.local)):
-            stages.show(name, stage)
     return plan
 
 

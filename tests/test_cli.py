@@ -158,8 +158,15 @@ def test_a_cluster_may_be_a_file(target, capsys, tmp_path):
 def test_dump_writes_the_graph_after_every_pass(target, capsys, tmp_path):
     assert run("plan", f"{target}:model", "--mesh", "data=2", "--dump", tmp_path / "dump") == 0
     names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / "dump").iterdir())]
-    passes = ["capture", "normalize", "annotate", "assign", "box", "localize"]
-    assert [name for name in names if name in passes] == passes
+    assert names == ["capture", "normalize", "decompose", "lift", "annotate", "assign", "box", "schedule", "localize"]
+
+
+def test_dump_of_a_pipeline_has_the_loop_and_each_chunk(target, capsys, tmp_path):
+    asked = "--mesh", "pipe=2", "--stages", "pipe", "--microbatches", "2", "--objective", "serial"
+    assert run("plan", f"{target}:model", *asked, "--dump", tmp_path / "dump") == 0
+    names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / "dump").iterdir())]
+    assert names[5:] == ["loop", *(f"chunk{at}_{name}" for at in range(2) for name in ("assign", "box", "localize"))]
+    assert all((tmp_path / "dump" / f"{at:02}_{name}.txt").read_text() for at, name in enumerate(names))
 
 
 def test_a_saved_plan_is_shown_as_its_target_is(target, capsys, tmp_path):

@@ -178,6 +178,7 @@ class Task:
         except PinError as error:
             raise conflicting_pins(gm, mesh, options) from error
         plan.again = made.again = lambda **other: self.again().plan(mesh, replace(asked, **other))
+        self.stages.show_plan(made)
         trace_artifact("plan", "string", lambda: str(made))
         trace_artifact("plan_figures", "json", lambda: json.dumps(plan_json(made)))
         trace_artifact("plan_graph", "string", lambda: graph_text(made.boxed, mesh))
@@ -189,12 +190,15 @@ class Task:
         if forms:
             with self.stages.timed("recompute"):
                 gm = compute_again(gm, forms)
+            self.stages.show("recompute", gm)
         count = asked.microbatches or 1
         if count == 1:
             return gm, None
         check_parts(gm, asked)
         with self.stages.timed("microbatches"):
-            return micro_batches(gm, count, mesh.cluster), gm
+            written = micro_batches(gm, count, mesh.cluster)
+        self.stages.show("microbatches", written)
+        return written, gm
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""

@@ -75,6 +75,10 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     with clocks.timed("stages"):
         plan = staged(gm, mesh, asked, solve, spare, limits, made)
     plan.times = clocks.times
+    if clocks.dump is not None:
+        clocks.show("loop", plan.loop.body)
+        for at, chunk in enumerate(plan.chunks):
+            clocks.show_plan(chunk.plan, f"chunk{at}_")
     return plan
 
 
