@@ -73,6 +73,7 @@ class Attributes:
         self.lines: dict[Any, str | None] = {}
         self.outside: dict[str, tuple[Any, str, Any]] = {}
         self.functions: dict[FunctionType, None] = {}
+        self.waiting = deque[tuple[Any, FunctionType]]()  # to be visited; the first one is
         self.classes = ExitStack()
         self.watched: set[type] = set()
         for path, part in modules:
@@ -126,6 +127,14 @@ class Attributes:
         if function is None or function in self.functions:
             return
         self.functions[function] = None
+        self.waiting.append((value, function))
+        if len(self.waiting) == 1:  # else further down the stack, which a long chain of functions would fill
+            while self.waiting:
+                self.visit_globals(*self.waiting[0])
+                self.waiting.popleft()
+
+    def visit_globals(self, value: Any, function: FunctionType) -> None:
+        """Guards the globals that a function names."""
         for item in items_of(function):  # such as what a decorator decorates
             self.visit(item)
         table, used = function.__globals__, names_in(function.__code__)

@@ -133,10 +133,10 @@ class MemorySearch:
 
     def find_plans(self) -> None:
         """Looks for prices and mixtures; while nothing fits at ever dearer prices, at last among all labels. Polishes small plans."""
+        prices = self.find_prices()
         if self.impossible:
             self.squeeze()  # for the error, which tells of the plan that takes least
             return
-        prices = self.find_prices()
         for factor in LADDER if any(prices) else ():
             self.bound_at([factor * price for price in prices])
             self.pool.append(self.folded.unfold(self.priced_labels()))

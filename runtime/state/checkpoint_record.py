@@ -40,7 +40,7 @@ def describe(
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         leaves, structure = flatten(settings, "the optimizer's settings")
         values = [leaf.item() for leaf in leaves]
-        groups.append({"names": names, "settings": structure, "values": values})
+        groups.append({"names": names, "settings": plain_only(structure, "the optimizer's settings"), "values": values})
     plain = {
         name: {
             key: without_tensors(value, f"the optimizer's {key} of {name}")
@@ -61,9 +61,17 @@ def describe(
 def without_tensors(value: Any, what: str) -> Any:
     """Returns the structure of numbers and texts, nested. Raises CheckpointError if it holds tensors."""
     leaves, structure = flatten(value, what)
-    harmless(structure)  # as it will be read
     if leaves:
         raise CheckpointError(f"{what} holds tensors\n  Keep them as buffers of the model, as tensors of its state, or as numbers.")
+    return plain_only(structure, what)
+
+
+def plain_only(structure: Any, what: str) -> Any:
+    """Returns a structure. Raises CheckpointError if `restored` would refuse it."""
+    try:
+        harmless(structure)
+    except PlanError as error:
+        raise CheckpointError(f"{what}: {error}") from error
     return structure
 
 

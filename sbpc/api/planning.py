@@ -153,7 +153,7 @@ class Task:
         """Returns the plan on `mesh` in one piece, without stages."""
         if asked.recompute == AUTO and asked.forms is None:
             def planned(**other: Any) -> Plan:
-                return self.again().plan(mesh, replace(asked, **other))
+                return Task(rebuild(self.gm), self.stages, self.about).plan(mesh, replace(asked, **other))
 
             quick = {"objective": asked.in_order.objective, "microbatches": asked.microbatches or 1}
             return least_recompute(self.gm, asked.memory, planned, quick)

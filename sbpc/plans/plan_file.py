@@ -133,8 +133,8 @@ def encode(plan: Plan) -> dict[str, Any]:
 
 
 def encode_options(options: Options) -> dict[str, Any]:
-    """Returns options as JSON values; those that are None are left out."""
-    return {name: value for name, value in vars(options).items() if value is not None or name == "optimizer"}
+    """Returns options as JSON values; those that are None are left out, and what is computed again, which is in the graph."""
+    return {name: value for name, value in vars(options).items() if (value is not None or name == "optimizer") and name != "forms"}
 
 
 def encode_layouts(layouts: Iterable[Layout | None]) -> list[str | None]:
