@@ -64,6 +64,26 @@ def check_guards(model: nn.Module, *plans: AnyPlan) -> None:
         raise errors[0]
 
 
+def check_modes(model: nn.Module, plan: AnyPlan) -> None:
+    """Raises PlanError if submodules are in another mode (train or eval) than when the plan was made. A bare tree of weights has none."""
+    submodules = dict(model.named_modules())
+    modes = frozenset(name for name, each in submodules.items() if not each.training)
+    if type(model) is not nn.Module and modes != (planned := frozenset(plan.options.eval) & submodules.keys()):
+        raise other_mode(modes, planned)
+
+
+def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
+    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
+    name = min(modes ^ planned)
+    mode = {True: "eval", False: "train"}
+    return PlanError(
+        f"the module is in another mode (train or eval) than when it was planned:"
+        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
+        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
+        " and give it as parallelize(..., evaluate=)."
+    )
+
+
 def arguments(plan: AnyPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Tensor]:
     """Returns the tensor leaves of the arguments. Raises PlanError if their structure is not the planned one."""
     check_kinds(PlanError, kwargs=(kwargs, "a mapping whose keys are texts", "None"))

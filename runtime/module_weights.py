@@ -83,7 +83,7 @@ class ModuleWeights:
         modes = frozenset(name for name, module in self.submodules.items() if not module.training)
         found = [runner for runner in runners if modes == runner.modes & self.submodules.keys()]
         if not found:
-            raise other_mode(modes, runners[0].modes & self.submodules.keys())
+            raise bind.other_mode(modes, runners[0].modes & self.submodules.keys())
         return found
 
     def step(
@@ -133,18 +133,6 @@ class ModuleWeights:
                         f"{name!r} has a hook of the forward or backward, which nothing calls: the plan runs the model as a whole\n"
                         "  Register it before sbpc.plan, so that its tensor ops are planned, or on the whole module."
                     )
-
-
-def other_mode(modes: frozenset[str], planned: frozenset[str]) -> PlanError:
-    """Returns the error about submodules in eval mode, by name, that are not those that were when the model was planned."""
-    name = min(modes ^ planned)
-    mode = {True: "eval", False: "train"}
-    return PlanError(
-        f"the module is in another mode (train or eval) than when it was planned:"
-        f" {name or 'the model itself'} is in {mode[name in modes]}, was in {mode[name in planned]}\n"
-        "  For evaluation plan model.eval() too, with train=False and pin=plan.parameters,"
-        " and give it as parallelize(..., evaluate=)."
-    )
 
 
 def other_shapes(runners: Sequence[Runner], leaves: Sequence[Tensor], structure: Any) -> PlanError:

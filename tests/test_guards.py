@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import math
 import random
 import re
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -950,3 +952,49 @@ def test_a_forward_in_a_function_is_guarded_for_the_variables_of_that_and_one_th
     model.layer.forward = model.act.forward  # type: ignore[method-assign]
     assert str(kept.broken()).startswith("layer.forward is another function than before")
     assert "layer.forward is forward, and was that of its class" in str(Guards(model, plan.options.guards).broken())
+
+
+WEIGHT = 0.5
+
+
+def weighted(out: Tensor, target: Tensor) -> Tensor:
+    return WEIGHT * F.mse_loss(out, target)
+
+
+def test_what_a_loss_reads_of_globals_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 8)
+    plan = sbpc.plan(model, (X,), Mesh(p=2), loss=weighted, targets=(X,))
+    sbpc.simulate(plan, model, (X, X))
+    monkeypatch.setitem(globals(), "WEIGHT", 0.25)
+    with pytest.raises(PlanError, match="WEIGHT"):
+        sbpc.simulate(plan, model, (X, X))
+
+
+def test_a_scripted_part_is_refused_and_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1] = torch.jit.script(model[1])  # type: ignore[no-untyped-call]
+    before = model[0].weight
+    with pytest.raises(CaptureError, match="TorchScript module cannot be captured: '1' is one"):
+        sbpc.plan(model, (X,), Mesh(p=2))
+    assert model[0].weight is before
+
+
+def test_a_simulation_in_another_mode_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    plan = sbpc.plan(model, (X,), Mesh(p=2))
+    with pytest.raises(PlanError, match="is in another mode"):
+        sbpc.simulate(plan, model.eval(), (X,))
+
+
+class Chained(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return chain.f0(x)  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_long_chain_of_functions_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f"def f{at}(x):\n    return f{at + 1}(x) if x is None else x\n" for at in range(2000)]
+    (tmp_path / "chain_of_functions.py").write_text("\n".join([*lines, "LAST = 2.0", "def f2000(x):\n    return x * LAST\n"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(globals(), "chain", importlib.import_module("chain_of_functions"))
+    guards = sbpc.plan(Chained(), (X,), Mesh(p=2), train=False).options.guards
+    assert any(path.endswith("chain_of_functions:LAST") for path in guards)

@@ -19,6 +19,7 @@ from sbpc.graph.guards import GUARDS
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
 from sbpc.passes.capture.attributes import Attributes, First
+from sbpc.passes.capture.code_reads import function_in
 
 Named = dict[str, Tensor]
 LOSS = "the loss"  # what stands before the names of its modules
@@ -96,6 +97,8 @@ class FakeModel:
         others = self.loss.named_modules(prefix=LOSS) if isinstance(self.loss, nn.Module) else ()
         attributes = Attributes((*self.module.named_modules(), *others))
         try:
+            if self.loss is not None and not isinstance(self.loss, nn.Module):
+                attributes.visit(self.loss if function_in(self.loss) else vars(type(self.loss)).get("__call__"))
             yield attributes
         finally:
             attributes.restore()
@@ -157,8 +160,10 @@ def fake_model(
 
 def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: Any) -> None:
     """Raises CaptureError for a module, an autocast type or a loss that cannot be captured."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise CaptureError("a TorchScript module cannot be captured\n  Give the module that it was scripted from.")
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            where = f": {name!r} is one" if name else ""
+            raise CaptureError(f"a TorchScript module cannot be captured{where}\n  Give the module that it was scripted from.")
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
     if loss is None and targets:

@@ -65,6 +65,7 @@ def simulate(
     bind.check_plan(plan)
     check_kinds(PlanError, seed=(seed, "an integer"))
     bind.check_guards(model, plan)
+    bind.check_modes(model, plan)
     if isinstance(plan, StagedPlan):
         return told(plan, model, *simulate_stages(plan, model, args, kwargs, seed))
     mesh = plan.mesh

@@ -13,7 +13,6 @@ from sbpc.graph.guards import Guards
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
 from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
-from sbpc.runtime.module_weights import other_mode
 from sbpc.runtime.step import check_autocast, check_stored, check_trained
 
 
@@ -25,11 +24,7 @@ def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequ
     if not torch.is_grad_enabled():
         raise PlanError("gradients are turned off, and a step of stages computes them\n  Call it outside of torch.no_grad().")
     check_autocast(plan.options.dtype, where)
-    submodules = dict(module.named_modules())
-    modes = frozenset(name for name, each in submodules.items() if not each.training)
-    planned_modes = frozenset(plan.options.eval) & submodules.keys()
-    if modes != planned_modes:
-        raise other_mode(modes, planned_modes)
+    bind.check_modes(module, plan)
     if (error := guards.broken()) is not None:
         raise error
 
