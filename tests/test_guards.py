@@ -573,7 +573,7 @@ def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
     plan = sbpc.plan(Small(), (X,), Mesh(p=2))
     plan.save(tmp_path / "plan")
     assert sbpc.load(tmp_path / "plan").options.guards == plan.options.guards == {"act": ["a LeakyReLU"]} | {
-        "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
+        "forward": [text_of(Small.forward)], "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
     }  # fmt: skip
     body = plan_file.read(tmp_path / "plan")
     for wrong in (None, ["beta"], {"beta": "0.0"}, {"beta": [0.0]}, {"beta": ["a\nb"]}, {"be\nta": ["0.0"]}):
@@ -998,3 +998,21 @@ def test_a_long_chain_of_functions_is_followed_to_its_end(tmp_path: Path, monkey
     monkeypatch.setitem(globals(), "chain", importlib.import_module("chain_of_functions"))
     guards = sbpc.plan(Chained(), (X,), Mesh(p=2), train=False).options.guards
     assert any(path.endswith("chain_of_functions:LAST") for path in guards)
+
+
+def test_another_forward_of_the_class_is_refused(tmp_path: Path) -> None:
+    text = "from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return self.scaled(x)\n\n    def scaled(self, x):\n        return {} * x\n"
+    nets = []
+    for number, times in enumerate((2, 2, 100)):
+        (tmp_path / f"net{number}.py").write_text(text.format(times) + "# a comment\n" * number)
+        names: dict[str, Any] = {"__name__": "net"}
+        exec(compile((tmp_path / f"net{number}.py").read_text(), "net.py", "exec"), names)
+        nets.append(names["Net"]())
+    sbpc.plan(nets[0], (X,), Mesh(p=2), train=False).save(tmp_path / "plan")
+    plan = sbpc.load(tmp_path / "plan")
+    sbpc.simulate(plan, nets[1], (X,))
+    with pytest.raises(PlanError, match=r"scaled is scaled \(code .*was scaled \(code"):
+        sbpc.simulate(plan, nets[2], (X,))
+    type(nets[0]).forward = lambda self, x: x
+    with pytest.raises(PlanError, match=r"forward is <lambda> "):
+        sbpc.simulate(plan, nets[0], (X,))

@@ -1,11 +1,12 @@
 """What a plan takes for granted of a model besides its tensors: the numbers, texts and the like that its forward reads.
 
-Such a value is a constant of the plan. A guard is the path of an attribute, such as "drop.p" or "config.rope_theta", or of a global,
-such as "global train:CFG.beta", with the text of the value that stood there when the model was captured; and of the one that the first
-forward leaves there, if nothing depends on it.
+Such a value is a constant of the plan, and so is the code of the model's own forwards. A guard is the path of an attribute, such as
+"drop.p" or "config.rope_theta", or of a global, such as "global train:CFG.beta", with the text of the value that stood there when the
+model was captured; and of the one that the first forward leaves there, if nothing depends on it.
 
 Not seen are globals that the code of an installed package reads, or that are found by a computed name, or read by a function that
-is neither named by the code that calls it nor kept where that reads it; and numbers inside objects of the standard library and of
+is neither named by the code that calls it nor kept where that reads it, such as the method of an object; attributes of a loss, as
+no parallel module has it; what hooks read; attributes of functions; and numbers inside objects of the standard library and of
 extensions, but for containers and numpy arrays.
 """
 
@@ -185,8 +186,8 @@ def held(owner: Any, name: str) -> Any:
             return table[CHILDREN][name]
         if any(name in table[kind] for kind in TENSORS):
             return OTHER
-    of_class = inspect.getattr_static(type(owner), name, ABSENT)
-    if isinstance(of_class, FunctionType) and table_of(of_class) and is_own(of_class.__globals__):
+    of_class = attribute_of(type(owner), name, ABSENT)
+    if isinstance(of_class, FunctionType) and is_own(of_class.__globals__):
         return of_class
     if hasattr(type(of_class), "__get__") and not isinstance(of_class, MemberDescriptorType):
         return OTHER
@@ -304,9 +305,10 @@ def is_comparable(path: str, texts: Sequence[str]) -> bool:
     return {sys.implementation.cache_tag}.issuperset(CODE.findall(" ".join(texts)))
 
 
-def attribute_of(kind: type, name: str) -> Any:
-    """What a class has as an attribute, None if nothing."""
-    return getattr(kind, name, None)
+def attribute_of(kind: type, name: str, default: Any = None) -> Any:
+    """What a class has under a name, besides what a parallel module has in its place."""
+    found = (vars(each)[name] for each in kind.__mro__ if name in vars(each))
+    return next((value for value in found if not str(getattr(value, "__module__", "")).startswith("sbpc.runtime.")), default)
 
 
 def step(owner: Any, name: str) -> Any:
