@@ -1016,3 +1016,21 @@ def test_another_forward_of_the_class_is_refused(tmp_path: Path) -> None:
     type(nets[0]).forward = lambda self, x: x
     with pytest.raises(PlanError, match=r"forward is <lambda> "):
         sbpc.simulate(plan, nets[0], (X,))
+
+
+@functools.lru_cache
+def table(size: int) -> Tensor:
+    return torch.arange(size) * 0.5
+
+
+class Cached(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * table(8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_function_that_remembers_tensors_does_not_remember_those_of_the_capture(method: str) -> None:
+    plan = sbpc.plan(Cached(), (X,), Mesh(p=2), train=False, capture=method)
+    assert torch.equal(Cached()(X), X * torch.arange(8) * 0.5)
+    assert torch.equal(sbpc.simulate(plan, Cached(), (X,)).outputs, Cached()(X))
+    table.cache_clear()

@@ -73,6 +73,7 @@ class Attributes:
         self.lines: dict[Any, str | None] = {}
         self.outside: dict[str, tuple[Any, str, Any]] = {}
         self.functions: dict[FunctionType, None] = {}
+        self.caches: dict[int, tuple[Any, int]] = {}  # functions that remember what they gave, and how often they were run
         self.waiting = deque[tuple[Any, FunctionType]]()  # to be visited; the first one is
         self.classes = ExitStack()
         self.watched: set[type] = set()
@@ -124,6 +125,8 @@ class Attributes:
     def visit(self, value: Any) -> None:
         """Guards the globals that a function names, and those of the functions that these are."""
         function = function_in(value)
+        if hasattr(value, "cache_info"):
+            self.caches.setdefault(id(value), (value, value.cache_info().misses))
         if function is None or function in self.functions:
             return
         self.functions[function] = None
@@ -177,6 +180,8 @@ class Attributes:
             elif is_plain(value) or isinstance(value, (*CONTAINERS, nn.Module)) or is_object(value):
                 self.guards[f"{path}{name}"] = text_of(value)
                 self.adopt(f"{path}{name}", value)
+            else:
+                self.visit(value)
 
     def read(self, owner: Any, name: str, code: CodeType | None = None) -> None:
         """Notes that the model reads an attribute. code: of what reads it."""
@@ -246,6 +251,9 @@ class Attributes:
         for _, value, old, _ in self.contents.values():
             if not same(old, value):
                 refill(value, old)
+        for value, misses in self.caches.values():
+            if value.cache_info().misses != misses:
+                value.cache_clear()  # it may hold fake tensors
 
 
 def compare(path: str, old: Any, new: Any, lines: str, own: Container[int], read: bool = True) -> bool:
