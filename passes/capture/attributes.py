@@ -1,8 +1,7 @@
 """Watches the attributes of a model while its forward runs, and the globals that its code names: which are read, which change.
-All are put back afterwards.
 
 A program computes with the values that were read, and writes buffers alone: what is read becomes a guard of the plan, and a number
-that the forward changes, or a tensor that it keeps, is refused.
+that the forward changes, or a tensor that it keeps, is refused. All are put back afterwards.
 """
 
 from __future__ import annotations
@@ -346,12 +345,10 @@ def raw(owner: Any, name: str) -> Any:
 
 def put_back(owner: Any, name: str, value: Any) -> None:
     """Makes a value what globals or a class have under a name again, or takes away what was not there."""
-    if isinstance(owner, dict):
+    if value is ABSENT:
+        operator.delitem(owner, name) if isinstance(owner, dict) else delattr(owner, name)
+    elif isinstance(owner, dict):
         owner[name] = value
-        if value is ABSENT:
-            del owner[name]
-    elif value is ABSENT:
-        delattr(owner, name)
     else:
         setattr(owner, name, value)
 
