@@ -41,7 +41,7 @@ def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> 
 
     gm: the step, as captured and annotated.
     """
-    options = Options(optimizer=None, objective="serial")
+    options = Options(optimizer=None, objective="serial", eval=plan.options.eval)
     forms = {name: generator.choice((NONE, SELECTIVE, FULL)) for name in dict.fromkeys(blocks_of(gm).values())}
     loop, inner = loop_of(recompute(gm, forms), plan.count), plan.inner
     assignment = draw(loop.body, inner, placeholder_wishes(loop.body, inner, None, None, False), generator)

@@ -23,7 +23,7 @@ from torch import nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.errors import CheckpointError, PlanError, SbpcError
+from sbpc.errors import CheckpointError, SbpcError
 from sbpc.mesh.layout import Layout
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state import block_files
@@ -419,7 +419,7 @@ def test_what_is_refused_leaves_a_module_and_its_optimizer_as_they_were(tmp_path
         message = refused(CheckpointError, lambda: checkpoints.load(model, optimizer))
         (tmp_path / "step-000000001" / "state.json").write_bytes(whole)
         assert str(tmp_path) in message and optimizer.param_groups[0]["lr"] == 2.0 and not optimizer.state, message
-    assert "does more than to hold its fields" in refused(PlanError, lambda: checkpoints.save(2, model, extra=Busy.__new__(Busy)))
+    assert "does more than to hold its fields" in refused(CheckpointError, lambda: checkpoints.save(2, model, extra=Busy.__new__(Busy)))
     assert checkpoints.load(model, optimizer) == 1 and optimizer.param_groups[0]["lr"] == 1.0
 
 

@@ -159,8 +159,8 @@ def test_every_stage_is_dumped(tmp_path: Any) -> None:
     plan = rewrite(Mesh(tensor=2), dump=tmp_path)
     names = [path.name for path in sorted(tmp_path.iterdir())]
     stages = ["capture", "normalize", "decompose", "lift", "annotate", "assign", "box", "localize"]
-    assert names == [f"{number}_{stage}.txt" for number, stage in enumerate(stages)]
-    assert (tmp_path / "6_box.txt").read_text() == graph_text(plan.boxed)
+    assert names == [f"{number:02}_{stage}.txt" for number, stage in enumerate(stages)]
+    assert (tmp_path / "06_box.txt").read_text() == graph_text(plan.boxed)
     assert set(plan.times) >= {"capture", "normalize", "annotate", "assign", "verify"}
 
 
