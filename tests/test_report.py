@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import sbpc
 from sbpc import Mesh
-from sbpc.inspect.report import some
+from sbpc.inspect.report import plan_json, some
 from sbpc.mesh.cluster import CLUSTERS
+from tests import models
 
 
 class Stack(nn.Module):
@@ -45,3 +47,12 @@ def test_names_that_differ_only_in_numbers_are_one() -> None:
     assert some([f"h.{at}.up.{even}" for at in (7, 0, 1, 2) for even in (0, 4)]) == "h.{0-2,7}.up.{0,4}"
     assert some(["h.0.up.0", "h.1.up.0", "h.1.up.1"]) == "h.0.up.0, ..., h.1.up.1"
     assert some(["head.weight"]) == "head.weight"
+
+
+def test_collectives_of_a_pipeline_are_those_of_one_rank() -> None:
+    """The stages are equal, so the busiest one sends what every rank does, however many stages there are."""
+    model, args = models.gpt2(batch=8, seq=8, width=16, heads=2, layers=4)
+    plan = sbpc.baseline("megatron", model, args, Mesh(pipe=2, d=2, cluster="h100"), stages="pipe", microbatches=4)
+    rows = plan_json(plan)["collectives"]
+    assert rows and sum(row["bytes_sent"] for row in rows) == pytest.approx(plan.cost.bytes_sent["d"])
+    assert f"{rows[0]['bytes_sent']:,.0f}\n" in str(plan)

@@ -53,7 +53,7 @@ def page_html(
         "model": clean(plan.options.model), "mesh": str(plan.mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
         "ideal": mesh.cluster.name == "ideal", "cards": cards(plan), "losses": curves(losses) if losses else None,
-        "traffic": traffic(plan), "formulas": formulas(plan), "links": list(links(plan)), "chip": chip_of,
+        "traffic": traffic(plan), "links": list(links(plan)), "chip": chip_of,
         "seconds": quantity(plan.cost.seconds, "s"), "sections": [(title.lower(), title) for title in titles], **about,
     }  # fmt: skip
     return template("page.html.j2").render(page)
@@ -69,7 +69,7 @@ def of_graph(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], meas
     for moment in curve["moments"]:
         moment.append(places.get(moment[2]))
     return {
-        "titles": ["Model", "Collectives", "Time", "Memory", "Graph", "Cost"], "schedule": None,
+        "titles": ["Model", "Collectives", "Time", "Memory", "Graph", "Cost"], "schedule": None, "formulas": formulas(plan),
         "map": [map_row(row, alternatives) for row in model_map(plan)],
         "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()}, "curve": curve,
         "timeline": timeline(plan.timeline(), places, measured), "groups": groups(plan, rows, folded), "of_section": TITLES, "about": ABOUT,
@@ -84,6 +84,7 @@ def of_stages(plan: StagedPlan, measured: Sequence[Event]) -> dict[str, Any]:
     cost = plan.cost
     return {
         "titles": ["Schedule", "Memory", "Chunks", "Collectives", "Cost"], "schedule": schedule(plan, measured),
+        "formulas": [],  # in a loop they take as long as the plan; see plan.cost.bytes_expr
         "memory": stage_memory(plan), "chunks": [chunk_rows(plan, at) for at in range(len(plan.chunks))],
         "bubble": f"{100 * cost.bubble_seconds / cost.seconds:.1f} %" if cost.seconds else "0 %",
     }  # fmt: skip
@@ -181,18 +182,19 @@ def module_of(node: Node) -> str:
 def links(plan: AnyPlan) -> list[tuple[str, str, str]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
     found, mesh = {}, mesh_of(plan)
-    for transfer, _ in plan.cost.transfers:
-        latency, bandwidth, _ = mesh.link(transfer.step.axes, transfer.step.collective)
-        found[mesh.key(transfer.step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
+    for step in (node.meta["step"] for node, _ in boxings(plan)):
+        if all(mesh.sizes[axis] == 1 for axis in step.axes):
+            continue
+        latency, bandwidth, _ = mesh.link(step.axes, step.collective)
+        found[mesh.key(step.axes)] = quantity(latency, "s"), quantity(bandwidth, "B/s")
     return [(axis, *figures) for axis, figures in found.items()]
 
 
-def formulas(plan: AnyPlan) -> list[dict[str, Any]]:
+def formulas(plan: Plan) -> list[dict[str, Any]]:
     """Returns the collectives that send most, with the bytes of one as a typeset formula in the sizes of the axes."""
-    cost, mesh, found = plan.cost, mesh_of(plan), []
-    for transfer, times in cost.transfers:
+    cost, mesh, found = plan.cost, plan.mesh, []
+    for transfer, count in cost.transfers:
         _, sent = wire(transfer.step, transfer.shape, transfer.itemsize, mesh.sizes)
-        count = cost.counted(times)
         found.append((count * float(sent), count, transfer))
     found.sort(key=lambda item: -item[0])
     return [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import WIRE, wire
 from sbpc.inspect.tables import Report, Table, quantity
@@ -142,25 +142,31 @@ def mesh_of(plan: AnyPlan) -> Mesh:
     return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
 
 
-def boxings(plan: AnyPlan) -> Iterator[tuple[Node, int]]:
-    """Yields the boxings of a plan that send, and how often each runs in a step."""
-    for each in plans_in(plan):
-        gm = each.unscheduled if isinstance(plan, StagedPlan) else each.boxed
-        parts = parts_of(gm, plan.in_loop) if isinstance(plan, StagedPlan) else {}
-        for node in gm.graph.nodes:
-            if "step" in node.meta and node.meta["step"].collective in WIRE:
-                yield node, plan.times_of(parts[node]) if isinstance(plan, StagedPlan) else 1
+def boxings(plan: AnyPlan, stages: Container[int] | None = None) -> Iterator[tuple[Node, int]]:
+    """Yields the boxings of a plan that send, and how often each runs in a step; where `stages` are named, those of these stages alone."""
+    if not isinstance(plan, StagedPlan):
+        yield from ((node, 1) for node in sends(plan.boxed))
+        return
+    for chunk, stage in zip(plan.chunks, plan.owners):
+        if stages is None or stage in stages:
+            parts = parts_of(chunk.plan.unscheduled, plan.in_loop)
+            yield from ((node, plan.times_of(parts[node])) for node in sends(chunk.plan.unscheduled))
+
+
+def sends(gm: GraphModule) -> list[Node]:
+    """Returns the boxings of a graph that send."""
+    return [node for node in gm.graph.nodes if "step" in node.meta and node.meta["step"].collective in WIRE]
 
 
 def collectives(plan: AnyPlan) -> dict[tuple[str, str], tuple[int, float]]:
-    """Returns by axis and collective how many there are, and the bytes that a rank sends; of stages, those of all of them."""
+    """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the busiest one."""
     totals, mesh = dict[tuple[str, str], tuple[int, float]](), mesh_of(plan)
-    for node, times in boxings(plan):
+    for node, times in boxings(plan, (plan.busiest,) if isinstance(plan, StagedPlan) else None):
         step, value = node.meta["step"], node.meta["val"]
         rounds, each = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
         if rounds:
             count, sent = totals.get(key := (mesh.key(step.axes), step.collective), (0, 0.0))
-            totals[key] = count + times, sent + times * float(each)  # type: ignore[arg-type]
+            totals[key] = count + times, sent + times * float(each)
     return dict(sorted(totals.items()))
 
 
@@ -199,11 +205,10 @@ def plan_json(plan: AnyPlan) -> dict[str, Any]:
             {"axis": axis, "collective": name, "count": count, "bytes_sent": sent}
             for (axis, name), (count, sent) in collectives(plan).items()
         ],
-        "formula": str(plan.cost.expr),
         "times": plan.times,
         "notes": list(plan.notes),
         "remarks": list(plan.remarks),
-        **(stages_json(plan) if isinstance(plan, StagedPlan) else {}),
+        **(stages_json(plan) if isinstance(plan, StagedPlan) else {"formula": str(plan.cost.expr)}),
     }
 
 

@@ -168,7 +168,7 @@ class Cost:
         """The symbols of `expr` by name: axis sizes by their axis, the cluster's figures, the symbolic dims."""
         return {name: sympy.Symbol(name, positive=True) for name in self.numbers}
 
-    @property
+    @functools.cached_property
     def numbers(self) -> dict[str, float]:
         """The value of every symbol on this plan's mesh and cluster."""
         mesh, cluster = self.terms.mesh, self.terms.mesh.cluster

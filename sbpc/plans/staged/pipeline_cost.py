@@ -208,13 +208,21 @@ class Pipeline:
         return sum(self.parts[at].program((part,)).seconds for at in mine)
 
     @functools.cached_property
+    def busy(self) -> list[float]:
+        """By stage the seconds in which it computes or communicates."""
+        starts = [self.mesh.cluster.start * sum(self.messages[action] for action in mine) for mine in self.actions]
+        return [self.totals(stage, "seconds") + start for stage, start in enumerate(starts)]
+
+    @property
+    def busiest(self) -> int:
+        """The stage that is busy longest."""
+        return self.busy.index(max(self.busy))
+
+    @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes and memory of a step."""
-        stages = range(self.stages)
+        stages, busy, most = range(self.stages), self.busy, self.busiest
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
-        starts = [self.mesh.cluster.start * sum(self.messages[action] for action in self.actions[stage]) for stage in stages]
-        busy = [self.totals(stage, "seconds") + starts[stage] for stage in stages]
-        most = max(stages, key=busy.__getitem__)
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
         bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
