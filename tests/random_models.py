@@ -28,7 +28,6 @@ from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.pytree import flatten
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from tests.compare import relative_error
 from tests.random_nets import APART, INPUTS, Layer, Net, built, draw_net, source
 from tests.random_plans import random_loop, random_plan
@@ -145,7 +144,7 @@ def asked(case: Case, made: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def planned(case: Case, made: dict[str, Any], mesh: Mesh | None = None) -> Plan | StagedPlan:
+def planned(case: Case, made: dict[str, Any], mesh: Mesh | None = None) -> Plan:
     """The plan of a case, or, on a mesh of one rank, one without options that change no numbers."""
     options = asked(case, made)
     if mesh is not None:
@@ -292,7 +291,7 @@ def digest(seed: int) -> str:
     case = draw_case(seed)
     try:
         plan = planned(case, built(source(case.net)))
-        layouts = [each.plan.layouts for each in plan.chunks] if isinstance(plan, StagedPlan) else plan.layouts
+        layouts = [each.layouts for each in plan.chunks] if plan.loop is not None else plan.layouts
         text = f"{plan} {layouts}"
     except SbpcError as error:
         text = str(error)

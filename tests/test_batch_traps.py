@@ -14,7 +14,6 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import LoopError, MemoryLimitError, SbpcError
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from tests import models
 from tests.compare import eager, error_of, relative_error
 
@@ -71,10 +70,10 @@ def arguments() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.tensor([-1, -1, -1, -1, -1, 1, 2, 3])
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, StagedPlan) for name in LOOPS), *((name, Plan) for name in NO_LOOPS)])
+@pytest.mark.parametrize(("name", "kind"), [*((name, Plan) for name in LOOPS), *((name, Plan) for name in NO_LOOPS)])
 def test_parts_have_the_numbers_of_the_whole_batch_and_loop_where_they_can(name: str, kind: type, float64: None) -> None:
     net, args = Net((LOOPS | NO_LOOPS)[name]), arguments()
-    plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4 if kind is StagedPlan else 2, objective="serial")
+    plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4 if kind is Plan else 2, objective="serial")
     assert isinstance(plan, kind)
     run = sbpc.simulate(plan, net, args)
     assert error_of(run, *eager(net, args)) <= 1e-10  # which writes the buffers
@@ -98,7 +97,7 @@ def test_inputs_of_other_sizes_are_cut_evenly_or_are_whole_in_every_part(float64
             return self.layer(x).square().mean() + self.layer(y).square().mean()
 
     for sizes in [(4, 8), (8, 3), (4, 6)]:
-        for net, kind in ((Two(), Plan), (Added(), StagedPlan)):
+        for net, kind in ((Two(), Plan), (Added(), Plan)):
             args = torch.randn(sizes[0], 6), torch.randn(sizes[1], 6)
             plan = sbpc.plan(net, args, Mesh(x=2), microbatches=4, objective="serial")
             assert isinstance(plan, kind)

@@ -20,12 +20,11 @@ from sbpc.inspect.page_charts import curves, memory, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
 from sbpc.inspect.page_stages import chunk_rows, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
-from sbpc.inspect.report import AnyPlan, boxings, chips_of, collectives, least, mesh_of, numberless
+from sbpc.inspect.report import boxings, chips_of, collectives, least, numberless
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.timeline import Event
 
 FORMULAS = 6  # collectives whose bytes are typeset, those that send most
@@ -39,16 +38,16 @@ ABOUT = {
 
 
 def page_html(
-    plan: AnyPlan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
+    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
     measured: Sequence[Event] = (),
 ) -> str:  # fmt: skip
     """Returns the page of a plan: of one with stages the schedule, memory and chunks by stage, of others the model, time, memory and graph.
 
     alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a step that ran.
     """
-    about = of_stages(plan, measured) if isinstance(plan, StagedPlan) else of_graph(plan, alternatives, measured)
+    about = of_stages(plan, measured) if plan.loop is not None else of_graph(plan, alternatives, measured)
     titles = [*(["Losses"] if losses else []), *about["titles"]]
-    mesh = mesh_of(plan)
+    mesh = plan.inner
     page = {
         "model": clean(plan.options.model), "mesh": str(plan.mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
@@ -79,7 +78,7 @@ def of_graph(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], meas
     }  # fmt: skip
 
 
-def of_stages(plan: StagedPlan, measured: Sequence[Event]) -> dict[str, Any]:
+def of_stages(plan: Plan, measured: Sequence[Event]) -> dict[str, Any]:
     """Returns what the template draws of a plan with stages, or of a loop, alone."""
     cost = plan.cost
     return {
@@ -90,18 +89,18 @@ def of_stages(plan: StagedPlan, measured: Sequence[Event]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def asked(plan: AnyPlan) -> list[str]:
+def asked(plan: Plan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
     options = plan.options
     texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", "training" if options.train else "forward alone"]
-    texts += [plan.way] if isinstance(plan, StagedPlan) else []
+    texts += [plan.way] if plan.way else []
     texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 
 
-def cards(plan: AnyPlan) -> list[dict[str, Any]]:
+def cards(plan: Plan) -> list[dict[str, Any]]:
     """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
     cost, mesh = plan.cost, plan.mesh
     unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
@@ -156,9 +155,9 @@ def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> d
     return vars(row) | {"label": clean(row.label), "name": clean(row.name), "home": home, "bytes": size, "others": others}
 
 
-def traffic(plan: AnyPlan) -> list[dict[str, Any]]:
+def traffic(plan: Plan) -> list[dict[str, Any]]:
     """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the longest."""
-    found, mesh = dict[tuple[str, str, str, str], list[float]](), mesh_of(plan)
+    found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
     for node, times in boxings(plan):
         step, value = node.meta["step"], node.meta["val"]
         rounds, sent = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
@@ -179,9 +178,9 @@ def module_of(node: Node) -> str:
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
 
 
-def links(plan: AnyPlan) -> list[tuple[str, str, str]]:
+def links(plan: Plan) -> list[tuple[str, str, str]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
-    found, mesh = {}, mesh_of(plan)
+    found, mesh = {}, plan.inner
     for step in (node.meta["step"] for node, _ in boxings(plan)):
         if all(mesh.sizes[axis] == 1 for axis in step.axes):
             continue

@@ -52,6 +52,7 @@ class Programs:
     kinds: tuple[GraphModule, ...]
     ranks: tuple[int, ...]
     digest: str
+    loop: None = None
 
     def local_at(self, rank: int) -> GraphModule:
         """Returns the program of `rank`. Raises PlanError if there is no such rank."""
@@ -70,7 +71,7 @@ def save(plan: Plan, path: Path, inference: Plan | None = None) -> None:
 def encode(plan: Plan) -> dict[str, Any]:
     """Returns a plan with the programs of all its ranks as JSON values."""
     kinds: dict[Any, GraphModule] = {}
-    classes = [plan.shape_class(rank) for rank in range(plan.mesh.ranks)]
+    classes = [plan.chunk.shape_class(rank) for rank in range(plan.mesh.ranks)]
     for rank, key in enumerate(classes):
         if key not in kinds:
             kinds[key] = plan.local_at(rank)
