@@ -299,8 +299,9 @@ class PlannedStep(Pipeline):
         return self.programs[0].life
 
     def memory_curve(self) -> MemoryCurve:
-        """Returns the bytes alive at every moment of a step, by what they are for, and what holds most at the peak."""
-        return memory_curve(self.life, self.boxed, self.mesh, self.options.optimizer)
+        """Returns the bytes alive at every moment of a step on a rank of the stage that takes most, by what they are for, and what holds
+        most at the peak."""
+        return memory_curve(self, self.fullest)
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
