@@ -36,7 +36,7 @@ from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
-from sbpc.plans import plan_file, rank_programs
+from sbpc.plans import plan_bytes, plan_file, rank_programs
 from sbpc.plans.chunk import Assignment, Chunk, Rewriter, layouts_in
 from sbpc.plans.options import BYTES, Options
 from sbpc.plans.plan import Plan
@@ -230,7 +230,7 @@ def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Seq
 
 def save(plan: Plan, path: Path) -> None:
     """Writes a plan to one file."""
-    plan_file.write(plan_file.encode(plan), path)
+    plan_bytes.write(plan_file.encode(plan), path)
 
 
 def export(plan: Plan, path: Path, inference: Plan | None) -> None:

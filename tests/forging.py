@@ -28,7 +28,7 @@ import sbpc
 from sbpc.cli.main import main
 from sbpc.errors import CheckpointError, SbpcError
 from sbpc.graph.ports import placeholders
-from sbpc.plans.plan_file import FORMAT, VERSION
+from sbpc.plans.plan_bytes import FORMAT, VERSION
 from sbpc.runtime.one_process.simulate import whole_inputs
 from sbpc.runtime.state.block_files import bytes_of, header
 from sbpc.runtime.state.blocks import blocks_of

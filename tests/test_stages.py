@@ -16,9 +16,9 @@ from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
 from sbpc.mesh.states import B, Split
+from sbpc.plans.chunk import OnUse
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ChunkCost, Numbers, likeness
-from sbpc.plans.staged.chunk_programs import OnUse
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
 from sbpc.runtime.start.mail import Mail
 from tests import models

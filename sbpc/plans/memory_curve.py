@@ -6,21 +6,19 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch.fx import Node
 
 from sbpc.graph.ports import BUFFER, PARAMETER, SEED, results
 from sbpc.plans.memory import POSITION, Life, phase_of
+from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
 from sbpc.plans.staged.part_memory import arrivals, bytes_at
 from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import PARTS, Parts
-
-if TYPE_CHECKING:
-    from sbpc.plans.planned import PlannedStep
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters", "gradients", "optimizer", "activations", "gathered copies", "inputs",

@@ -13,6 +13,7 @@ from sbpc.errors import PlanError, check_kinds, shown
 from sbpc.graph.no_gc import uncollected
 from sbpc.plans.chunk import Assignment
 from sbpc.plans.cost import Cost
+from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.plans.planned import PlannedStep
 from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.trace_file import PREDICTED, measured_step, save_trace
@@ -91,6 +92,11 @@ class Plan(PlannedStep):
             cost = self.costs()
         self.times["cost"] = self.times.get("cost", 0.0) + time.process_time() - start
         return cost
+
+    def memory_curve(self) -> MemoryCurve:
+        """Returns the bytes alive at every moment of a step on a rank of the stage that takes most, by what they are for, and what holds
+        most at the peak."""
+        return memory_curve(self, self.fullest)
 
     # --- how good it is ----------------------------------------------------------------------------------------------
     @property

@@ -18,7 +18,6 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Assignment, Chunk, OnUse
 from sbpc.plans.cost import Terms
 from sbpc.plans.memory import Life
-from sbpc.plans.memory_curve import MemoryCurve, memory_curve
 from sbpc.plans.options import Options
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
@@ -297,11 +296,6 @@ class PlannedStep(Pipeline):
     def life(self) -> Life:
         """What is alive at every moment of a step of one program."""
         return self.programs[0].life
-
-    def memory_curve(self) -> MemoryCurve:
-        """Returns the bytes alive at every moment of a step on a rank of the stage that takes most, by what they are for, and what holds
-        most at the peak."""
-        return memory_curve(self, self.fullest)
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from sbpc.graph.pytree import plain
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import REDUCE
-from sbpc.plans import plan_file
+from sbpc.plans import plan_bytes, plan_file
 from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
 
@@ -65,7 +65,7 @@ def save(plan: Plan, path: Path, inference: Plan | None = None) -> None:
     """Writes a plan with its programs, and besides those of a plan for inference."""
     if inference is not None and (inference.options.train or not plan.options.train):
         raise PlanError("a file holds one plan for training and one for inference\n  Plan the second with train=False.")
-    plan_file.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
+    plan_bytes.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
 
 
 def encode(plan: Plan) -> dict[str, Any]:
