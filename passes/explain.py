@@ -53,8 +53,11 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 @uncollected()
 def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
-    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file."""
-    plan = of_whole_batch(plan)
+    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file, nor of
+    a loop that was, or is under a limit."""
+    if plan.loop is not None and (plan.body is None or plan.options.memory is not None):
+        return {}
+    plan = of_whole_batch(plan.solved)
     if plan.prover is None and plan.options.memory is not None:
         return {}
     solved = solved_by(plan, prover_of(plan))

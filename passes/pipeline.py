@@ -222,8 +222,6 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
 @uncollected()
 def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
-    if plan.loop is not None:
-        return page_html(plan, {}, losses, measured)
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 

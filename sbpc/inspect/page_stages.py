@@ -1,13 +1,12 @@
-"""What a page tells of stages: the schedule with its bubbles, memory by stage, chunks with their parameters."""
+"""What a page tells of stages: the schedule with its bubbles, memory by stage, chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.picture import clean
-from sbpc.inspect.report import chips_of, numberless, some, span_of
+from sbpc.inspect.report import span_of
 from sbpc.inspect.tables import quantity
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.pipeline_cost import RUNS
@@ -62,22 +61,11 @@ def stage_memory(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def chunk_rows(plan: Plan, at: int) -> dict[str, Any]:
-    """Returns a chunk with its parameters, as the template draws it."""
+def chunk_row(plan: Plan, at: int) -> dict[str, Any]:
+    """Returns a chunk as the template draws it."""
     chunk, part = plan.chunks[at], plan.parts[at]
-    shapes = {port.name: value for port, value in chunk.shapes.items() if port.kind == PARAMETER}
-    alike: dict[tuple[str, str, str], list[str]] = {}  # names that differ in numbers of layers alone
-    for name, layout in chunk.parameters.items():
-        kind = f"{str(shapes[name].dtype).removeprefix('torch.')}{list(shapes[name].shape)}"
-        alike.setdefault((numberless(name), kind, str(layout)), []).append(name)
-    rows = []
-    for (_, kind, _), names in alike.items():
-        *states, order = chips_of(chunk.parameters[names[0]])
-        size = quantity(sum(part.homes[name] for name in names), "B")
-        rows.append({"name": clean(some(names)), "type": kind, "states": states, "order": order, "times": len(names), "bytes": size})
     return {
-        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)),
-        "forward": quantity(part.program(RUNS[FORWARD]).seconds, "s"),
-        "backward": quantity(part.program(RUNS[BACKWARD]).seconds, "s"), "rows": rows,
+        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)), "bytes": quantity(sum(part.homes.values()), "B"),
+        "forward": quantity(part.program(RUNS[FORWARD]).seconds, "s"), "backward": quantity(part.program(RUNS[BACKWARD]).seconds, "s"),
         "receives": clean(", ".join(chunk.receives.values())), "sends": clean(", ".join(chunk.sends.values())),
     }  # fmt: skip
