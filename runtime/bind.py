@@ -22,7 +22,7 @@ OTHER_SHAPES = "Plan once for every shape, which sbpc.parallelize(..., also=) ta
 
 def check_plan(plan: Any) -> None:
     """Raises PlanError for what is no plan."""
-    if not isinstance(plan, (Plan, Programs, Plan)):
+    if not isinstance(plan, (Plan, Programs)):
         raise PlanError(f"the plan is {shown(plan)}\n  Give what sbpc.plan or sbpc.load returns.")
 
 

@@ -278,7 +278,7 @@ def step_of(plan: Any, model: Any, args: Any) -> list[str]:
         found = sbpc.simulate(plan, model, args)
     except SbpcError as error:
         return chain(error)
-    if isinstance(plan, sbpc.Plan):
+    if isinstance(plan, sbpc.Plan) and plan.loop is None:
         given = whole_inputs(plan, model, args, None, None, 0)
         with torch.no_grad():
             values = Interpreter(plan.graph).run(*(given[port] for port in placeholders(plan.graph)))

@@ -253,7 +253,7 @@ def check(case: Case) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     run = check_plan("the plan", plan, case, made, wanted, verify=seed % 4 == 1)
     if not {"inputs", "spread"} & set(case.options):
-        gm = None if isinstance(plan, Plan) else prepared(case, made).gm
+        gm = None if plan.loop is None else prepared(case, made).gm
         drawn = random_plan(plan, seed) if gm is None else random_loop(plan, gm, random.Random(seed))
         check_plan("a random plan", drawn, case, made, wanted, verify=seed % 4 == 3)
     return check_file(plan, run, made)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -45,10 +45,6 @@ FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 log = logging.getLogger("sbpc")
 
 
-@overload
-def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> Plan: ...
-@overload
-def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
 @with_options
 def plan(
     model: nn.Module,
@@ -102,10 +98,6 @@ def plan(
     return task.planned(mesh, asked)
 
 
-@overload
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> Plan: ...
-@overload
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
 def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
     """Returns the plan that an expert would make by hand, under the same cost model. options are those of `sbpc.plan`.
 
