@@ -17,6 +17,7 @@ from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
 from sbpc.mesh.states import B, Split
 from sbpc.plans.chunk import OnUse
+from sbpc.plans.memory_curve import GROUP_OF
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ChunkCost, Numbers, likeness
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
@@ -334,7 +335,8 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
         assert isinstance(plan.programs, OnUse)
         assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
     for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.by, plan.programs), strict=True)):
-        assert (cost.homes, cost.kept, cost.trained, cost.added, cost.adds) == (alone.homes, alone.kept, alone.trained, alone.added, alone.adds)
+        assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
+        assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
         for which in plan.tally(at):
             assert cost.program(which) == alone.program(which)
             assert [cost.rise(which, first) for first in (True, False)] == [alone.rise(which, first) for first in (True, False)]
