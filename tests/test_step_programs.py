@@ -1,6 +1,8 @@
-"""The halves of a program: what they take and give, what shares memory, and when they wait."""
+"""The programs of a step: what they take and give, what shares memory, and when they wait."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,16 @@ from torch.fx import Node
 
 import sbpc
 from sbpc import Mesh
-from sbpc.graph.ports import OUTPUT, TANGENT
+from sbpc.graph.ports import TANGENT, results
+from sbpc.plans.staged.schedules import FORWARD as EARLY
+from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.step_programs import BACKWARD, ENDING, FORWARD, JOINT, UNSENT, UNSENT_JOINT, StepPrograms
 from sbpc.runtime.one_process.lockstep import lockstep
 from sbpc.runtime.one_process.simulate import shards_of, whole_inputs
-from sbpc.runtime.partition import backward_nodes, memory_of, partition, wait
+from sbpc.runtime.prepared import memory_of, prepared, wait
 from tests import models
+
+CPU = torch.device("cpu")
 
 
 def calls(gm: torch.fx.GraphModule) -> list[Node]:
@@ -23,10 +30,12 @@ def calls(gm: torch.fx.GraphModule) -> list[Node]:
 def test_waits_stand_right_before_what_needs_them_and_collectives_where_they_were() -> None:
     model, args = models.mlp(batch=960, layers=3)
     plan = sbpc.plan(model, args, Mesh(data=2), inputs=["S(0)"], pin={"*": "B"}, objective="serial")
-    backward = partition(plan.local).backward
+    backward = prepared(StepPrograms(plan).program(BACKWARD, 0), CPU, plan.options.overlaps, 0, len(plan.parameters))
     nodes = calls(backward)
-    started = [node.name for node in nodes if "c10d" in str(node.target) and node.target is not wait]
-    assert started == [node.name for node in calls(plan.local) if node.name in started] and len(started) > 4
+    started, whole = (
+        [node.meta["boxed"] for node in each if "c10d" in str(node.target) and node.target is not wait] for each in (nodes, calls(plan.local))
+    )
+    assert started == [name for name in whole if name in started] and len(started) > 4
     at_end = 0
     for at, node in enumerate(nodes):
         if node.target is wait:
@@ -50,13 +59,13 @@ class Shares(nn.Module):
 
 def test_no_two_gradients_share_memory_and_no_result_is_a_parameter() -> None:
     plan = sbpc.plan(Shares(), (torch.randn(4),), Mesh(data=1))
-    halves = partition(plan.local)
-    found = list(halves.backward.graph.output_node().args[0])  # type: ignore[arg-type]
-    roots = [memory_of(node) for node in found]
-    assert len(set(roots)) == len(roots) == 3
-    assert all(root.op == "call_function" for root in roots)
-    results = list(halves.forward.graph.output_node().args[0])[:2]  # type: ignore[arg-type]
-    assert all(node.op == "call_function" for node in results)
+    programs = StepPrograms(plan)
+    for name, early, late in ((BACKWARD, 0, 3), (UNSENT, 0, 2), (ENDING, 0, 3), (JOINT, 2, 3), (UNSENT_JOINT, 2, 2), (FORWARD, 2, 0)):
+        found: list[Any] = results(prepared(programs.program(name, 0), CPU, True, early, late))
+        roots = [memory_of(node) for node in found[early : early + late]]
+        assert len(set(roots)) == len(roots) == late
+        assert all(root.op == "call_function" for root in roots)
+        assert all(node.op == "call_function" for node in found[:early])
 
 
 class Contrastive(nn.Module):
@@ -78,18 +87,22 @@ def test_halves_of_a_step_with_written_out_micro_batches_give_what_the_step_give
     plan = sbpc.plan(model, args, Mesh(data=2), microbatches=2)
     given = shards_of(plan, whole_inputs(plan, model, args, None, None, 0))
     groups = {plan.mesh.group_name(axes): plan.mesh.groups(axes) for axes in plan.mesh.runs()}
-    programs = [plan.local_at(rank) for rank in range(2)]
-    late = backward_nodes(programs[0])
-    shared = [node for node in programs[0].graph.nodes if node.meta.get("phase") == "backward" and node not in late]
+    shared = [node for node, part in parts_of(plan.boxed, None).items() if node.meta.get("phase") == "backward" and part == EARLY]
     assert shared  # boxings that the backward of one micro-batch and the forward of the next one read
-    whole = lockstep(programs, given, groups).outputs
-    halves, (tangent,) = [partition(program) for program in programs], [at for at, p in enumerate(plan.ports.inputs) if p.kind == TANGENT]
-    inputs = [[*values[:tangent], *values[tangent + 1 :]] for values in given]
-    early = lockstep([half.forward for half in halves], inputs, groups).outputs
-    kept = [[*out[1:], values[tangent]] for out, values in zip(early, given)]
-    found = lockstep([half.backward for half in halves], kept, groups).outputs
-    (loss,) = [at for at, port in enumerate(plan.ports.outputs) if port.kind == OUTPUT]
-    for rank, results in enumerate(whole):
-        gradients = [each for at, each in enumerate(results) if at != loss]
-        assert torch.equal(early[rank][0], results[loss])
-        assert all(map(torch.equal, found[rank], gradients)) and len(found[rank]) == len(gradients) == 5
+    (tangent,) = [at for at, port in enumerate(plan.ports.inputs) if port.kind == TANGENT]
+    programs = StepPrograms(plan)
+
+    def run(name: str, inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+        places = [[*values, *given[rank][len(plan.ports.inputs) :]] for rank, values in enumerate(inputs)]
+        return lockstep([programs.program(name, rank) for rank in range(2)], places, groups).outputs
+
+    inputs = [values[: len(plan.ports.inputs)] for values in given]
+    whole = run(JOINT, inputs)
+    early = run(FORWARD, [[*values[:tangent], *values[tangent + 1 :]] for values in inputs])
+    kept = [[*out[1:], values[tangent]] for out, values in zip(early, inputs)]
+    left = run(UNSENT, kept)
+    ways = [(early, run(BACKWARD, kept)), (early, run(ENDING, left)), (run(UNSENT_JOINT, inputs), run(ENDING, left))]
+    for first, found in ways:
+        for rank, (loss, *gradients) in enumerate(whole):
+            assert torch.equal(first[rank][0], loss)
+            assert all(map(torch.equal, found[rank], gradients)) and len(found[rank]) == len(gradients) == 5
