@@ -84,12 +84,10 @@ class Runner:
 
     def program(self, name: str) -> GraphModule:
         """Returns a program of this rank on its device."""
-        source = FORWARD if name == INFERENCE else name
-        gm = self.programs.program(source, dist.get_rank())
-        early = len(self.results) if source in (JOINT, FORWARD, UNSENT_JOINT) else 0
-        late = 0 if source == FORWARD else len(results(gm)) - early
-        left = early if name == INFERENCE else None
-        return prepared(gm, self.where, self.plan.options.overlaps, early, late, left)
+        gm = self.programs.program(FORWARD if name == INFERENCE else name, dist.get_rank())
+        early = len(self.results) if name in (JOINT, FORWARD, INFERENCE, UNSENT_JOINT) else 0
+        late = len(results(gm)) - early if name not in (FORWARD, INFERENCE) else 0
+        return prepared(gm, self.where, self.plan.options.overlaps, early, late, early if name == INFERENCE else None)
 
     @functools.cached_property
     def exchanges(self) -> bool:

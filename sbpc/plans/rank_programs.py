@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc.errors import PlanError
-from sbpc.graph.ports import BUFFER, GRADIENT, HOMES, INPUT_GRADIENT, PARAMETER, TANGENT, Port, Ports, results
+from sbpc.graph.ports import BUFFER, HOMES, PARAMETER, Port, Ports, results
 from sbpc.graph.pytree import plain
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
@@ -29,17 +29,7 @@ from sbpc.mesh.states import REDUCE
 from sbpc.plans import plan_file
 from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
-from sbpc.plans.step_programs import (
-    BACKWARD,
-    ENDING,
-    FORWARD,
-    JOINT,
-    OF_BACKWARD,
-    UNSENT,
-    UNSENT_JOINT,
-    StepPrograms,
-    names_of,
-)
+from sbpc.plans.step_programs import EARLY, FORWARD, JOINT, LATE, PIECES, SAVED, StepPrograms, names_of
 
 if TYPE_CHECKING:
     from sbpc.plans.plan import Plan
@@ -140,10 +130,10 @@ def decode(decoder: Decoder) -> Programs:
 
 def decode_kinds(decoder: Decoder, ports: Ports) -> dict[str, tuple[GraphModule, ...]]:
     """Returns the programs by name. What the backward may do with saved values depends on what the forward has computed."""
-    early, kinds = sum(port.kind not in OF_BACKWARD for port in ports.outputs), dict[str, tuple[GraphModule, ...]]()
+    early, kinds = sum(port.kind in EARLY for port in ports.outputs), dict[str, tuple[GraphModule, ...]]()
     for name in names_of(ports):
-        bodies = decoder.body["programs"].get(name, ())
-        saved = [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if name in (BACKWARD, UNSENT) else [()] * len(bodies)
+        bodies = decoder.body["programs"].get(name, [])
+        saved = [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if PIECES[name].reads == SAVED else [()] * len(bodies)
         kinds[name] = tuple(decoder.graph(body, True, bounds) for body, bounds in zip(bodies, saved))
     return kinds
 
@@ -151,7 +141,7 @@ def decode_kinds(decoder: Decoder, ports: Ports) -> dict[str, tuple[GraphModule,
 def wrong_counts(body: dict[str, Any], programs: Programs) -> Iterator[str]:
     """Yields which lists of the file have not as many entries as the mesh, the ports or the ranks ask for."""
     inputs, outputs = len(programs.ports.inputs), len(programs.ports.outputs)
-    late = [port.kind in OF_BACKWARD for port in programs.ports.outputs]
+    late = [port.kind in LATE for port in programs.ports.outputs]
     if late != sorted(late):
         yield "a gradient stands before a result of the forward"
     if body["programs"].keys() != programs.kinds.keys():
@@ -179,61 +169,31 @@ def wrong_homes(programs: Programs) -> Iterator[str]:
             yield f"the {port.kind} of {port.name} is left in {layout}, the {home} is in {stored}"
 
 
-Known = tuple[Port, Any, Layout | None]  # of an input or an output: its port, the whole value and its layout
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What goes into a program and comes out of it.
-
-    takes, leaves: what is behind the values that others leave for it, and before those that it leaves for others. reads, gives: what
-    these values are called, None where there are none.
-    """
-
-    takes: list[Known]
-    leaves: list[Known]
-    reads: str | None = None
-    gives: str | None = None
-
-
-def ends_of(programs: Programs, outputs: list[Any]) -> dict[str, Ends]:
-    """Returns the ends of every program by name. outputs: whole values of the outputs."""
-    given = [(port, programs.shapes[port], layout) for port, layout in programs.given.items()]
-    left = [(port, value, layout) for (port, layout), value in zip(programs.left.items(), outputs)]
-    takes, tangents = ([each for each in given if (each[0].kind == TANGENT) == late] for late in (False, True))
-    early, late = ([each for each in left if (each[0].kind in OF_BACKWARD) == which] for which in (False, True))
-    others, homes = ([each for each in left if each[0].kind == kind] for kind in (INPUT_GRADIENT, GRADIENT))
-    saved, summed = "values for the backward", "sums"
-    return {
-        JOINT: Ends(given, left), FORWARD: Ends(takes, early, gives=saved), BACKWARD: Ends(tangents, late, saved),
-        UNSENT: Ends(tangents, others, saved, summed), UNSENT_JOINT: Ends(given, [*early, *others], gives=summed),
-        ENDING: Ends([], homes, summed),
-    }  # fmt: skip
-
-
 def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
     """Yields inputs, outputs and inner values of programs that have not the shape that their layout gives them on a rank, and values
     that one program leaves for another which that does not take.
 
     outputs: whole values of the outputs.
     """
-    mesh, ends = programs.mesh, ends_of(programs, outputs)
-    handed: dict[tuple[str, int], list[Any]] = {}  # by what it is and class: what programs leave for others
+    mesh, handed = programs.mesh, dict[tuple[str, int], Any]()  # by what it is and class: what programs leave for others
+    given = [(port, programs.shapes[port], layout) for port, layout in programs.given.items()]
+    ends = [(port, value, layout) for (port, layout), value in zip(programs.left.items(), outputs)]
     for name, kinds in programs.kinds.items():
-        known, checked = ends[name], dict[int, list[tuple[Node, Port, Any, Any]]]()  # by class: node, port, whole value, layout
+        piece, checked = PIECES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()  # by class: node, port, whole value, layout
+        takes, leaves = ([item for item in each if item[0].kind in of] for each, of in ((given, piece.inputs), (ends, piece.outputs)))
         for kind, gm in enumerate(kinds):
             stored, left = gm.graph.find_nodes(op="placeholder"), results(gm)
-            stored, first = stored[: len(stored) - len(mesh.axes)], len(stored) - len(mesh.axes) - len(known.takes)
-            for what, nodes in ((known.reads, stored[:first]), (known.gives, left[len(known.leaves) :])):
+            first = len(stored) - len(mesh.axes) - len(takes)
+            for what, nodes in ((piece.reads, stored[: max(first, 0)]), (piece.gives, left[len(leaves) :])):
                 held = [None if node is None else plan_file.encode_value(node.meta.get("val")) for node in nodes]
                 wanted = [] if what is None else handed.setdefault((what, kind), held)
-                if first < 0 or len(left) < len(known.leaves) or held != wanted or None in held:
-                    yield f"program {name} {kind} has {len(stored)} inputs and {len(left)} outputs, and other {what or 'ends'} than it should"
+                if first < 0 or len(left) < len(leaves) or held != wanted or None in held:
+                    yield f"program {name} {kind} has {len(stored)} inputs and {len(left)} outputs, or other {what} than are read"
                     return
-            for node, (port, *_) in zip(stored[first:], known.takes):
+            for node, (port, *_) in zip(stored[first:], takes):
                 if port.kind in (PARAMETER, BUFFER) and not called(node, port):
                     yield f"program {name} {kind}: %{node.name} is not {port.kind} {port.name}"
-            pairs = chain(zip(stored[first:], known.takes), zip(left, known.leaves))
+            pairs = chain(zip(stored[first:], takes), zip(left, leaves))
             checked[kind] = [(node, *about) for node, about in pairs] + inner_values(gm.graph)
         for rank, kind in enumerate(programs.ranks):
             for node, port, value, layout in checked[kind]:

@@ -6,50 +6,67 @@ They are cut out of the boxed graph in the order in which it runs, and then writ
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.ports import GRADIENT, INPUT_GRADIENT, TANGENT, placeholders, results
+from sbpc.graph.ports import (
+    GRADIENT,
+    INPUT_GRADIENT,
+    INPUTS,
+    MUTATION,
+    OUTPUT,
+    OUTPUTS,
+    TANGENT,
+    Ports,
+    placeholders,
+    results,
+)
 from sbpc.graph.rewrite import Copies
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_programs import value_meta
-from sbpc.plans.staged.schedules import FORWARD as EARLY
-from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
+from sbpc.plans.staged.schedules import WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, PARTS, Parts, parts_of
 
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
-UNSENT, UNSENT_JOINT, ENDING = "unsent", "unsent joint", "ending"
-NAMES = (JOINT, FORWARD, BACKWARD, UNSENT, UNSENT_JOINT, ENDING)
-LATE = (INPUTS, WEIGHTS, AFTER)
-OF_BACKWARD = (GRADIENT, INPUT_GRADIENT)  # which outputs
+UNSENT, UNSENT_JOINT, ENDING = "unsent", "unsent joint", "ending"  # those of `no_sync`: see `ways_home`
+SAVED, SUMMED = "saved values", "sums of gradients"
+GIVEN, EARLY, LATE = tuple(kind for kind in INPUTS if kind != TANGENT), (OUTPUT, MUTATION), (GRADIENT, INPUT_GRADIENT)
 
 
-def names_of(ports: Any) -> tuple[str, ...]:
-    """Returns the names of the programs of a step with these ports: without a backward the forward is all."""
-    late = [port for port in (*ports.inputs, *ports.outputs) if port.kind in (TANGENT, *OF_BACKWARD)]
-    return NAMES if late else (JOINT,)
+class Piece(NamedTuple):
+    """What a program is: the parts that it runs, and what goes in and comes out.
 
+    reads: what another program has left for it, None for nothing; the inputs of some kinds come behind that, then the rank's position on
+    each axis. gives: what it leaves for another one, behind the outputs of some kinds.
+    """
 
-@dataclass(frozen=True)
-class Cut:
-    """A piece of the boxed graph: what it reads, the parts that it runs, and what it gives, None for an absent result."""
-
-    reads: Sequence[Node]
     which: Parts
-    gives: Sequence[Node | None]
+    reads: str | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gives: str | None
+
+
+PIECES = {
+    JOINT: Piece(PARTS, None, INPUTS, OUTPUTS, None),
+    FORWARD: Piece((schedules.FORWARD,), None, GIVEN, EARLY, SAVED),
+    BACKWARD: Piece((schedules.INPUTS, WEIGHTS, AFTER), SAVED, (TANGENT,), LATE, None),
+    UNSENT: Piece((schedules.INPUTS, WEIGHTS), SAVED, (TANGENT,), (INPUT_GRADIENT,), SUMMED),
+    UNSENT_JOINT: Piece(PARTS[:-1], None, INPUTS, (*EARLY, INPUT_GRADIENT), SUMMED),
+    ENDING: Piece((AFTER,), SUMMED, (), (GRADIENT,), None),
+}
+
+
+def names_of(ports: Ports) -> tuple[str, ...]:
+    """Returns the names of the programs of a step with these ports: without a backward the forward is all."""
+    late = any(port.kind in (TANGENT, *LATE) for port in (*ports.inputs, *ports.outputs))
+    return tuple(PIECES) if late else (JOINT,)
 
 
 class StepPrograms:
-    """The programs of a plan by name, made on first use. Behind what each reads comes the rank's position on each axis.
-
-    joint: every placeholder -> every output. forward: the placeholders but the tangents -> the results, then the values saved for the
-    backward. backward: the saved values, then the tangents -> the gradients. unsent, unsent joint: as backward and joint, but the
-    ways of parameters' gradients home are apart (`ways_home`): in place of all gradients they give those of arguments, then what these
-    ways begin with. ending: this -> the gradients of parameters.
-    """
+    """The programs of a plan by name, made on first use."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -61,15 +78,17 @@ class StepPrograms:
             return self.plan.local_at(rank)
         plan, key = self.plan, (name, self.plan.shape_class(rank))
         if key not in self.made:
-            self.made[key] = plan.rewriter.localize(self.cut_out(name), plan.mesh, plan.mesh.coordinates(rank))
+            self.made[key] = plan.rewriter.localize(self.cut_out(PIECES[name]), plan.mesh, plan.mesh.coordinates(rank))
         return self.made[key]
 
-    def cut_out(self, name: str) -> GraphModule:
+    def cut_out(self, piece: Piece) -> GraphModule:
         """Returns a program at global shapes."""
-        cut, copies = self.cuts[name], Copies()
-        for node in cut.reads:
+        gm, copies = self.plan.boxed, Copies()
+        given, ends = placeholders(gm).items(), zip(self.plan.ports.outputs, results(gm))
+        for node in (*self.left.get(piece.reads, ()), *(node for port, node in given if port.kind in piece.inputs)):
             copies[node] = copies.given(node.name, value_meta(node))
-        return copies.extracted(self.plan.boxed, [node for node in self.parts if self.parts[node] in cut.which], cut.gives)
+        gives = [*(node for port, node in ends if port.kind in piece.outputs), *self.left.get(piece.gives, ())]
+        return copies.extracted(gm, [node for node, part in self.parts.items() if part in piece.which], gives)
 
     @functools.cached_property
     def parts(self) -> dict[Node, str]:
@@ -77,26 +96,12 @@ class StepPrograms:
         return parts_of(self.plan.boxed, None)
 
     @functools.cached_property
-    def cuts(self) -> dict[str, Cut]:
-        """By name the piece of the boxed graph that a program is, but the joint one, which is all of it."""
-        gm, parts = self.plan.boxed, self.parts
-        stored, ends = placeholders(gm), list(zip(gm.meta["ports"].outputs, results(gm)))
-        takes = [node for port, node in stored.items() if port.kind != TANGENT]
-        tangents = [node for port, node in stored.items() if port.kind == TANGENT]
-        early = [node for port, node in ends if port.kind not in OF_BACKWARD]
-        late = [node for port, node in ends if port.kind in OF_BACKWARD]
-        others, homes = ([node for port, node in ends if port.kind == kind] for kind in (INPUT_GRADIENT, GRADIENT))
-        saved = [node for node in self.read_by(LATE, late) if parts[node] == EARLY]
-        left = [*others, *(node for node in self.read_by((AFTER,), homes) if parts[node] != AFTER)]
-        return {
-            FORWARD: Cut(takes, (EARLY,), [*early, *saved]),
-            BACKWARD: Cut([*saved, *tangents], LATE, late),
-            UNSENT: Cut([*saved, *tangents], (INPUTS, WEIGHTS), left),
-            UNSENT_JOINT: Cut([*stored.values()], PARTS[:-1], [*early, *left]),
-            ENDING: Cut([node for node in left[len(others) :] if node is not None], (AFTER,), homes),
-        }
-
-    def read_by(self, which: Parts, ends: Sequence[Node | None]) -> list[Node]:
-        """Returns what some parts read, and these ends, each once."""
-        read = [used for node, part in self.parts.items() if part in which for used in node.all_input_nodes]
-        return list(dict.fromkeys([*read, *(node for node in ends if node is not None)]))
+    def left(self) -> dict[str | None, list[Node]]:
+        """What programs leave for others."""
+        found: dict[str | None, list[Node]] = {}
+        for what, name in ((SAVED, BACKWARD), (SUMMED, ENDING)):
+            piece, ends = PIECES[name], zip(self.plan.ports.outputs, results(self.plan.boxed))
+            read = [used for node, part in self.parts.items() if part in piece.which for used in node.all_input_nodes]
+            read += [node for port, node in ends if port.kind in piece.outputs and node is not None]
+            found[what] = [node for node in dict.fromkeys(read) if self.parts[node] not in piece.which]
+        return found

@@ -126,7 +126,7 @@ def ways_home(gm: GraphModule) -> set[Node]:
 def is_linear(node: Node) -> bool:
     """Returns whether a call is jointly linear in all that it reads: it takes partial sums of these to partial sums."""
     if is_boxing(node):
-        step = node.meta.get("step", node.meta.get("awaits"))
+        step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
         return all(state == P for state in step.before.states if isinstance(state, Partial))
     signatures = node.meta["match"].signatures if "match" in node.meta else ()
     return any(signature.inputs and {*signature.inputs, *signature.outputs} == {P} for signature in signatures)
