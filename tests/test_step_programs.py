@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -106,3 +107,37 @@ def test_halves_of_a_step_with_written_out_micro_batches_give_what_the_step_give
         for rank, (loss, *gradients) in enumerate(whole):
             assert torch.equal(first[rank][0], loss)
             assert all(map(torch.equal, found[rank], gradients)) and len(found[rank]) == len(gradients) == 5
+
+
+class Places(nn.Module):
+    """A table of places, whose gradient is summed over the batch before it is scattered, and one table in two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.scale = nn.Embedding(12, 8), nn.Embedding(6, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return F.cross_entropy((x * self.scale @ self.table.weight.T).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("expert", ["data", "fsdp"])
+def test_nothing_is_sent_for_gradients_before_their_ways_home(expert: str) -> None:
+    torch.manual_seed(0)
+    model, args = Places(), (torch.randint(0, 12, (8, 6)),)
+    plan = sbpc.baseline(expert, model, args, Mesh(x=2, y=4, cluster="h100"))
+    given = shards_of(plan, whole_inputs(plan, model, args, None, None, 0))
+    groups = {plan.mesh.group_name(axes): plan.mesh.groups(axes) for axes in plan.mesh.runs()}
+    programs, places = StepPrograms(plan), [values[len(plan.ports.inputs) :] for values in given]
+
+    def run(name: str, inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+        return lockstep([programs.program(name, rank) for rank in range(8)], inputs, groups).outputs
+
+    whole, (early, left) = run(JOINT, given), zip(*((each[:1], each[1:]) for each in run(UNSENT_JOINT, given)))
+    doubled = [[2 * value for value in values] for values in left]
+    for first, found, (loss, *gradients) in zip(early, run(ENDING, [[*a, *b] for a, b in zip(doubled, places)]), whole):
+        assert torch.equal(first[0], loss)
+        for one, two in zip(found, gradients, strict=True):
+            torch.testing.assert_close(one, 2 * two)
+    sent = {str(node.target).split(".")[1] for node in programs.program(UNSENT, 0).graph.nodes if "c10d" in str(node.target)}
+    assert sent <= {"all_gather_into_tensor", "wait_tensor"}  # of parameters

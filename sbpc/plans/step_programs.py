@@ -27,7 +27,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_programs import value_meta
 from sbpc.plans.staged.schedules import WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, PARTS, Parts, parts_of
+from sbpc.plans.staged.stage_parts import AFTER, PARTS, Parts, constants, parts_of
 
 JOINT, FORWARD, BACKWARD = "joint", "forward", "backward"
 UNSENT, UNSENT_JOINT, ENDING = "unsent", "unsent joint", "ending"  # those of `no_sync`: see `ways_home`
@@ -88,7 +88,13 @@ class StepPrograms:
         for node in (*self.left.get(piece.reads, ()), *(node for port, node in given if port.kind in piece.inputs)):
             copies[node] = copies.given(node.name, value_meta(node))
         gives = [*(node for port, node in ends if port.kind in piece.outputs), *self.left.get(piece.gives, ())]
-        return copies.extracted(gm, [node for node, part in self.parts.items() if part in piece.which], gives)
+        body = [node for node, part in self.parts.items() if part in piece.which or node in self.fixed]
+        return copies.extracted(gm, body, gives)
+
+    @functools.cached_property
+    def fixed(self) -> set[Node]:
+        """What the ways home compute again, as it is no sum of gradients."""
+        return constants(self.plan.boxed)
 
     @functools.cached_property
     def parts(self) -> dict[Node, str]:
@@ -99,9 +105,10 @@ class StepPrograms:
     def left(self) -> dict[str | None, list[Node]]:
         """What programs leave for others."""
         found: dict[str | None, list[Node]] = {}
-        for what, name in ((SAVED, BACKWARD), (SUMMED, ENDING)):
+        for what, name, again in ((SAVED, BACKWARD, ()), (SUMMED, ENDING, self.fixed)):
             piece, ends = PIECES[name], zip(self.plan.ports.outputs, results(self.plan.boxed))
-            read = [used for node, part in self.parts.items() if part in piece.which for used in node.all_input_nodes]
+            mine = [node for node, part in self.parts.items() if part in piece.which]
+            read = [used for node in mine for used in node.all_input_nodes if used not in again]
             read += [node for port, node in ends if port.kind in piece.outputs and node is not None]
             found[what] = [node for node in dict.fromkeys(read) if self.parts[node] not in piece.which]
         return found

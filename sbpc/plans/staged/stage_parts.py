@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import WIRE
 from sbpc.graph.about import is_boxing
-from sbpc.graph.operands import ancestors, is_late, just_in_time, value_of
+from sbpc.graph.operands import ancestors, is_late, just_in_time, made_of, operands, value_of
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
@@ -26,7 +26,7 @@ from sbpc.graph.ports import (
     placeholders,
     results,
 )
-from sbpc.mesh.states import P, Partial
+from sbpc.mesh.states import B, P, Partial
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
@@ -111,10 +111,10 @@ def ways_home(gm: GraphModule) -> set[Node]:
     """
     kept = {node for port, node in outputs(gm) if port.kind != GRADIENT}
     ends = {node for _, node in outputs(gm, GRADIENT)}
-    tail, found = set[Node](), set[Node]()
+    fixed, tail, found = constants(gm), set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         users = [user for user in node.users if user.op != "output"]
-        if node not in kept and (users or node in ends) and tail.issuperset(users) and is_linear(node):
+        if node not in kept and (users or node in ends) and tail.issuperset(users) and is_linear(node, fixed):
             tail.add(node)
     for node in gm.graph.nodes:
         sends = "step" in node.meta and node.meta["step"].collective in WIRE
@@ -123,13 +123,19 @@ def ways_home(gm: GraphModule) -> set[Node]:
     return found
 
 
-def is_linear(node: Node) -> bool:
-    """Returns whether a call is jointly linear in all that it reads: it takes partial sums of these to partial sums."""
+def constants(gm: GraphModule) -> set[Node]:
+    """Returns the nodes whose values are the same in every step."""
+    return made_of(gm, [node for node in gm.graph.nodes if node.op in ("call_function", "get_attr") and not node.all_input_nodes])
+
+
+def is_linear(node: Node, fixed: Container[Node]) -> bool:
+    """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of these to partial sums."""
     if is_boxing(node):
         step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
-        return all(state == P for state in step.before.states if isinstance(state, Partial))
-    signatures = node.meta["match"].signatures if "match" in node.meta else ()
-    return any(signature.inputs and {*signature.inputs, *signature.outputs} == {P} for signature in signatures)
+        return node not in fixed and all(state == P for state in step.before.states if isinstance(state, Partial))
+    states = [B if operand in fixed else P for operand in operands(node)]
+    signatures = node.meta["match"].signatures if "match" in node.meta and P in states else ()
+    return any([*signature.inputs] == states and {*signature.outputs} == {P} for signature in signatures)
 
 
 def summand(node: Node, parts: Mapping[Node, str]) -> Node:
