@@ -22,7 +22,7 @@ from sbpc.plans.rank_programs import Programs
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
-from sbpc.runtime.joint_step import JOINT, joint_step
+from sbpc.runtime.joint_step import STEP, joint_step
 from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.staged.staged_module import StagedWeights, bind_stages, parallelize_stages
 from sbpc.runtime.start import process_groups
@@ -221,7 +221,7 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
         weights_of(self).sums.drop()
         cls.zero_grad(self, set_to_none)
 
-    step.__doc__, no_sync.__doc__, zero_grad.__doc__ = JOINT, NO_SYNC, ZERO_GRAD
+    step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
     own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
     return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step) | own)
 

@@ -126,8 +126,10 @@ META = {
     "module": NAME, "stack_trace": TEXT, "phase": one_of("forward", "backward"), "decomposed": NAME, PANEL_OF: NAME, RECOMPUTES: NAME,
     "part": row(NAME, SIZES),
 }  # fmt: skip
-NODE = record({"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}, META)
-GRAPH = {"graph": many(NODE), "constants": table(row(DTYPE, SIZES, many(call_argument)))}
+NODE = {"name": IDENTIFIER, "op": NAME, "target": NAME, "val": VALUE, "args": many(call_argument), "kwargs": KWARGS}
+CONSTANTS = {"constants": table(row(DTYPE, SIZES, many(call_argument)))}
+GRAPH = CONSTANTS | {"graph": many(record(NODE, META))}
+PROGRAM = CONSTANTS | {"graph": many(record(NODE, META | {"stack_trace": INTEGER}))}
 PORTS = record({
     "inputs": many(record({"kind": one_of(*INPUTS), "name": NAME})), "outputs": many(record({"kind": one_of(*OUTPUTS), "name": NAME})),
     "arguments": structure, "results": structure, "tied": table(NAME), "unused": many(NAME), "frozen": many(NAME),
@@ -156,8 +158,8 @@ PLAN = {
     "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
 }  # fmt: skip
 PROGRAMS = PLAN | {
-    "programs": many(record(GRAPH)), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
-    "outputs": many(VALUE),
+    "programs": table(many(record(PROGRAM))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
+    "outputs": many(VALUE), "traces": many(TEXT),
 }  # fmt: skip
 EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS))})
 

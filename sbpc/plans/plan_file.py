@@ -21,7 +21,7 @@ from sbpc.graph.pytree import harmless
 from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.file_graph import check_graph, may_call
+from sbpc.plans.file_graph import Bounds, check_graph, may_call
 from sbpc.plans.file_schema import DTYPES
 from sbpc.plans.options import Options
 from sbpc.plans.plan_bytes import NAMESPACES, read
@@ -201,13 +201,16 @@ class Decoder:
         options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in self.body["options"].items()}
         return Options(**options)
 
-    def graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
-        """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`."""
-        gm = self.bare_graph(body, collectives)
+    def graph(self, body: dict[str, Any], collectives: bool = False, given: Bounds = ()) -> GraphModule:
+        """Returns the graph that `encode_graph` gave, with the ports of the file. The program of a rank may call `collectives`.
+
+        given: see `check_graph`, whose answer is `meta["bounds"]`.
+        """
+        gm = self.bare_graph(body, collectives, given)
         gm.meta["ports"] = self.ports()
         return gm
 
-    def bare_graph(self, body: dict[str, Any], collectives: bool = False) -> GraphModule:
+    def bare_graph(self, body: dict[str, Any], collectives: bool = False, given: Bounds = ()) -> GraphModule:
         """Returns the graph that `encode_graph` gave, without ports."""
         graph, root = Graph(), torch.nn.Module()
         for name, (dtype, shape, items) in body["constants"].items():
@@ -221,7 +224,7 @@ class Decoder:
         if [node.op for node in graph.nodes].index("output") != len(nodes) - 1:
             raise self.fail("a graph that goes on behind its output")
         gm = GraphModule(root, graph)
-        check_graph(gm, collectives)
+        gm.meta["bounds"] = check_graph(gm, collectives, given)
         return gm
 
     def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:
