@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from sbpc.errors import PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, TANGENT, placeholders
-from sbpc.graph.rewrite import rebuild
 from sbpc.inspect.explain import CLOSE, Alternative, Explanation
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.layout import Layout
@@ -100,8 +98,8 @@ def prover_of(plan: Plan) -> Prover:
         )
     if plan.options.objective == "bytes":
         return plan.again().problem
-    asked = wishes(plan.graph, plan.mesh, plan.options)
-    return Space(plan.graph, plan.mesh, asked.nodes, asked.outputs)
+    asked = wishes(plan.annotated, plan.mesh, plan.options)
+    return Space(plan.annotated, plan.mesh, asked.nodes, asked.outputs)
 
 
 def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
@@ -114,17 +112,12 @@ def variable(plan: Plan, space: Space, name: str) -> tuple[int, int]:
 
 
 @uncollected()
-def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
-    """Returns the whole plan of an alternative. graph: with a graph of its own, or for its costs alone, which is faster."""
+def whole(plan: Plan, solved: Solved, each: Otherwise) -> Plan:
+    """Returns the whole plan of an alternative."""
     assert each.labels is not None
-    gm = rebuild(plan.graph) if graph else plan.graph
     same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
     least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
-    chunk = replace(plan.chunk, bare=gm, assignment=solved.space.assignment(each.labels))
-    for node in gm.graph.nodes if graph else ():
-        if node.name in chunk.layouts:
-            node.meta["sbp"] = chunk.layouts[node.name]
-    return Plan(plan.mesh, [chunk], plan.options, least)
+    return Plan(plan.mesh, plan.with_layouts(solved.space.assignment(each.labels)).chunks, plan.options, least)
 
 
 def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
@@ -154,7 +147,7 @@ def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:
 def kind_of(plan: Plan, name: str) -> str:
     """Returns the kind of the port of a value, "" where it has none."""
     first = plan.ports.tied.get(name, name)
-    for port, node in placeholders(plan.graph).items():
+    for port, node in placeholders(plan.annotated).items():
         if first in (node.name, port.name if port.kind in (PARAMETER, BUFFER) else node.name):
             return port.kind
     return ""

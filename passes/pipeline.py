@@ -37,7 +37,7 @@ from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
 from sbpc.plans import plan_bytes, plan_file, rank_programs
-from sbpc.plans.chunk import Assignment, Chunk, Rewriter, layouts_in
+from sbpc.plans.chunk import Assignment, Chunk, Rewriter
 from sbpc.plans.options import BYTES, Options
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.stage_parts import PARTS
@@ -189,22 +189,18 @@ def make_plan(
     gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: Options, stages: Stages
 ) -> Plan:
     """Returns the plan of an assignment for an annotated graph, checked."""
-    return Plan(mesh, [Chunk(mesh, laid_out(gm, assignment, mesh, stages), assignment, REWRITER)], options, bound, times=stages.times)
+    return Plan(mesh, [Chunk(mesh, assigned(stages, mesh, gm, assignment), assignment, REWRITER)], options, bound, times=stages.times)
 
 
 def make_chunk(mesh: Mesh, stages: Stages, gm: GraphModule, assignment: Assignment, *about: Any) -> Chunk:
     """Returns a chunk, which is annotated and checked when its graph is first asked for. about: what its ports stand for, see `Chunk`."""
-    return Chunk(mesh, gm, assignment, REWRITER, lambda gm, assignment: laid_out(annotate(gm), assignment, mesh, stages), *about)
+    return Chunk(mesh, gm, assignment, REWRITER, lambda gm, assignment: assigned(stages, mesh, annotate(gm), assignment), *about)
 
 
-def laid_out(gm: GraphModule, assignment: Assignment, mesh: Mesh, stages: Stages) -> GraphModule:
-    """Returns an annotated graph after a check of its layouts. Its `meta["sbp"]` mirrors them."""
+def assigned(stages: Stages, mesh: Mesh, gm: GraphModule, assignment: Assignment) -> GraphModule:
+    """Returns an annotated graph after a check of its layouts."""
     with stages.timed("verify"):
         verify_assigned(gm, assignment, mesh)
-    layouts = layouts_in(gm, assignment, mesh)
-    for node in gm.graph.nodes:
-        if node.name in layouts:
-            node.meta["sbp"] = layouts[node.name]
     return gm
 
 

@@ -29,9 +29,9 @@ def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
 
     programs: those that ranks run.
     """
-    edges = verify_captured(chunk.graph)
-    edges += verify_annotated(chunk.graph)
-    verify_assigned(chunk.graph, chunk.assignment, chunk.mesh)
+    edges = verify_captured(chunk.annotated)
+    edges += verify_annotated(chunk.annotated)
+    verify_assigned(chunk.annotated, chunk.assignment, chunk.mesh)
     classes = [chunk.shape_class(rank) for rank in range(min(chunk.mesh.ranks, MOST_RANKS))]
     kinds = list(dict.fromkeys(classes))
     for boxed, local_at in programs:

@@ -249,7 +249,7 @@ def in_halves(plan: Plan, asked: Wishes, options: Options, made: Callable[[Graph
     cannot be halved.
     """
     mesh, prover = plan.mesh, plan.problem
-    gm = micro_batches(plan.graph, 2, mesh.cluster, in_turn=False)
+    gm = micro_batches(plan.annotated, 2, mesh.cluster, in_turn=False)
     space = Space(gm, mesh, both(asked.nodes, same_layouts(plan, gm), mesh), asked.outputs)
     halves = made(gm, space.solve()[0])
     if isinstance(prover, Overlap):

@@ -363,10 +363,7 @@ class MemorySearch:
     def finished(self) -> Plan:
         """Returns the best plan, with its bound and this search as its prover."""
         assert self.best is not None
-        plan = self.make(self.best.plan.assignment)  # the layouts in a graph are those of the plan that was made last
-        plan.lower_bound = min(self.bound.bound, self.best.seconds)  # which may differ by rounding
-        plan.prover = self
-        return plan
+        return replace(self.best.plan, lower_bound=min(self.bound.bound, self.best.seconds), prover=self)  # which may differ by rounding
 
     def add_moments(self, names: Sequence[str]) -> None:
         """Gives a price to what is alive during the first of these calls, unless many moments have prices."""

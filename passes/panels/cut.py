@@ -84,12 +84,12 @@ class PanelWriter(Writer):
     """The graph and the assignment that are being written. pieces: by value, dim, numbers of blocks and panels, and layout, its panels."""
 
     def __init__(self, plan: Plan, found: Sequence[Move], decided: Cuts) -> None:
-        super().__init__(mode_of(plan.graph))
-        self.gm, self.mesh, self.decided = plan.graph, plan.mesh, decided
+        super().__init__(mode_of(plan.annotated))
+        self.gm, self.mesh, self.decided = plan.annotated, plan.mesh, decided
         self.choices, self.aliases = dict(plan.assignment.choices), dict(plan.assignment.aliases)
         self.outputs = plan.assignment.outputs
         self.moves = {(node, slot): move for move in found if dim_of(move, decided) is not None for node, slot in move.ends}
-        self.names = {node.name for node in plan.graph.graph.nodes}
+        self.names = {node.name for node in plan.annotated.graph.nodes}
         self.pieces: dict[Any, list[Node]] = {}
         self.candidates: dict[int, Candidates] = {}
 
@@ -227,7 +227,7 @@ def wider(layout: Layout, dim: int, more: int) -> Layout:
 
 def moves(plan: Plan) -> list[Move]:
     """Returns what may go in panels, in the order of the graph."""
-    nodes = {node.name: node for node in plan.graph.graph.nodes}
+    nodes = {node.name: node for node in plan.annotated.graph.nodes}
     work, exposed = works(plan.unscheduled, plan.mesh), exposed_seconds(plan.timeline())
     found = []
     for last in plan.unscheduled.graph.nodes:

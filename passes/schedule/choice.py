@@ -114,7 +114,6 @@ def choose(
     best = fastest([candidates[0], *(each for each in candidates[1:] if each.cost.memory["total"] <= limit)])
     if rounds and prover.bound < best.cost.compute_seconds:
         prover.improve_by_computing(plan.mesh, solve)
-    made(best.assignment)  # the layouts in a graph are those of the plan that was made last
     return overlapped(best, options, prover, min(prover.bound, best.cost.seconds), plan.lower_bound)
 
 

@@ -61,8 +61,8 @@ def staged(
     loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
 
     def draft(whole: Plan, free: Plan | None = None) -> Draft:
-        places = places_of(whole.graph)
-        pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
+        places = places_of(whole.annotated)
+        pieces = cut(whole.annotated, places, cuts_of(whole.annotated, places, stages * chunks_in(schedule), inner))
         times = count / stages  # of the mean stage: no layouts take less in all
         alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
         bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
@@ -137,7 +137,7 @@ def too_large(plan: Plan, memory: float) -> MemoryLimitError:
 
 def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
     """Returns the chunks with the layouts of the plan of the whole body."""
-    nodes = {node.name: node for node in whole.graph.graph.nodes}
+    nodes = {node.name: node for node in whole.annotated.graph.nodes}
     borders = {name: border(whole, nodes[name]) for piece in pieces for name in piece.receives.values()}
     known = dict[str, dict[tuple[str, int], Layout]]()
     for key, layout in whole.assignment.aliases.items():

@@ -54,7 +54,7 @@ def within_levels(free: Plan, whole: Plan, memory: float, build: Build, best: fl
     fits = free if max(held) <= memory else None
     if not fits and free.cost.seconds >= best:
         return free
-    zero = Zero(whole, groups_of(whole.graph), free.count)
+    zero = Zero(whole, groups_of(whole.annotated), free.count)
     moves, plan, at = [] if fits else zero.moves(), free, 0
     saved = zero.saved(moves, free)
     few, most = 0, len(moves) + 1  # so many do not fit; no more than so many are needed, if any number fits
@@ -150,7 +150,7 @@ class Zero:
         choices = {name: cut.choices[name] if name in moved else choice for name, choice in ours.choices.items()}
         boxed = {(name, 0) for name in moved}
         outputs = []
-        for at, (port, node) in enumerate(zip(self.plan.ports.outputs, results(self.plan.graph))):
+        for at, (port, node) in enumerate(zip(self.plan.ports.outputs, results(self.plan.annotated))):
             moves = port.kind == GRADIENT and level_of[port.name] > 0
             outputs.append(cut.outputs[at] if moves else ours.outputs[at])
             boxed |= {name_of(node)} if moves and node is not None else set()
@@ -161,7 +161,7 @@ class Zero:
     def cut(self) -> Assignment:
         """The layouts of the levels from 1 on: those of the plan, but parameters are cut over all ranks where they can be and no pin
         says otherwise, and what is made of them alone is as is best then."""
-        gm, mesh = self.plan.graph, self.plan.mesh
+        gm, mesh = self.plan.annotated, self.plan.mesh
         ours = {node for group in self.groups for node in group.nodes}
         layouts = {name: choice.output(0, mesh.axes) for name, choice in self.plan.assignment.choices.items()}
         names = {node: [node.name] for node in ours} | {
@@ -209,7 +209,7 @@ class Zero:
         """By group the nodes of its gradients that are boxed on their way home."""
         group = {name: number for number, each in enumerate(self.groups) for name in each.names}
         found: list[list[Node]] = [[] for _ in self.groups]
-        for port, node in zip(self.plan.ports.outputs, results(self.plan.graph)):
+        for port, node in zip(self.plan.ports.outputs, results(self.plan.annotated)):
             if node is not None and port.kind == GRADIENT and self.wanted(self.cut, node):
                 found[group[port.name]].append(node)
         return found
@@ -218,7 +218,7 @@ class Zero:
     def places(self) -> dict[Node, list[int]]:
         """By result of the body the numbers of the outputs that it is."""
         found: dict[Node, list[int]] = {}
-        for at, node in enumerate(results(self.plan.graph)):
+        for at, node in enumerate(results(self.plan.annotated)):
             if node is not None:
                 found.setdefault(node, []).append(at)
         return found

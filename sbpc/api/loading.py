@@ -17,8 +17,8 @@ from sbpc.graph.pytree import unflatten
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import annotate
-from sbpc.passes.pipeline import REWRITER, Stages, laid_out
-from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
+from sbpc.passes.pipeline import REWRITER, Stages
+from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import NAMED, Decoder, decode
@@ -107,7 +107,7 @@ def chunk_in(decoder: Decoder, mesh: Mesh, dynamic: Mapping[str, Any] | None) ->
         name_dims(gm, mesh, dynamic)
     verify_captured(gm)
     verify_annotated(gm)
-    laid_out(gm, assignment, mesh, Stages())
+    verify_assigned(gm, assignment, mesh)
     ports = gm.meta["ports"]
     names = [port.name for port in ports.inputs if port.kind == INPUT]
     if names != [str(number) for number in range(len(names))]:
@@ -124,4 +124,4 @@ def again(plan: Plan, **other: Any) -> Plan:
     """Plans the graph of a loaded plan again, in which is already what is computed again. other: options."""
     asked = replace(plan.options, **{"microbatches": None, "panels": None, "forms": {}, **other})
     about = {name: getattr(plan.options, name) for name in ABOUT}
-    return Task(rebuild(plan.graph), Stages(), about).plan(plan.mesh, asked)
+    return Task(rebuild(plan.annotated), Stages(), about).plan(plan.mesh, asked)

@@ -195,7 +195,7 @@ class Task:
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
-        if not may_gain(plan) or not plan.options.train or values_pinned(plan.graph, plan.options.pin):
+        if not may_gain(plan) or not plan.options.train or values_pinned(plan.annotated, plan.options.pin):
             return plan
         options = replace(plan.options, microbatches=2)
         with suppress(PlanError, PinError, LayoutError), self.stages.timed("microbatches"):
@@ -242,7 +242,7 @@ def may_gain(plan: Plan) -> bool:
     options = plan.options
     if not options.overlaps or plan.mesh.cluster.name == "ideal" or options.baseline is not None or options.dynamic is not None:
         return False
-    return few_calls(plan.graph) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
+    return few_calls(plan.annotated) and plan.cost.exposed_seconds > EXPOSED * plan.cost.seconds
 
 
 def few_calls(gm: GraphModule) -> bool:

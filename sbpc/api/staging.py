@@ -90,7 +90,7 @@ def search(whole: Plan, options: Options, count: int, clocks: Stages) -> Callabl
 
     whole: the plan of the body without a limit.
     """
-    body, free = rebuild(whole.graph), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
+    body, free = rebuild(whole.annotated), replace(whole, lower_bound=whole.serial_bound or whole.lower_bound)
     body.meta[ONCE] = {GRADIENT: 1 / count}
     found = searched(body, free, wishes(body, free.mesh, options), clocks)
 
@@ -115,7 +115,7 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
     assignments = [plan.assignment]
 
     def solve(where: Mesh) -> tuple[Space, Assignment, float]:
-        space = Space(plan.graph, where, asked.nodes, asked.outputs)
+        space = Space(plan.annotated, where, asked.nodes, asked.outputs)
         return space, *space.solve(exact=False)
 
     if mesh.cluster.name != "ideal":  # where the layouts that send least are as good as any
@@ -139,11 +139,11 @@ def short_plans(
     body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
     wished = Wishes(wishes(body, inner, options).nodes, {})
     plan = finish(body, inner, wished, options, clocks, exact=False)  # a search needs no last half percent
-    places = places_of(plan.graph)
+    places = places_of(plan.annotated)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]
-    pieces = cut(plan.graph, places, starts)
+    pieces = cut(plan.annotated, places, starts)
     mesh = Mesh(cluster=inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
-    zero = Zero(plan, groups_of(plan.graph), loop.count)
+    zero = Zero(plan, groups_of(plan.annotated), loop.count)
 
     made = partial(make_chunk, inner, clocks)
     asked = replace(options, objective=SECONDS, stages=axis, microbatches=loop.count)

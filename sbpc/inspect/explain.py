@@ -54,7 +54,7 @@ class Alternative:
     appear: tuple[Moved, ...]
     gone: tuple[Moved, ...]
     computing: dict[str, float]
-    make: Callable[[bool], Plan] = field(repr=False, compare=False)
+    make: Callable[[], Plan] = field(repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.layout, self.seconds, self.difference))
@@ -62,12 +62,12 @@ class Alternative:
     @functools.cached_property
     def plan(self) -> Plan:
         """The whole plan."""
-        return self.make(True)
+        return self.make()
 
-    @functools.cached_property
+    @property
     def cost(self) -> Cost:
         """What the whole plan costs, its bytes by axis and its memory included."""
-        return self.make(False).cost
+        return self.plan.cost
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def model_map(plan: Plan) -> list[MapRow]:
     """Returns the rows of a model's map, modules before what they hold."""
     root = Part()
     for chunk in plan.chunks:
-        for port, node in placeholders(chunk.graph, PARAMETER).items():
+        for port, node in placeholders(chunk.annotated, PARAMETER).items():
             part = root
             for name in port.name.split("."):
                 part = part.children.setdefault(name, Part())

@@ -167,7 +167,7 @@ def chunk_table(plan: Plan) -> Table:
 
 def span_of(chunk: Chunk) -> str:
     """Returns the first and the last module of a chunk."""
-    nodes = [node for node in chunk.graph.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in chunk.annotated.graph.nodes if node.op == "call_function"]
     named = list(dict.fromkeys(node.meta["module"] for node in nodes if node.meta.get("module")))
     return f"{named[0]} to {named[-1]}" if named else "no module"
 

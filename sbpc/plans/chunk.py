@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, Port, Ports, outputs, placeholders, results
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import lacks_rule, replicated
@@ -75,10 +76,19 @@ class Chunk:
     sends: dict[Port, str] = field(default_factory=dict)
 
     @functools.cached_property
-    def graph(self) -> GraphModule:
-        """The annotated graph."""
+    def annotated(self) -> GraphModule:
+        """The annotated graph, which plans in other layouts may share."""
         with uncollected():
             return self.bare if self.ready is None else self.ready(self.bare, self.assignment)
+
+    @functools.cached_property
+    def graph(self) -> GraphModule:
+        """The annotated graph with the layout of every value as `meta["sbp"]`."""
+        gm, layouts = rebuild(self.annotated), layouts_in(self.annotated, self.assignment, self.mesh)
+        for node in gm.graph.nodes:
+            if node.name in layouts:
+                node.meta["sbp"] = layouts[node.name]
+        return gm
 
     @property
     def ports(self) -> Ports:
@@ -88,20 +98,20 @@ class Chunk:
     @functools.cached_property
     def layouts(self) -> dict[str, Layout]:
         """The layout of every value by its name in the graph, and the home of every parameter by its qualified name."""
-        layouts = layouts_in(self.graph, self.assignment, self.mesh)
-        for port, node in placeholders(self.graph).items():
+        layouts = layouts_in(self.annotated, self.assignment, self.mesh)
+        for port, node in placeholders(self.annotated).items():
             layouts[port.name if port.kind != INPUT else node.name] = layouts[node.name]
         return layouts | {name: layouts[first] for name, first in self.ports.tied.items()}
 
     @functools.cached_property
     def shapes(self) -> dict[Port, Tensor]:
         """By port of a placeholder: a tensor without data of the shape and dtype that was planned."""
-        return {port: node.meta["val"] for port, node in placeholders(self.graph).items()}
+        return {port: node.meta["val"] for port, node in placeholders(self.annotated).items()}
 
     @functools.cached_property
     def given(self) -> dict[Port, Layout]:
         """By port of a placeholder: the layout in which it is stored or comes in."""
-        return {port: self.layouts[node.name] for port, node in placeholders(self.graph).items()}
+        return {port: self.layouts[node.name] for port, node in placeholders(self.annotated).items()}
 
     @property
     def left(self) -> dict[Port, Layout | None]:
@@ -117,13 +127,13 @@ class Chunk:
     def unscheduled(self) -> GraphModule:
         """The boxed graph in the order of capture, where every collective is waited for at once."""
         with uncollected():
-            return self.rewriter.box(self.graph, self.assignment, self.mesh)
+            return self.rewriter.box(self.annotated, self.assignment, self.mesh)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """Loud lines about rules without a proof, and about ops that run whole on every rank, with what that costs."""
-        replicates = any(map(lacks_rule, self.graph.graph.nodes))
-        return (*self.graph.meta["notes"], *(replicated(self.unscheduled, self.mesh) if replicates else ()))
+        replicates = any(map(lacks_rule, self.annotated.graph.nodes))
+        return (*self.annotated.meta["notes"], *(replicated(self.unscheduled, self.mesh) if replicates else ()))
 
     def shape_class(self, rank: int) -> tuple[Any, ...]:
         """Returns what distinguishes the program of one rank from another's: the local shapes of everything that is cut."""

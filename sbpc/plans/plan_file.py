@@ -60,7 +60,7 @@ def encode_chunk(chunk: Chunk) -> dict[str, Any]:
     """Returns a chunk as JSON values: its graph, its layouts, and lists of ports with what they stand for."""
     assignment = chunk.assignment
     return {
-        **encode_graph(chunk.graph),
+        **encode_graph(chunk.annotated),
         "ports": asdict(chunk.ports),
         "choices": {
             name: [[s.text, s.factor] for s in c.signatures] + [list(c.order)]

@@ -185,7 +185,7 @@ class PlannedStep(Pipeline):
     def remarks(self) -> tuple[str, ...]:
         """Quiet lines: rules of the user's that are proved or reviewed, ops that are planned as the parts they are made of, a schedule
         that takes too many bytes."""
-        graphs = [self.boxed] if self.loop is None else [chunk.graph for chunk in self.chunks]
+        graphs = [self.boxed] if self.loop is None else [chunk.annotated for chunk in self.chunks]
         return tuple(dict.fromkeys(remark for gm in graphs for remark in gm.meta["remarks"]))
 
     # --- its programs ------------------------------------------------------------------------------------------------
@@ -198,8 +198,13 @@ class PlannedStep(Pipeline):
 
     @property
     def graph(self) -> GraphModule:
-        """The annotated graph of the only chunk, forward and backward at global shapes."""
+        """The annotated graph of the only chunk, forward and backward at global shapes, with the layout of every value as `meta["sbp"]`."""
         return self.chunk.graph
+
+    @property
+    def annotated(self) -> GraphModule:
+        """The annotated graph of the only chunk, which plans in other layouts may share."""
+        return self.chunk.annotated
 
     @property
     def assignment(self) -> Assignment:
@@ -301,9 +306,9 @@ class PlannedStep(Pipeline):
     def numbers(self) -> dict[str, int]:
         """The numbers of the symbols in dims. A loop of several chunks that was read from a file has none."""
         if self.loop is None:
-            return dict(self.graph.meta.get("dynamic", {}))
+            return dict(self.annotated.meta.get("dynamic", {}))
         source = self.body or (self if len(self.chunks) == 1 else None)
-        return {} if source is None else name_parts(source.graph, self.loop, self.inner, self.options.dynamic or {})
+        return {} if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
 
     def terms_of(self, stage: int) -> Callable[[], Terms]:
         """Returns what makes the terms of the formulas of a stage's cost."""
@@ -314,5 +319,5 @@ class PlannedStep(Pipeline):
         mine = {at: self.programs[at] for at, owner in enumerate(self.owners) if owner == stage}
         if not self.numbers or self.loop is None:
             return mine
-        source = (self.body or self).graph
+        source = (self.body or self).annotated
         return {at: ChunkPrograms(with_dims(each.chunk, source), self.in_loop, self.overlaps) for at, each in mine.items()}

@@ -102,7 +102,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "given": plan_file.encode_layouts(plan.given.values()),
         "left": plan_file.encode_layouts(plan.left.values()),
         "inputs": [plan_file.encode_value(value) for value in plan.shapes.values()],
-        "outputs": [None if node is None else plan_file.encode_value(node.meta["val"]) for node in results(plan.graph)],
+        "outputs": [None if node is None else plan_file.encode_value(node.meta["val"]) for node in results(plan.annotated)],
     }
 
 

@@ -162,10 +162,10 @@ class ChunkMemory:
 def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:
     """Returns a chunk, boxed anew, whose graph has the symbolic dims that values of the same names have in `source`."""
     known = {node.name: node for node in source.graph.nodes}
-    for node in chunk.graph.graph.nodes:
+    for node in chunk.annotated.graph.nodes:
         if node.op != "output" and node.name in known:
             take_dims(node, known[node.name])
-    return replace(chunk, bare=chunk.graph, ready=None)
+    return replace(chunk, bare=chunk.annotated, ready=None)
 
 
 def take_dims(node: Node, source: Node) -> None:
