@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import os
 import sys
 import tempfile
@@ -19,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import sbpc
+from sbpc.cli.main import main
 from sbpc.plans.staged.staged_plan import StagedPlan
 
 
@@ -95,3 +98,10 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
         traceback.print_exc()
     torch.save(result, os.path.join(folder, f"result{rank}.part"))
     os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))
+
+
+def command(*arguments: str) -> str:
+    """On a rank: what `sbpc` prints there as a rank of a job that is started; a start of Python takes as long as a hundred steps."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(list(arguments)) == 0
+    return printed.getvalue()

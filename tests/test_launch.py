@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 
 import sbpc
+from sbpc.cli.main import main
 from sbpc.cli.target import load_target
 from sbpc.cli.train_loop import loss_of, optimizer_of, train
 from sbpc.runtime.start.launch import RankError, launch
+from tests.faults import processes
 
 MLP = f"{Path(__file__).with_name('models.py')}:mlp"
-
-
-def children(mark: str) -> list[int]:
-    """The processes, other than this one, whose command line holds `mark`."""
-    found = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 1) for line in found.splitlines()]
-    return [int(line[0]) for line in lines if len(line) == 2 and mark in line[1] and int(line[0]) != os.getpid()]
 
 
 MEET = """
@@ -44,9 +39,7 @@ def script(folder: Path, body: str) -> list[str]:
     """The arguments of a rank that notes its process number and then runs `body`."""
     path = folder / "rank.py"
     note = f"Path({str(folder)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
-    path.write_text(
-        "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body
-    )
+    path.write_text("import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body)
     return [str(path)]
 
 
@@ -61,28 +54,13 @@ def gone(folder: Path, ranks: int) -> bool:
     return True
 
 
-def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does():
-    command = [
-        sys.executable,
-        "-m",
-        "sbpc",
-        "run",
-        MLP,
-        "--mesh",
-        "data=2",
-        "--steps",
-        "3",
-        "--lr",
-        "0.01",
-        "--dtype",
-        "float64",
-    ]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
+def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does(capfd):
+    options = ["--mesh", "data=2", "--steps", "3", "--lr", "0.01", "--dtype", "float64", "--json"]
+    assert main(["run", MLP, *options]) == 0
     target = load_target(MLP, "float64")
     batches = [(target.args, target.kwargs)] * 3
     expected = train(target.model, batches, optimizer_of("adamw", target.model, 0.01))
-    assert json.loads(ended.stdout)["losses"] == pytest.approx(expected, rel=1e-12)
+    assert json.loads(capfd.readouterr().out)["losses"] == pytest.approx(expected, rel=1e-12)
     assert expected[2] < expected[0]
 
 
@@ -115,7 +93,7 @@ os._exit(3)
 """
     with pytest.raises(RankError, match="rank 1 ended with exit code 3"):
         launch(script(tmp_path, body), 2)
-    assert gone(tmp_path, 2) and not children(str(mark))
+    assert gone(tmp_path, 2) and not processes(str(mark))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
