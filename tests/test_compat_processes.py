@@ -91,12 +91,8 @@ def reduced_by_name(rank: int) -> tuple[list[float], bool]:
     return found, True
 
 
-def test_register_process_group_binds_a_name_that_collectives_use() -> None:
-    assert [found for found, _ in run_ranks(on_rank, 2, reduced_by_name)] == [[3.0, 3.0]] * 2
-
-
-def test_unregister_process_group_frees_the_name() -> None:
-    assert [freed for _, freed in run_ranks(on_rank, 2, reduced_by_name)] == [True] * 2
+def test_register_process_group_binds_a_name_that_collectives_use_and_unregister_process_group_frees_it() -> None:
+    assert run_ranks(on_rank, 2, reduced_by_name) == [([3.0, 3.0], True)] * 2
 
 
 def printed(code: str, **environment: str) -> str:
@@ -171,16 +167,6 @@ def test_default_store_holds_what_ranks_tell_each_other(mesh: Any) -> None:
     assert store.get("sbpc/test") == b"told"
 
 
-ARTIFACT = "from sbpc._compat import trace_artifact; trace_artifact('note', 'string', lambda: print('made') or 'a payload of ours')"
-
-
-def test_trace_artifact_writes_only_where_there_is_a_trace(tmp_path: Path) -> None:
-    _compat.trace_artifact("note", "string", lambda: pytest.fail("made without a trace"))
-    assert "made" in printed(ARTIFACT, TORCH_TRACE=str(tmp_path))
-    (log,) = tmp_path.iterdir()
-    assert '"name": "note"' in log.read_text() and "a payload of ours" in log.read_text()
-
-
 def test_tried_is_what_the_readme_promises_of_torch() -> None:
     """And the Makefile and pyproject.toml promise the same of Python."""
     project, readme, make = ((ROOT / name).read_text() for name in ("pyproject.toml", "README.md", "Makefile"))
@@ -204,10 +190,17 @@ for rank in "10":
 """
 
 
-def test_untried_torch_is_told_once_and_by_the_first_rank() -> None:
+ARTIFACT = "from sbpc._compat import trace_artifact; trace_artifact('note', 'string', lambda: print('made') or 'a payload of ours')"
+
+
+def test_untried_torch_is_told_once_and_by_the_first_rank_and_trace_artifact_writes_only_where_there_is_a_trace(tmp_path: Path) -> None:
     newest = ".".join(map(str, _compat.TRIED))
     for version in ("2.11.0", "2.9.1", f"{newest}.0+cpu", f"{newest}.7", f"{newest}.0a0+git1234", "unknown"):
         assert _compat.untried(version) == ""
     for version in ("2.99.0", "2.99.0a0+git1234", "2.99.0.dev20270101+cu130", "3.0.0+cpu"):
         assert _compat.untried(version).startswith(f"torch {version} is newer than {newest}, ")
-    assert printed(WARNED).splitlines() == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it"]
+    _compat.trace_artifact("note", "string", lambda: pytest.fail("made without a trace"))
+    told = printed(WARNED + ARTIFACT, TORCH_TRACE=str(tmp_path)).splitlines()  # one start of Python for both
+    assert told == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it", _compat.untried("99.0.1+cpu"), "made"]
+    (log,) = tmp_path.iterdir()
+    assert '"name": "note"' in log.read_text() and "a payload of ours" in log.read_text()
