@@ -91,8 +91,17 @@ def reduced_by_name(rank: int) -> tuple[list[float], bool]:
     return found, True
 
 
-def test_register_process_group_binds_a_name_that_collectives_use_and_unregister_process_group_frees_it() -> None:
-    assert run_ranks(on_rank, 2, reduced_by_name) == [([3.0, 3.0], True)] * 2
+@pytest.fixture(scope="module")
+def by_name() -> list[Any]:
+    return run_ranks(on_rank, 2, reduced_by_name)
+
+
+def test_register_process_group_binds_a_name_that_collectives_use(by_name: list[Any]) -> None:
+    assert [found for found, _ in by_name] == [[3.0, 3.0]] * 2
+
+
+def test_unregister_process_group_frees_the_name(by_name: list[Any]) -> None:
+    assert [freed for _, freed in by_name] == [True] * 2
 
 
 def printed(code: str, **environment: str) -> str:
@@ -193,14 +202,24 @@ for rank in "10":
 ARTIFACT = "from sbpc._compat import trace_artifact; trace_artifact('note', 'string', lambda: print('made') or 'a payload of ours')"
 
 
-def test_untried_torch_is_told_once_and_by_the_first_rank_and_trace_artifact_writes_only_where_there_is_a_trace(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """What one start of Python prints, of an untried torch and with a trace, and the trace."""
+    folder = tmp_path_factory.mktemp("trace")
+    lines = printed(WARNED + ARTIFACT, TORCH_TRACE=str(folder)).splitlines()
+    (log,) = folder.iterdir()
+    return lines, log.read_text()
+
+
+def test_untried_torch_is_told_once_and_by_the_first_rank(told: tuple[list[str], str]) -> None:
     newest = ".".join(map(str, _compat.TRIED))
     for version in ("2.11.0", "2.9.1", f"{newest}.0+cpu", f"{newest}.7", f"{newest}.0a0+git1234", "unknown"):
         assert _compat.untried(version) == ""
     for version in ("2.99.0", "2.99.0a0+git1234", "2.99.0.dev20270101+cu130", "3.0.0+cpu"):
         assert _compat.untried(version).startswith(f"torch {version} is newer than {newest}, ")
+    assert told[0][:3] == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it"]
+
+
+def test_trace_artifact_writes_only_where_there_is_a_trace(told: tuple[list[str], str]) -> None:
     _compat.trace_artifact("note", "string", lambda: pytest.fail("made without a trace"))
-    told = printed(WARNED + ARTIFACT, TORCH_TRACE=str(tmp_path)).splitlines()  # one start of Python for both
-    assert told == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it", _compat.untried("99.0.1+cpu"), "made"]
-    (log,) = tmp_path.iterdir()
-    assert '"name": "note"' in log.read_text() and "a payload of ours" in log.read_text()
+    assert told[0][-1] == "made" and '"name": "note"' in told[1] and "a payload of ours" in told[1]
