@@ -32,10 +32,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
     and the test fails. Plans among `args`, also in lists, tuples and dicts, are planned once: the ranks load them, a tenth of the work.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
-        context.set_forkserver_preload(["tests.warm"])
         args = tuple(saved(arg, Path(folder, f"plan{at}")) for at, arg in enumerate(args))
-        workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
+        workers = [forks().Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
         for process in workers:
             process.start()
         limit = time.monotonic() + seconds
@@ -54,6 +52,13 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
             path = Path(folder, f"result{rank}")
             found.append(torch.load(path, weights_only=False) if path.exists() else None)
         return found
+
+
+def forks() -> Any:
+    """Processes that are forked where torch and sbpc are imported, once, and before any thread is started."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    return context
 
 
 @dataclass(frozen=True)
