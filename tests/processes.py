@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,12 @@ def forks() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
     return context
+
+
+def forked(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own, which is small: to fork it takes a third of what the process of all tests takes."""
+    with ProcessPoolExecutor(1, mp_context=forks()) as pool:
+        return pool.submit(function, *args).result()
 
 
 @dataclass(frozen=True)
