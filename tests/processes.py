@@ -23,7 +23,6 @@ import torch.multiprocessing as mp
 
 import sbpc
 from sbpc.cli.main import main
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
@@ -81,7 +80,7 @@ def saved(arg: Any, path: Path) -> Any:
         return type(arg)(saved(each, Path(f"{path}-{at}")) for at, each in enumerate(arg))
     if isinstance(arg, dict):
         return {name: saved(each, Path(f"{path}-{at}")) for at, (name, each) in enumerate(arg.items())}
-    if not isinstance(arg, (sbpc.Plan, StagedPlan)):
+    if not isinstance(arg, sbpc.Plan):
         return arg
     arg.save(path)
     return Saved(path)
