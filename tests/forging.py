@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -36,6 +35,7 @@ from sbpc.runtime.state.checkpoint import Checkpoints, weights_in
 from sbpc.runtime.state.checkpoint_record import MARKER, digest
 from sbpc.runtime.state.weight_files import RECORD, SEAL, read_weights, weights_of
 from tests import models
+from tests.processes import forks
 from tests.test_checkpoint import TOKENS, Tied
 
 SECONDS, BYTES = 60, 3 << 30  # that one file may take, and a process above what it has after its imports
@@ -216,8 +216,7 @@ def outcomes(paths: Sequence[Path], trial: str) -> list[str]:
 
     A process that dies, or is stopped after SECONDS, has died of the file that it was at; another goes on behind it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.warm"])
+    context = forks()
     found: list[str] = []
     while len(found) < len(paths):
         mine, theirs = context.Pipe(duplex=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import sbpc
+from sbpc.cli.main import main
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
@@ -28,10 +32,8 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
     and the test fails. Plans among `args`, also in lists, tuples and dicts, are planned once: the ranks load them, a tenth of the work.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")  # imports torch and sbpc once, and forks before any thread is started
-        context.set_forkserver_preload(["tests.warm"])
         args = tuple(saved(arg, Path(folder, f"plan{at}")) for at, arg in enumerate(args))
-        workers = [context.Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
+        workers = [forks().Process(target=worker, args=(function, rank, ranks, folder, args)) for rank in range(ranks)]
         for process in workers:
             process.start()
         limit = time.monotonic() + seconds
@@ -50,6 +52,19 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: flo
             path = Path(folder, f"result{rank}")
             found.append(torch.load(path, weights_only=False) if path.exists() else None)
         return found
+
+
+def forks() -> Any:
+    """Processes that are forked where torch and sbpc are imported, once, and before any thread is started."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    return context
+
+
+def forked(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own, which is small: to fork it takes a third of what the process of all tests takes."""
+    with ProcessPoolExecutor(1, mp_context=forks()) as pool:
+        return pool.submit(function, *args).result()
 
 
 @dataclass(frozen=True)
@@ -94,3 +109,10 @@ def worker(function: Callable[..., Any], rank: int, ranks: int, folder: str, arg
         traceback.print_exc()
     torch.save(result, os.path.join(folder, f"result{rank}.part"))
     os.rename(os.path.join(folder, f"result{rank}.part"), os.path.join(folder, f"result{rank}"))
+
+
+def command(*arguments: str) -> str:
+    """On a rank: what `sbpc` prints there as a rank of a job that is started; a start of Python takes as long as a hundred steps."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(list(arguments)) == 0
+    return printed.getvalue()

@@ -200,7 +200,7 @@ def source(net: Net) -> str:
 
 def built(text: str) -> dict[str, Any]:
     """What the text of a net makes."""
-    found: dict[str, Any] = {"__name__": "net"}
+    found: dict[str, Any] = {"__name__": "drawn_net"}  # a file of this name would have its globals taken for these
     linecache.cache["net.py"] = len(text), None, text.splitlines(True), "net.py"  # for errors that show its lines
     exec(compile(text, "net.py", "exec"), found)
     return found

@@ -55,14 +55,8 @@ def last_expanded(x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Way] = {
-    "channels last": channels_last,
-    "odd ones": odd_ones,
-    "transposed": transposed,
-    "turned": turned,
-    "sliced": sliced,
-    "first expanded": expanded(0),
-    "second expanded": expanded(1),
-    "last expanded": last_expanded,
+    "channels last": channels_last, "odd ones": odd_ones, "transposed": transposed, "turned": turned, "sliced": sliced,
+    "first expanded": expanded(0), "second expanded": expanded(1), "last expanded": last_expanded,
 }
 
 

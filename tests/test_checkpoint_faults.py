@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from sbpc.runtime.state.checkpoint import Checkpoints, weights_in, whole_steps
 from sbpc.runtime.state.checkpoint_record import digest, read_marker
 from sbpc.runtime.state.dtensors import sharded
 from tests import models
-from tests.processes import run_ranks
+from tests.processes import forked, run_ranks
 from tests.test_plan import refused
 
 
@@ -249,49 +249,44 @@ def test_going_back_never_removes_what_was_just_saved(tmp_path: Path) -> None:
         assert whole_steps(folder) == steps and numbers_in(folder, 5) == {5.0}
 
 
-KILLS = """
-import os, signal, sys, torch
-from pathlib import Path
-from sbpc.runtime.state.checkpoint import Checkpoints, weights_in, whole_steps
-from tests.test_checkpoint_faults import numbers_in, saved
-folder, killed, steps = Path(sys.argv[1]), 0, []
-torch.set_num_threads(1)
-for turn, (step, keep) in enumerate([(2, 1), (1, 1)]):
-    for count in range(1, 200):
-        place = folder / f"{turn}-{count}"
-        saved(place, 1, 1.0)
-        pid = os.fork()
-        if pid == 0:
-            seen = 0
-            def tick(event, args):
-                global seen
-                if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"):
-                    seen += 1
-                    if seen == count:
+def killed_everywhere(folder: Path) -> int:
+    """In a process of its own: save over a checkpoint, killed at each of its calls to the file system in turn; how many there are."""
+    torch.set_num_threads(1)
+    killed = 0
+    for turn, (step, keep) in enumerate([(2, 1), (1, 1)]):
+        for count in range(1, 200):
+            place = folder / f"{turn}-{count}"
+            saved(place, 1, 1.0)
+            pid = os.fork()
+            if pid == 0:
+                seen = itertools.count(1)
+
+                def tick(event: str, args: Any, seen: Any = seen, count: int = count) -> None:
+                    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree") and next(seen) == count:
                         os.kill(os.getpid(), signal.SIGKILL)
-            sys.addaudithook(tick)
-            saved(place, step, 2.0, keep=keep)
-            os._exit(0)
-        ended = os.waitpid(pid, 0)[1]
-        there = whole_steps(place)
-        numbers = [numbers_in(place, each) for each in there]
-        assert there and all(each in ({1.0}, {2.0}) for each in numbers), (turn, count, there, numbers)
-        assert ended or numbers[-1] == {2.0}, (turn, count, there)
-        saved(place, 3, 3.0, keep=1)
-        assert sorted(path.name for path in place.iterdir()) == ["lock", "step-000000003"], list(place.iterdir())
-        if not ended:
-            break
-        assert os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGKILL, (turn, count, ended)
-        killed += 1
-print(killed)
-"""
+
+                sys.addaudithook(tick)
+                try:
+                    saved(place, step, 2.0, keep=keep)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            ended = os.waitpid(pid, 0)[1]
+            there = whole_steps(place)
+            numbers = [numbers_in(place, each) for each in there]
+            assert there and all(each in ({1.0}, {2.0}) for each in numbers), (turn, count, there, numbers)
+            assert ended or numbers[-1] == {2.0}, (turn, count, there)
+            saved(place, 3, 3.0, keep=1)
+            assert sorted(path.name for path in place.iterdir()) == ["lock", "step-000000003"], list(place.iterdir())
+            if not ended:
+                break
+            assert os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGKILL, (turn, count, ended)
+            killed += 1
+    return killed
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 20
+    assert forked(killed_everywhere, tmp_path) > 20
 
 
 def read_and_write(folder: str) -> tuple[int, list[str]]:

@@ -274,21 +274,13 @@ def test_a_file_that_is_no_plan_is_refused(capsys, tmp_path):
 
 def test_wrong_arguments_end_with_2(capsys):
     for arguments in (
-        (),
-        ("plan",),
-        ("fly",),
-        ("plan", "x.py:f", "--mesh", "data=2,data=2"),
-        ("plan", "x.py:f", "--microbatches", "0"),
-        ("plan", "x.py:f", "--objective", "speed"),
+        (), ("plan",), ("fly",), ("plan", "x.py:f", "--mesh", "data=2,data=2"),
+        ("plan", "x.py:f", "--microbatches", "0"), ("plan", "x.py:f", "--objective", "speed"),
         *(("plan", "x.py:f", "--memory", memory) for memory in ("much", "nan", "-1", "inf", "")),
-        *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")),
-        ("plan", "x.py:f", "-o", ""),
-        ("plan", "x.py:f", "--dump", ""),
-        ("plan", "x.py:f", "--cluster", ""),
-        ("show", "x.py:f", "--svg", ""),
+        *(("run", "x.py:f", "--lr", lr) for lr in ("fast", "nan", "-0.1", "inf", "")), ("plan", "x.py:f", "-o", ""),
+        ("plan", "x.py:f", "--dump", ""), ("plan", "x.py:f", "--cluster", ""), ("show", "x.py:f", "--svg", ""),
         *(("sweep", "x.py:f", "--devices", "2", "--top", top) for top in ("0", "-1", "2.5", "all")),
-        ("profile", "--ranks", "0"),
-        ("run", "x.py:f", "--plan", ""),
+        ("profile", "--ranks", "0"), ("run", "x.py:f", "--plan", ""),
     ):
         with pytest.raises(SystemExit) as ended:
             run(*arguments)

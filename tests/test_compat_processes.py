@@ -91,12 +91,17 @@ def reduced_by_name(rank: int) -> tuple[list[float], bool]:
     return found, True
 
 
-def test_register_process_group_binds_a_name_that_collectives_use() -> None:
-    assert [found for found, _ in run_ranks(on_rank, 2, reduced_by_name)] == [[3.0, 3.0]] * 2
+@pytest.fixture(scope="module")
+def by_name() -> list[Any]:
+    return run_ranks(on_rank, 2, reduced_by_name)
 
 
-def test_unregister_process_group_frees_the_name() -> None:
-    assert [freed for _, freed in run_ranks(on_rank, 2, reduced_by_name)] == [True] * 2
+def test_register_process_group_binds_a_name_that_collectives_use(by_name: list[Any]) -> None:
+    assert [found for found, _ in by_name] == [[3.0, 3.0]] * 2
+
+
+def test_unregister_process_group_frees_the_name(by_name: list[Any]) -> None:
+    assert [freed for _, freed in by_name] == [True] * 2
 
 
 def printed(code: str, **environment: str) -> str:
@@ -171,16 +176,6 @@ def test_default_store_holds_what_ranks_tell_each_other(mesh: Any) -> None:
     assert store.get("sbpc/test") == b"told"
 
 
-ARTIFACT = "from sbpc._compat import trace_artifact; trace_artifact('note', 'string', lambda: print('made') or 'a payload of ours')"
-
-
-def test_trace_artifact_writes_only_where_there_is_a_trace(tmp_path: Path) -> None:
-    _compat.trace_artifact("note", "string", lambda: pytest.fail("made without a trace"))
-    assert "made" in printed(ARTIFACT, TORCH_TRACE=str(tmp_path))
-    (log,) = tmp_path.iterdir()
-    assert '"name": "note"' in log.read_text() and "a payload of ours" in log.read_text()
-
-
 def test_tried_is_what_the_readme_promises_of_torch() -> None:
     """And the Makefile and pyproject.toml promise the same of Python."""
     project, readme, make = ((ROOT / name).read_text() for name in ("pyproject.toml", "README.md", "Makefile"))
@@ -204,10 +199,27 @@ for rank in "10":
 """
 
 
-def test_untried_torch_is_told_once_and_by_the_first_rank() -> None:
+ARTIFACT = "from sbpc._compat import trace_artifact; trace_artifact('note', 'string', lambda: print('made') or 'a payload of ours')"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """What one start of Python prints, of an untried torch and with a trace, and the trace."""
+    folder = tmp_path_factory.mktemp("trace")
+    lines = printed(WARNED + ARTIFACT, TORCH_TRACE=str(folder)).splitlines()
+    (log,) = folder.iterdir()
+    return lines, log.read_text()
+
+
+def test_untried_torch_is_told_once_and_by_the_first_rank(told: tuple[list[str], str]) -> None:
     newest = ".".join(map(str, _compat.TRIED))
     for version in ("2.11.0", "2.9.1", f"{newest}.0+cpu", f"{newest}.7", f"{newest}.0a0+git1234", "unknown"):
         assert _compat.untried(version) == ""
     for version in ("2.99.0", "2.99.0a0+git1234", "2.99.0.dev20270101+cu130", "3.0.0+cpu"):
         assert _compat.untried(version).startswith(f"torch {version} is newer than {newest}, ")
-    assert printed(WARNED).splitlines() == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it"]
+    assert told[0][:3] == ["rank 1 has it", _compat.untried("99.0.1+cpu"), "rank 0 has it"]
+
+
+def test_trace_artifact_writes_only_where_there_is_a_trace(told: tuple[list[str], str]) -> None:
+    _compat.trace_artifact("note", "string", lambda: pytest.fail("made without a trace"))
+    assert told[0][-1] == "made" and '"name": "note"' in told[1] and "a payload of ours" in told[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +209,11 @@ def run():
 """
 AS_RANK, PLAIN = "with as_rank():\n    run()\n", "run()\n"
 FAULTS = {
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", AS_RANK, "rank 1 was ended by SIGKILL"),
-    "raises": ("raise ValueError('theirs')", AS_RANK, "ValueError: theirs"),
-    "raises, without our launcher": ("raise ValueError('theirs')", PLAIN, "ValueError: theirs"),
-    "raises, then tears down": ("process_groups.stop(); raise ValueError('theirs')", PLAIN, "ValueError: theirs"),
-    "waits elsewhere": ("", AS_RANK, "waited for another rank as long as --timeout"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", AS_RANK, "rank 1 was ended by SIGKILL", (1, -signal.SIGKILL)),
+    "raises": ("raise ValueError('theirs')", AS_RANK, "ValueError: theirs", (1, 1)),
+    "raises, without our launcher": ("raise ValueError('theirs')", PLAIN, "ValueError: theirs", None),
+    "raises, then tears down": ("process_groups.stop(); raise ValueError('theirs')", PLAIN, "ValueError: theirs", None),
+    "waits elsewhere": ("", AS_RANK, "rank 0: waited for another rank as long as --timeout", (0, 1)),
 }
 
 
@@ -223,12 +224,12 @@ LONG = ("raises", "raises, then tears down")  # between these lies the hardest o
 def test_a_rank_that_fails_between_start_and_wait_ends_all_with_its_own_error(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fault, end, message = FAULTS[what]
+    fault, end, message, of_rank = FAULTS[what]
     ranks = 3 if end == PLAIN else 2  # the hardest ones have ranks that wait for each other, too
     body = FAULT.format(fault=fault or "pass", late=what == "waits elsewhere", ranks=ranks) + end
     with pytest.raises(RankError) as caught:
         launch(script(tmp_path, body), ranks)
-    assert gone(tmp_path, ranks)
+    assert gone(tmp_path, ranks) and of_rank in (None, (caught.value.rank, caught.value.code))
     said = str(caught.value) + "".join(capfd.readouterr())
     assert message in said, said
     assert "terminate called" not in said and "SIGABRT" not in said and "SIGSEGV" not in said, said

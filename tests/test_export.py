@@ -26,6 +26,7 @@ from sbpc.runtime.state.checkpoint import weights_in
 from sbpc.runtime.state.weight_files import read_tensors, reader, save_tensors, save_weights, tree, weights_of
 from tests import models
 from tests.compare import eager, largest_error, relative_error
+from tests.processes import command, run_ranks
 from tests.test_plan import refused
 
 
@@ -238,16 +239,14 @@ def test_the_command_line_exports_trains_goes_on_and_infers_from_files_alone(
     written = json.loads(capfd.readouterr().out)
     assert written["ranks"] == 2 and written["programs"] == {"train": 1, "inference": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.inputs.safetensors", "m.safetensors", "m.sbpc"]
-    found = []
-    for steps in ("3", "5"):
-        saved = ["--steps", steps, "--checkpoint", str(folder), "--every", "2"]
-        assert main(["run", str(file), "--json", *saved]) == 0
-        found.append(json.loads(capfd.readouterr().out))
+    saved = ["--checkpoint", str(folder), "--every", "2", "--steps"]
+    assert main(["run", str(file), "--json", *saved, "3"]) == 0
+    found = [json.loads(printed) for printed in (capfd.readouterr().out, run_ranks(command, 2, "run", str(file), "--json", *saved, "5")[0])]
     assert [run["start"] for run in found] == [0, 3]
     assert found[0]["losses"] + found[1]["losses"] == pytest.approx(losses, rel=1e-5)
     save_tensors(weights_in(folder).state_dict(), tmp_path / "trained.safetensors")
     weights = ["--weights", str(tmp_path / "trained.safetensors"), "--output", str(out)]
-    assert main(["run", str(file), "--infer", "--json", *weights]) == 0
+    assert json.loads(run_ranks(command, 2, "run", str(file), "--infer", "--json", *weights)[0])["output"] == str(out)
     assert read_tensors(out)["0"].item() == pytest.approx(model(*args).item(), rel=1e-5)
 
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,10 +20,8 @@ from sbpc import Mesh
 from sbpc.errors import MeshError, NanError, PlanError
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start.agree import check_nodes, compare, identity
-from sbpc.runtime.start.launch import RankError, launch
 from tests.faults import GPT, STEP, processes, run_job
 from tests.processes import run_ranks
-from tests.test_launch import gone, script
 from tests.test_plan import refused
 
 
@@ -46,26 +43,6 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint_and_ends_with_the_s
     assert killed.killed == 9 and killed.starts[0] == 1 and killed.starts[-1] in (1, 5, 9)
     assert killed.losses == whole
     assert not killed.left and killed.port_free
-
-
-STUCK = """
-import torch
-from sbpc.runtime.start import process_groups
-from sbpc.runtime.start.launch import as_rank
-with as_rank():
-    process_groups.start(timeout=10)
-    process_groups.bind(__import__("sbpc").Mesh(x=2))
-    if rank == 1:
-        time.sleep(600)
-    torch.distributed.all_reduce(torch.ones(1))
-"""
-
-
-def test_a_rank_that_is_stuck_ends_the_others_within_their_timeout(tmp_path: Path) -> None:
-    with pytest.raises(RankError) as caught:
-        launch(script(tmp_path, STUCK), 2)
-    assert caught.value.rank == 0 and gone(tmp_path, 2)
-    assert str(caught.value).startswith("rank 0: waited for another rank as long as --timeout")
 
 
 WAITS = """

@@ -17,10 +17,8 @@ NUMBERED = "Operands count from 0, '_' and '[..]' included."
 def test_operands_are_dims_scalars_sizes_and_what_is_no_tensor():
     rule = parse("(a b) 1 *c 7, (), [d (a b)], _, mask=d d2 -> a ; fix b c d d2")
     assert rule.inputs == (
-        Operand("tensor", (Dim(("a", "b")), Dim(literal=1), Dim(("c",), star=True), Dim(literal=7))),
-        Operand("tensor"),
-        Operand("sizes", (Dim(("d",)), Dim(("a", "b")))),
-        Operand("none"),
+        Operand("tensor", (Dim(("a", "b")), Dim(literal=1), Dim(("c",), star=True), Dim(literal=7))), Operand("tensor"),
+        Operand("sizes", (Dim(("d",)), Dim(("a", "b")))), Operand("none"),
         Operand("tensor", (Dim(("d",)), Dim(("d2",))), "mask"),
     )
 
@@ -28,10 +26,7 @@ def test_operands_are_dims_scalars_sizes_and_what_is_no_tensor():
 def test_blanks_do_not_matter():
     spaced, dense = parse("m k, k n -> m n ; + k ; lin( 0 ) ; lin(1)"), parse("m k,k n->m n;+k;lin(0);lin(1)")
     assert (spaced.inputs, spaced.outputs, spaced.summed, spaced.linear) == (
-        dense.inputs,
-        dense.outputs,
-        dense.summed,
-        dense.linear,
+        dense.inputs, dense.outputs, dense.summed, dense.linear,
     )
 
 
@@ -83,11 +78,7 @@ ERRORS = {
     "m -> m ; idx m @ 4": ("input 4 is no tensor of this rule", 17, NUMBERED),
     "m -> m ; same(m 0)": ("expected '->' after the factors, found '0'", 16, GRAMMAR),
     "m -> m ; via m, softmax": ("expected '=' after the factors, found ','", 14, GRAMMAR),
-    "m n -> m n ; via m = a ; via n = b": (
-        "a second decomposition",
-        33,
-        "All factors are split through one function.",
-    ),
+    "m n -> m n ; via m = a ; via n = b": ("a second decomposition", 33, "All factors are split through one function."),
     "m -> m ; when(m > )": ("'m >' is no predicate", 14, COMPARE),
     "m -> m ; when(f(m))": ("a predicate cannot hold Call", 14, COMPARE),
     "m -> m ; when(m": ("expected ')' at the end of the clause, found the end", 15, GRAMMAR),

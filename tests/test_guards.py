@@ -288,8 +288,21 @@ LOST = (
 )  # fmt: skip
 
 
+TO_DO = {
+    "  Keep it in a buffer, pass it as an argument, or change it outside of the forward."
+    " If it stays as the first call leaves it, run the model once before.": "BUFFER",
+    "  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.": "RETURN",
+    "  Make it in __init__: a program has the modules, parameters and buffers that there are.": "INIT",
+    "  Run the model once before it is planned: the plan is then of the calls after the first.": "RUN",
+}
+
+
+@functools.cache
 def refusal(does: Callable[[Any, Tensor], Any], method: str = "light") -> str:
-    """The error of planning, without numbers of lines and the frame that all have. The model stays as it was."""
+    """The error of planning on one line: what, the line in its function without the frame that all have, and what to do in a word.
+
+    The model stays as it was.
+    """
     model = Counts(does)
     before, parts = copy.deepcopy(vars(model)), dict(vars(model.layer))
     with pytest.raises(CaptureError) as caught:
@@ -298,85 +311,30 @@ def refusal(does: Callable[[Any, Tensor], Any], method: str = "light") -> str:
     assert all(now[name] == before[name] for name in ("calls", "aux", "cache", "seen", "first", "config", "nested"))
     assert now.keys() == before.keys() and vars(model.layer) == parts and not hasattr(model.config.rope, "features")
     assert "__getattribute__" not in vars(nn.Module) and nn.Module.__setattr__.__module__.startswith("torch")
-    text = re.sub(r"line \d+", "line N", str(caught.value))
-    return text.replace('  File "tests/test_guards.py", line N, in forward\n    found = self.does(self, h)\n', "")
+    what, *frames, to_do = str(caught.value).splitlines()
+    text = "\n".join(frames).replace("\n    ", ": ")
+    lines = re.sub(r'  File "tests/test_guards.py", line \d+, in ', "", text).splitlines()
+    return " | ".join([what, *(line for line in lines if line != "forward: found = self.does(self, h)"), TO_DO[to_do]])
 
 
 def test_what_a_forward_changes_or_keeps_is_refused_with_its_line_and_what_to_do() -> None:
-    assert_expected_inline("\n\n".join(map(refusal, LOST)), """\
-the forward changes 'calls' from 0 to 1, and a program always computes as if it were 0
-  File "tests/test_guards.py", line N, in counts
-    m.calls += 1
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward changes 'config.rope.factor' from 2.0 to 3.0, and a program always computes as if it were 2.0
-  File "tests/test_guards.py", line N, in counts_below
-    m.config.rope.factor += 1
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward changes 'cache' from {} to {'calls': 1}, and a program always computes as if it were {}
-  File "tests/test_guards.py", line N, in counts_in_a_dict
-    cache = m.cache
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward changes 'first' from 1.0 to 0.5, and a program always computes as if it were 1.0
-  File "tests/test_guards.py", line N, in anneals
-    m.first = 1.0 if m.first is None else m.first / 2
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward sets 'first' to True, and computes something else in the next call
-  File "tests/test_guards.py", line N, in behaves_otherwise_at_first
-    m.first = True
-  Run the model once before it is planned: the plan is then of the calls after the first.
-
-the forward changes 'calls' from 0 to not there, and a program always computes as if it were 0
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward changes 'layer.training' from True to False, and a program always computes as if it were True
-  File "tests/test_guards.py", line N, in turns_to_eval
-    m.layer.eval()
-  Keep it in a buffer, pass it as an argument, or change it outside of the forward. If it stays as the first call leaves it, run the model once before.
-
-the forward keeps a tensor [] as 'layer.aux', where no program puts one
-  File "tests/test_guards.py", line N, in keeps
-    m.layer.aux = h.square().mean()
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'seen', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_in_a_list
-    m.seen.append({"features": (h, h)})
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'nested', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_below_a_dict
-    m.nested["features"].append(h)
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'cache', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_in_a_dict
-    m.cache[h.shape] = h.detach()
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'config.rope.features', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_in_an_object
-    m.config.rope.features = h
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'aux', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_in_a_new_object
-    m.aux = Rope(h)
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward keeps a tensor [4, 8] as 'aux', where no program puts one
-  File "tests/test_guards.py", line N, in keeps_an_argument
-    m.aux = [m.layer.weight, h]
-  Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer.
-
-the forward makes, replaces or deletes 'mask'
-  Make it in __init__: a program has the modules, parameters and buffers that there are.
-
-the forward makes, replaces or deletes 'layer'
-  Make it in __init__: a program has the modules, parameters and buffers that there are.""")
+    assert_expected_inline("\n".join(map(refusal, LOST)), """\
+the forward changes 'calls' from 0 to 1, and a program always computes as if it were 0 | counts: m.calls += 1 | BUFFER
+the forward changes 'config.rope.factor' from 2.0 to 3.0, and a program always computes as if it were 2.0 | counts_below: m.config.rope.factor += 1 | BUFFER
+the forward changes 'cache' from {} to {'calls': 1}, and a program always computes as if it were {} | counts_in_a_dict: cache = m.cache | BUFFER
+the forward changes 'first' from 1.0 to 0.5, and a program always computes as if it were 1.0 | anneals: m.first = 1.0 if m.first is None else m.first / 2 | BUFFER
+the forward sets 'first' to True, and computes something else in the next call | behaves_otherwise_at_first: m.first = True | RUN
+the forward changes 'calls' from 0 to not there, and a program always computes as if it were 0 | BUFFER
+the forward changes 'layer.training' from True to False, and a program always computes as if it were True | turns_to_eval: m.layer.eval() | BUFFER
+the forward keeps a tensor [] as 'layer.aux', where no program puts one | keeps: m.layer.aux = h.square().mean() | RETURN
+the forward keeps a tensor [4, 8] as 'seen', where no program puts one | keeps_in_a_list: m.seen.append({"features": (h, h)}) | RETURN
+the forward keeps a tensor [4, 8] as 'nested', where no program puts one | keeps_below_a_dict: m.nested["features"].append(h) | RETURN
+the forward keeps a tensor [4, 8] as 'cache', where no program puts one | keeps_in_a_dict: m.cache[h.shape] = h.detach() | RETURN
+the forward keeps a tensor [4, 8] as 'config.rope.features', where no program puts one | keeps_in_an_object: m.config.rope.features = h | RETURN
+the forward keeps a tensor [4, 8] as 'aux', where no program puts one | keeps_in_a_new_object: m.aux = Rope(h) | RETURN
+the forward keeps a tensor [4, 8] as 'aux', where no program puts one | keeps_an_argument: m.aux = [m.layer.weight, h] | RETURN
+the forward makes, replaces or deletes 'mask' | INIT
+the forward makes, replaces or deletes 'layer' | INIT""")
 
 
 def test_both_tracers_refuse_alike_what_a_forward_changes_or_keeps() -> None:

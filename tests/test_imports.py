@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -30,25 +31,28 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PRIVATE = ("torch._", "torch.fx.experimental", "torch.testing._internal")
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """What a file is made of."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """The modules that a file imports, and whether only for types."""
-    tree = ast.parse(path.read_text())
-    typed = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
+    blocks = [node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    typed = {node for block in blocks for node in ast.walk(block)}
+    found = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node in typed
+            found += [(alias.name, node in typed) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, node in typed
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node in typed
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            found += [(name, node in typed) for name in names]
+    return found
 
 
+@functools.cache
 def files() -> list[tuple[str, Path]]:
     """Every source file of the package under its dotted name below sbpc."""
     found = []
@@ -158,7 +162,7 @@ OPS = ("aten._", "torch.ops.")  # names of ops, which are public
 def test_no_more_private_attributes_of_torch_are_used_elsewhere() -> None:
     wrong = []
     for name, path in files():
-        for node in ast.walk(ast.parse(path.read_text())) if name != "_compat" else ():
+        for node in nodes(path) if name != "_compat" else ():
             if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
                 continue
             text = ast.unparse(node)
@@ -177,10 +181,7 @@ def test_the_rules_of_all_families_together_stay_under_1500_lines() -> None:
     """A file that fills the table of rules, or names what an op is taken apart into, is one of a family's."""
     folder = ROOT / "sbpc" / "rules" / "ops"
     filled = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
-    families = {
-        name: len(text.splitlines())
-        for name, text in filled.items()
-        if "\nrule(" in text or "\n    rule(" in text or "\n    decomposition(" in text
-    }
+    fills = re.compile(r"\n(    )?rule\(|\n    decomposition\(")
+    families = {name: len(text.splitlines()) for name, text in filled.items() if fills.search(text)}
     assert {"attention", "conv", "decompositions", "matmul", "norm", "pointwise", "views"} <= set(families)
     assert sum(families.values()) < 1500, families

@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import sbpc
+from sbpc.cli.main import main
 from sbpc.cli.target import load_target
 from sbpc.cli.train_loop import loss_of, optimizer_of, train
 from sbpc.runtime.start.launch import RankError, launch
+from tests.faults import processes
+from tests.processes import forks
 
 MLP = f"{Path(__file__).with_name('models.py')}:mlp"
-
-
-def children(mark: str) -> list[int]:
-    """The processes, other than this one, whose command line holds `mark`."""
-    found = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 1) for line in found.splitlines()]
-    return [int(line[0]) for line in lines if len(line) == 2 and mark in line[1] and int(line[0]) != os.getpid()]
 
 
 MEET = """
@@ -34,7 +28,7 @@ with as_rank():
     dist.init_process_group("gloo")
     dist.barrier()
     if rank == 1:
-        {fault}
+        raise ValueError("rank one is unwell")
     dist.barrier()
     time.sleep(600)
 """
@@ -44,9 +38,7 @@ def script(folder: Path, body: str) -> list[str]:
     """The arguments of a rank that notes its process number and then runs `body`."""
     path = folder / "rank.py"
     note = f"Path({str(folder)!r}, f'pid{{rank}}').write_text(str(os.getpid()))\n"
-    path.write_text(
-        "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body
-    )
+    path.write_text("import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n" + note + body)
     return [str(path)]
 
 
@@ -61,41 +53,19 @@ def gone(folder: Path, ranks: int) -> bool:
     return True
 
 
-def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does():
-    command = [
-        sys.executable,
-        "-m",
-        "sbpc",
-        "run",
-        MLP,
-        "--mesh",
-        "data=2",
-        "--steps",
-        "3",
-        "--lr",
-        "0.01",
-        "--dtype",
-        "float64",
-    ]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
+def test_two_gloo_ranks_started_by_sbpc_run_train_as_one_process_does(capfd):
+    options = ["--mesh", "data=2", "--steps", "3", "--lr", "0.01", "--dtype", "float64", "--json"]
+    assert main(["run", MLP, *options]) == 0
     target = load_target(MLP, "float64")
     batches = [(target.args, target.kwargs)] * 3
     expected = train(target.model, batches, optimizer_of("adamw", target.model, 0.01))
-    assert json.loads(ended.stdout)["losses"] == pytest.approx(expected, rel=1e-12)
+    assert json.loads(capfd.readouterr().out)["losses"] == pytest.approx(expected, rel=1e-12)
     assert expected[2] < expected[0]
-
-
-def test_when_a_rank_is_killed_the_others_are_ended_and_it_is_named(tmp_path):
-    with pytest.raises(RankError, match="rank 1 was ended by SIGKILL") as error:
-        launch(script(tmp_path, MEET.format(fault="os.kill(os.getpid(), signal.SIGKILL)")), 2)
-    assert (error.value.rank, error.value.code) == (1, -signal.SIGKILL)
-    assert gone(tmp_path, 2)
 
 
 def test_the_message_of_the_rank_that_failed_first_is_shown(tmp_path):
     with pytest.raises(RankError, match="rank one is unwell") as error:
-        launch(script(tmp_path, MEET.format(fault="raise ValueError('rank one is unwell')")), 2)
+        launch(script(tmp_path, MEET), 2)
     assert error.value.rank == 1 and gone(tmp_path, 2)
 
 
@@ -115,7 +85,14 @@ os._exit(3)
 """
     with pytest.raises(RankError, match="rank 1 ended with exit code 3"):
         launch(script(tmp_path, body), 2)
-    assert gone(tmp_path, 2) and not children(str(mark))
+    assert gone(tmp_path, 2) and not processes(str(mark))
+
+
+def launcher(rank):
+    """A process that launches ranks, forked where all is imported."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be inherited as ignored
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    launch(rank, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -123,14 +100,14 @@ def test_no_rank_outlives_its_launcher(tmp_path, number):
     sleep = "Path(__file__).with_name(f'asleep{rank}').touch(); time.sleep(600)\n"
     follow = "from sbpc.runtime.start.launch import as_rank\nwith as_rank(): " + sleep
     rank = script(tmp_path, follow if number == signal.SIGKILL else sleep)
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it may be inherited as ignored
-    code += f"from sbpc.runtime.start.launch import launch; launch({rank!r}, 2)"
-    launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    process = forks().Process(target=launcher, args=(rank,))
+    process.start()
     deadline = time.monotonic() + 100
     while not all((tmp_path / f"asleep{at}").exists() for at in range(2)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    launcher.send_signal(number)
-    assert launcher.wait(30) != 0
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode
     while not gone(tmp_path, 2) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert gone(tmp_path, 2)

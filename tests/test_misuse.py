@@ -227,20 +227,12 @@ def kept_elsewhere() -> float:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "penalty": penalty,
-    "create_graph alone": create_graph_alone,
-    "written by hand": lambda: written(by_hand),
-    "written by foreach": lambda: written(by(foreach=True)),
-    "written by fused": lambda: written(by(fused=True)),
-    "written by a loop": lambda: written(by(foreach=False)),
-    "written but not read": written_but_not_read,
+    "penalty": penalty, "create_graph alone": create_graph_alone, "written by hand": lambda: written(by_hand),
+    "written by foreach": lambda: written(by(foreach=True)), "written by fused": lambda: written(by(fused=True)),
+    "written by a loop": lambda: written(by(foreach=False)), "written but not read": written_but_not_read,
     "fused SGD": lambda: fused(torch.optim.SGD, momentum=0.9, nesterov=True),
-    "fused Adagrad": lambda: fused(torch.optim.Adagrad),
-    "parametrized": parametrized,
-    "elsewhere": elsewhere,
-    "changing floats": changing_floats,
-    "total norms": total_norms,
-    "pickles": pickles,
+    "fused Adagrad": lambda: fused(torch.optim.Adagrad), "parametrized": parametrized, "elsewhere": elsewhere,
+    "changing floats": changing_floats, "total norms": total_norms, "pickles": pickles,
     "kept elsewhere": kept_elsewhere,
 }
 TWICE = (
@@ -365,8 +357,7 @@ def odd_calls(value: Any, model: nn.Module, x: Tensor, plan: sbpc.Plan, stages: 
             f"{name} seed": functools.partial(sbpc.simulate, each, model, (x,), seed=value),
             f"{name} layout": functools.partial(each.layout, value),
             f"{name} explain": functools.partial(each.explain, value),
-            f"{name} diff": functools.partial(each.diff, value),
-            f"{name} save": functools.partial(each.save, value),
+            f"{name} diff": functools.partial(each.diff, value), f"{name} save": functools.partial(each.save, value),
             f"{name} page": functools.partial(each.save_page, value),
             f"{name} trace": functools.partial(each.save_trace, value),
             f"{name} parallelize": functools.partial(sbpc.parallelize, value, each),

@@ -106,10 +106,7 @@ MESHES: list[tuple[Any, str]] = [
     (lambda: Mesh(), "a mesh of 0 axes\n  Give 1 to 4 axes, as in Mesh(data=2, tensor=4)."),
     (lambda: Mesh(x=0), "axis 'x' has size 0\n  The size of an axis is an integer from 1 on."),
     (lambda: Mesh(x=2.0), "axis 'x' has size 2.0\n  The size of an axis is an integer from 1 on."),  # type: ignore[arg-type]
-    (
-        lambda: Mesh(x=2, cluster="h1000"),
-        f"no cluster is called 'h1000'\n  {OTHERS}",
-    ),
+    (lambda: Mesh(x=2, cluster="h1000"), f"no cluster is called 'h1000'\n  {OTHERS}"),
     (lambda: Cluster("c", -1, 1, 0, 1, 0, 1, 0, 1), "cluster 'c': peak is -1\n  It is a number from 1 to 1e+30 flop/s, or infinite."),
     (
         lambda: Cluster("c", *[1] * 8, collectives=[3]),  # type: ignore[arg-type]
@@ -134,23 +131,9 @@ def test_what_plan_cannot_do_is_refused() -> None:
 
 
 KINDS: list[dict[str, Any]] = [
-    {"pin": {"up.weight": 3}},
-    {"pin": "up.weight"},
-    {"pin": {3: "S(0)"}},
-    {"inputs": "S(0)"},
-    {"inputs": [3]},
-    {"outputs": 5},
-    {"kwargs": [1]},
-    {"kwargs": {3: 4}},
-    {"dump": 3},
-    {"train": None},
-    {"optimizer": ["adamw"]},
-    {"dynamic": {3: 4}},
-    {"loss": 3},
-    {"memory": "80G"},
-    {"memory": float("nan")},
-    {"memory": -1},
-    {"memory": True},
+    {"pin": {"up.weight": 3}}, {"pin": "up.weight"}, {"pin": {3: "S(0)"}}, {"inputs": "S(0)"}, {"inputs": [3]},
+    {"outputs": 5}, {"kwargs": [1]}, {"kwargs": {3: 4}}, {"dump": 3}, {"train": None}, {"optimizer": ["adamw"]},
+    {"dynamic": {3: 4}}, {"loss": 3}, {"memory": "80G"}, {"memory": float("nan")}, {"memory": -1}, {"memory": True},
     {"spread": "yes"},
 ]
 
@@ -277,11 +260,7 @@ def test_memory_limit_is_kept_or_refused_with_the_largest_tensors() -> None:
 
 def test_spread_stores_everything_once() -> None:
     plan = sbpc.plan(
-        nn.Linear(16, 16, bias=False),
-        (torch.randn(16, 16),),
-        Mesh(x=2, y=2),
-        train=False,
-        spread=True,
+        nn.Linear(16, 16, bias=False), (torch.randn(16, 16),), Mesh(x=2, y=2), train=False, spread=True,
         objective="bytes",
     )
     for name in ("weight", "input_1"):

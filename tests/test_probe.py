@@ -22,6 +22,7 @@ from sbpc.rules.proof.probe import probe_call, refuted
 from sbpc.rules.proof.prove import short
 from sbpc.rules.proof.small_calls import SmallCall, scales, small_calls
 from tests import own_ops
+from tests.processes import forked
 from tests.samples import case, x
 from tests.test_own_rules import Scaled
 
@@ -65,10 +66,15 @@ RULES = [
 ]  # fmt: skip
 
 
+def probed(calls):
+    """Of each call what its probe finds: the rule, what is left out, what is remarked."""
+    torch.set_num_threads(1)
+    return [(found.rule, found.left_out, found.remarks) for found in (sbpc.probe(*call) for call in calls)]
+
+
 def test_a_probe_infers_the_rule_that_derives_every_valid_signature():
-    for call, text in RULES:
-        found = sbpc.probe(*call)
-        assert (found.rule, found.left_out) == (text, ())
+    for (_, text), (rule, left_out, _) in zip(RULES, forked(probed, [call for call, _ in RULES]), strict=True):
+        assert (rule, left_out) == (text, ())
 
 
 def test_what_one_string_cannot_say_is_listed():
@@ -97,10 +103,10 @@ def test_an_op_that_must_be_whole_has_no_rule_and_says_so():
 
 
 def test_what_the_proof_refuses_is_told_and_not_offered():
-    found = sbpc.probe("aten::zeros_like", x(4, 6))
-    assert found.rule is None
-    assert found.remarks[0].startswith("refused by its proof: a b -> a b ; lin(0 -> ) ; when(")
-    assert "passes as P" in found.remarks[1]
+    ((rule, _, remarks),) = forked(probed, [("aten::zeros_like", x(4, 6))])
+    assert rule is None
+    assert remarks[0].startswith("refused by its proof: a b -> a b ; lin(0 -> ) ; when(")
+    assert "passes as P" in remarks[1]
 
 
 def test_a_rule_that_follows_from_a_false_signature_is_refused():
@@ -250,6 +256,7 @@ TARGET = """
 import torch
 from torch import nn
 from tests import own_ops
+from tests.processes import forked
 
 class Model(nn.Module):
     def __init__(self):

@@ -119,16 +119,8 @@ def test_a_layout_is_read_back_from_its_text(data: st.DataObject) -> None:
 def test_a_layout_is_written_with_the_orders_that_are_not_mesh_order() -> None:
     texts = [str(layout) for layout in layouts(1, AXES)]
     assert texts == [
-        "[S(0), S(0)]",
-        "[S(0), S(0)] S(0)@tensor>data",
-        "[S(0), B]",
-        "[S(0), P]",
-        "[B, S(0)]",
-        "[B, B]",
-        "[B, P]",
-        "[P, S(0)]",
-        "[P, B]",
-        "[P, P]",
+        "[S(0), S(0)]", "[S(0), S(0)] S(0)@tensor>data", "[S(0), B]", "[S(0), P]", "[B, S(0)]", "[B, B]", "[B, P]",
+        "[P, S(0)]", "[P, B]", "[P, P]",
     ]
 
 
@@ -147,13 +139,7 @@ def test_an_axis_that_splits_anew_cuts_last() -> None:
 
 def test_other_texts_are_no_layouts() -> None:
     for text in [
-        "",
-        "S(0), B",
-        "[S(0)]",
-        "[S(0), B, B]",
-        "[S(0), X]",
-        "[S(0), S(0)] S(0)@pipe>data",
-        "[S(0), B] S(1)@data",
+        "", "S(0), B", "[S(0)]", "[S(0), B, B]", "[S(0), X]", "[S(0), S(0)] S(0)@pipe>data", "[S(0), B] S(1)@data",
         "[B, B] junk",
     ]:
         with pytest.raises(LayoutError):

@@ -21,7 +21,7 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.plans.timeline import COMPUTE, STREAMS, Event, busy_seconds, makespan
 from sbpc.plans.trace_file import read_trace, rows, save_trace
 from tests import models
-from tests.processes import run_ranks
+from tests.processes import command, run_ranks
 from tests.test_page import tags
 
 LAN = Cluster("lan", 5e9, 1e10, 5e-7, 1, 2e-6, 24e6, 2e-6, 24e6)
@@ -171,12 +171,10 @@ def test_the_command_measures_and_the_page_shows_it(tmp_path: Path, capfd: pytes
     assert len(lanes) == streams
 
 
-def test_an_exported_file_is_measured_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_file_is_measured_too(tmp_path: Path) -> None:
     file, trace = tmp_path / "step.sbpc", tmp_path / "trace.json"
     assert run("export", GPT, "--mesh", "data=2", "-o", file) == 0
-    capfd.readouterr()
-    assert run("run", file, "--steps", 3, "--trace", trace) == 0
-    out = capfd.readouterr().out
+    out, _ = run_ranks(command, 2, "run", str(file), "--steps", "3", "--trace", str(trace))
     assert "predicted and measured" in out and re.search(r"computing +\S+ \S+ +\S+ \S+ +\S+\n", out)
     assert "module.step took" in out and "predicts no real machine" in out
     names = {event.name for event in read_trace(trace)["measured"]}

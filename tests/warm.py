@@ -3,11 +3,15 @@ here, as torch starts threads for that where there are GPUs, and a process with 
 
 from __future__ import annotations
 
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import sbpc
 import sbpc.api.sweep
+import sbpc.cli.main
 import sbpc.runtime.exported
 import sbpc.runtime.state.checkpoint
 
