@@ -239,6 +239,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """The tables of hooks that a call of a module runs besides its forward."""
 
 
+def has_hook(tensor: Tensor) -> bool:
+    """Returns whether a backward calls a function with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 CHILDREN, TENSORS = "_modules", ("_parameters", "_buffers")
 """Where a module has its submodules, and where its parameters and buffers, among its attributes."""
 
