@@ -313,3 +313,32 @@ def test_a_forward_that_asks_whether_gradients_are_on_runs_as_it_was_planned_or_
         assert torch.allclose(sbpc.simulate(plan, model, (X,)).outputs, model(X))
     with torch.set_grad_enabled(not train), pytest.raises(PlanError, match=rf"is_grad_enabled\(\) is {not train}, and was {train}"):
         sbpc.simulate(plan, model, (X,))
+
+
+class Alias(nn.Module):
+    """Looks attributes up itself: by torch, or past it."""
+
+    def __init__(self, by_torch: bool) -> None:
+        super().__init__()
+        self.layer, self.beta, self.by_torch = nn.Linear(8, 8), 0.5, by_torch
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "twice":
+            return 2 * self.beta
+        table = object.__getattribute__(self, "__dict__")
+        return object.__getattribute__(self, name) if name in table and not table.get("by_torch", True) else super().__getattribute__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x).square().mean() * self.twice
+        return found
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_a_module_that_looks_attributes_up_itself_is_planned_and_guarded(by_torch: bool) -> None:
+    model = Alias(by_torch)
+    plan = sbpc.plan(model, (X,), Mesh(p=2), microbatches=np.int64(1))
+    compare(plan, model, (X,), *eager(model, (X,)))
+    model.beta = 1.0
+    with pytest.raises(PlanError, match=r"beta is 1\.0, and was 0\.5"):
+        sbpc.simulate(plan, model, (X,))
+    assert "__getattribute__" not in vars(nn.Module) and vars(Alias)["__getattribute__"].__qualname__.startswith("Alias")

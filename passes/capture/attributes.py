@@ -76,7 +76,7 @@ class Attributes:
         self.keep("numpy.random", getattr(np.random.rand, "__self__"))  # noqa: B009
         self.caches: dict[int, tuple[Any, int]] = {}  # functions that remember what they gave, and how often they were run
         self.waiting = deque[tuple[Any, FunctionType]]()  # to be visited; the first one is
-        self.classes = ExitStack()
+        self.classes, self.reading = ExitStack(), False
         self.watched: set[type] = set()
         for path, part in modules:
             if id(part) not in self.owners:
@@ -105,7 +105,9 @@ class Attributes:
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
         else:
             self.visit_class(type(owner))
-        kind = nn.Module if isinstance(owner, nn.Module) else type(owner)
+        kind = type(owner)
+        if isinstance(owner, nn.Module):  # for all of them at once, but for classes that look attributes up themselves
+            kind = next(each for each in kind.__mro__ if each is nn.Module or "__getattribute__" in vars(each))
         if kind not in self.watched:
             self.watched.add(kind)
             self.classes.enter_context(watched(kind, self))
@@ -355,8 +357,12 @@ def watched(kind: type, attributes: Attributes) -> Iterator[None]:
 
     def read(self: Any, name: str) -> Any:
         ours = id(self) in known and name not in INTERNAL and (name == "__dict__" or not name.startswith("__"))
-        if ours and not (code := sys._getframe(1).f_code).co_filename.startswith(TORCH_OWN):
-            attributes.read(self, name, code)
+        if ours and not attributes.reading and not (code := sys._getframe(1).f_code).co_filename.startswith(TORCH_OWN):
+            attributes.reading = True  # a class may look up one attribute by another
+            try:
+                attributes.read(self, name, code)
+            finally:
+                attributes.reading = False
         return get(self, name)
 
     def write(self: Any, name: str, value: Any) -> None:
