@@ -50,8 +50,8 @@ def placed(gm: GraphModule, where: torch.device) -> GraphModule:
 def attend(graph: Graph, choose: Choice) -> None:
     """Replaces the attention ops of CPUs by the kernels of `choose`.
 
-    The kernels agree in their results but for the logsumexp, which some of them pad. If anything but the backward of the
-    same attention reads the logsumexp, such as a collective, the formula is taken.
+    The kernels agree in their results. If anything but the backward of the same attention reads the logsumexp, such as a collective,
+    the formula is taken. Where the backward is a program of its own, which is given the logsumexp, it chooses by the same operands.
     """
     back = {node: named(node) for node in graph.nodes if node.target is BACK}
     kernels: dict[Node, str] = {}  # by the node of the logsumexp
@@ -60,13 +60,15 @@ def attend(graph: Graph, choose: Choice) -> None:
             given = named(node)
             sums = [user for user in node.users if user.args[1] == 1]
             readers = [reader for each in sums for reader in each.users]
-            private = all(reader in back and back[reader]["logsumexp"] in sums for reader in readers)
+            private = all(reader.op == "output" or (reader in back and back[reader]["logsumexp"] in sums) for reader in readers)
             kernel = kernel_of(given, choose) if private else "formula"
             kernels |= dict.fromkeys(sums, kernel)
             replace_call(node, KERNELS[kernel][0], given, ("query", "key", "value", "attn_mask", "is_causal", "scale"))
     names = ("grad_out", "query", "key", "value", "out", "logsumexp", "attn_mask", "is_causal", "scale")
     for node, given in back.items():
-        replace_call(node, KERNELS[kernels.get(given["logsumexp"], "formula")][1], given, names)
+        sums = given["logsumexp"]
+        kernel = kernel_of(given, choose) if sums.op == "placeholder" else kernels.get(sums, "formula")
+        replace_call(node, KERNELS[kernel][1], given, names)
 
 
 def kernel_of(given: dict[str, Any], choose: Choice) -> str:
@@ -131,13 +133,14 @@ def efficient(
 ) -> tuple[Tensor, Tensor]:
     attention = laid_out(aten._scaled_dot_product_efficient_attention.default)
     out, logsumexp, *_ = attention(q, k, v, bias_of(q, k, mask), True, 0.0, causal, scale=scale)
-    return out, logsumexp
+    return out, logsumexp[..., : q.shape[2]]  # without the rows of infinity that its backward needs
 
 
 def efficient_back(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Any, causal: bool, scale: float | None
 ) -> Any:
     seed, bias, asked = q.new_empty((), dtype=torch.int64), bias_of(q, k, mask), [True, True, True, False]
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     back = laid_out(aten._scaled_dot_product_efficient_attention_backward.default)
     return back(g, q, k, v, bias, out, lse, seed, seed, 0.0, asked, causal, scale=scale)[:3]
 

@@ -13,11 +13,12 @@ from sbpc.errors import PlanError
 from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import TANGENT
 from sbpc.graph.pytree import flatten, unflatten
+from sbpc.plans.step_programs import JOINT, UNSENT_JOINT
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.step import Runner
 
-JOINT = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
+STEP = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
 It is `loss = module(*args); loss.backward()`, as one program: work and collectives of the two overlap, so it takes as long as
 `plan.cost.seconds` predicts. The loss is a tensor of one element with a gradient: what is called `loss` in what the forward
@@ -55,10 +56,12 @@ class JointFunction(Function):
         ctx: Any, runner: Runner, sums: Sums, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
     ) -> Any:
         """Runs the program of the whole step for a gradient of one."""
-        program, first = runner.joint_apart if sums.on else runner.joint, len(runner.results)
-        outputs = program([*values, *gradients_of_results(runner)])
+        for at, gradient in zip(runner.tangents, gradients_of_results(runner)):
+            values.insert(at, gradient)
+        program, first = runner.function(UNSENT_JOINT if sums.on else JOINT), len(runner.results)
+        outputs = program(values)
         results, computed = outputs[:first], outputs[first:]
-        ctx.gradients = runner.for_leaves(leaves, runner.kept_apart(sums, computed) if sums.on else computed)
+        ctx.gradients = runner.for_leaves(leaves, runner.gradients_of(sums, computed) if sums.on else computed)
         others += [value for at, value in enumerate(results) if at not in runner.differentiable]
         return tuple(results[at] for at in runner.differentiable)
 

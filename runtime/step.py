@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,20 +29,22 @@ from sbpc.graph.ports import (
     SEED_PORT,
     TANGENT,
     Port,
+    results,
 )
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.step_programs import ENDING, FORWARD, JOINT, UNSENT_JOINT, StepPrograms
 from sbpc.runtime import bind
-from sbpc.runtime.accumulate import Apart, Sums, apart, within
-from sbpc.runtime.device_kernels import placed
+from sbpc.runtime.accumulate import Sums, within
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.partition import Partition, joint, partition
+from sbpc.runtime.prepared import prepared
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.state.dtensors import placements
 
+INFERENCE = "inference"
 HOW = {"StepFunction": "forward", "JointFunction": "forward and backward"}  # what runs programs -> what it does
 
 
@@ -67,63 +70,29 @@ class Runner:
         }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
         self.trains = bool(plan.options.train and self.differentiable and self.gradients)
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
+        self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
+        self.programs = plan if isinstance(plan, Programs) else StepPrograms(plan)
+        self.functions: dict[str, BoxedFunction] = {}
         self.read_again: list[int] | None = None
         self.same = SameCalls(plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
 
-    @functools.cached_property
-    def halves(self) -> Partition:
-        """Cuts the program of this rank into its forward and backward."""
-        return partition(self.program)
+    def function(self, name: str) -> BoxedFunction:
+        """Returns a compiled program of `StepPrograms`, or the forward that saves nothing."""
+        if name not in self.functions:
+            self.functions[name] = self.executor(self.program(name))
+        return self.functions[name]
 
-    @functools.cached_property
-    def program(self) -> GraphModule:
-        """Returns the program of this rank on its device."""
-        return placed(self.plan.local_at(dist.get_rank()), self.where)
-
-    @functools.cached_property
-    def forward(self) -> BoxedFunction:
-        """Compiles the forward, with what it saves for the backward."""
-        return self.executor(self.halves.forward)
-
-    @functools.cached_property
-    def backward(self) -> BoxedFunction:
-        """Compiles the backward."""
-        return self.executor(self.halves.backward)
-
-    @functools.cached_property
-    def inference(self) -> BoxedFunction:
-        """Compiles the forward alone, which saves nothing."""
-        return self.executor(self.halves.inference)
-
-    @functools.cached_property
-    def joint(self) -> BoxedFunction:
-        """Compiles forward and backward as one program."""
-        return self.executor(joint(self.program))
-
-    @functools.cached_property
-    def apart(self) -> Apart:
-        """Cuts the program before the ends of the gradients' ways home, for `no_sync`."""
-        return apart(self.program)
-
-    @functools.cached_property
-    def backward_apart(self) -> BoxedFunction:
-        """Compiles the backward without these ends."""
-        return self.executor(self.apart.backward)
-
-    @functools.cached_property
-    def joint_apart(self) -> BoxedFunction:
-        """Compiles forward and backward as one program without these ends."""
-        return self.executor(self.apart.joint)
-
-    @functools.cached_property
-    def ending(self) -> BoxedFunction:
-        """Compiles these ends."""
-        return self.executor(self.apart.ending)
+    def program(self, name: str) -> GraphModule:
+        """Returns a program of this rank on its device."""
+        gm = self.programs.program(FORWARD if name == INFERENCE else name, dist.get_rank())
+        early = len(self.results) if name in (JOINT, FORWARD, INFERENCE, UNSENT_JOINT) else 0
+        late = len(results(gm)) - early if name not in (FORWARD, INFERENCE) else 0
+        return prepared(gm, self.where, self.plan.options.overlaps, early, late, early if name == INFERENCE else None)
 
     @functools.cached_property
     def exchanges(self) -> bool:
         """Returns whether ranks send each other anything in the forward alone."""
-        return any("c10d" in str(node.target) for node in self.halves.inference.graph.nodes)
+        return any("c10d" in str(node.target) for node in self.program(INFERENCE).graph.nodes)
 
     @functools.cached_property
     def modes(self) -> frozenset[str]:
@@ -165,7 +134,7 @@ class Runner:
                     results = merge(differentiable, others, self.differentiable)
                 else:
                     with torch.no_grad():
-                        results = list(self.inference(values))
+                        results = list(self.function(INFERENCE)(values))
             named = dict(zip(self.results, results))
             with torch.no_grad():
                 for port, value in named.items():
@@ -173,9 +142,16 @@ class Runner:
                         given[Port(BUFFER, port.name)].copy_(value)
             return bind.outputs(self.plan, named)
 
-    def kept_apart(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
-        """Returns the gradients by port of what `backward_apart` or the end of `joint_apart` gives, None for those that `sums` keeps."""
-        return sums.gradients(self.apart, self.ending, list(self.gradients.values()), computed)
+    def gradients_of(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that `sums` keeps."""
+        first = list(self.gradients.values()).count(False)
+        others, homes = iter(computed[:first]), sums.gradients(self, self.bring_home, computed[first:])
+        whole = repeat(None) if homes is None else iter(homes)
+        return [next(whole) if is_parameter else next(others) for is_parameter in self.gradients.values()]
+
+    def bring_home(self, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the gradients of parameters from sums of what their ways home begin with."""
+        return self.function(ENDING)([*sums, *self.positions])
 
     def for_leaves(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Returns gradients as those of the leaves: a parameter's as a DTensor. None stays None."""
@@ -200,7 +176,8 @@ class Runner:
 
     def names(self) -> list[str]:
         """Returns the names of the arguments, in the order of their leaves."""
-        named = dict(zip(self.plan.ports.inputs, self.program.graph.find_nodes(op="placeholder")))
+        forward = self.programs.program(FORWARD, dist.get_rank())
+        named = dict(zip(self.takes, forward.graph.find_nodes(op="placeholder")))
         return [named[port].name for port in self.inputs]
 
     @functools.cached_property

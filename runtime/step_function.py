@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from sbpc._compat import keeps_graph, writes_of
 from sbpc.errors import PlanError
+from sbpc.plans.step_programs import BACKWARD, FORWARD, UNSENT
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.step import Runner, no_autocast
@@ -28,7 +29,7 @@ class StepFunction(Function):
 
         others: a list to which the results without gradient are added.
         """
-        outputs = runner.forward(values)
+        outputs = runner.function(FORWARD)(values)
         results, saved = outputs[: len(runner.results)], outputs[len(runner.results) :]
         ctx.save_for_backward(*saved)
         ctx.runner, ctx.sums, ctx.leaves, ctx.retained = runner, sums, leaves, None
@@ -58,8 +59,10 @@ class StepFunction(Function):
         values = list(ctx.saved_tensors) if ctx.retained is None else ctx.retained
         ctx.retained = values.copy() if keeps_graph() else None
         values += [grad.contiguous() for grad in grads]
+        values += runner.positions
         with no_autocast(runner.where):
-            gradients = runner.kept_apart(ctx.sums, runner.backward_apart(values)) if ctx.sums.on else runner.backward(values)
+            computed = runner.function(UNSENT if ctx.sums.on else BACKWARD)(values)
+            gradients = runner.gradients_of(ctx.sums, computed) if ctx.sums.on else computed
         return runner.for_leaves(ctx.leaves, gradients)
 
 

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from sbpc.plans.step_programs import JOINT
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import code
 from sbpc.runtime.module import training_runner
-from sbpc.runtime.partition import joint, wait
+from sbpc.runtime.prepared import wait
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.direct_exchange import DirectGroup, DirectWork
 
@@ -287,10 +288,10 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphM
 def recorded(module: nn.Module) -> Iterator[Recorder]:
     """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps."""
     runner = training_runner(module)
-    recorder = Recorder(joint(runner.program), clock_of(runner.where))
-    plain, runner.joint = runner.joint, recorder
+    recorder, plain = Recorder(runner.program(JOINT), clock_of(runner.where)), runner.function(JOINT)
+    runner.functions[JOINT] = recorder
     try:
         yield recorder
     finally:
-        runner.joint = plain
+        runner.functions[JOINT] = plain
         recorder.clock.close()

@@ -85,7 +85,7 @@ def test_ranks_of_unequal_shards_have_programs_of_their_own(tmp_path: Path) -> N
     path = tmp_path / "model.sbpc"
     model, args, train, _ = exported(path, "mlp", Mesh(x=4, y=2), batch=10, width=6, hidden=7)
     found = sbpc.load_programs(path)
-    assert 1 < len(found.kinds) <= 8 and len(set(found.ranks)) == len(found.kinds)
+    assert 1 < len(found.kinds["joint"]) <= 8 and {len(set(found.ranks))} == {*map(len, found.kinds.values())}
     assert all(found.local_at(rank).code == train.local_at(rank).code for rank in range(8))
     assert largest_error_bare(found, bare(found, path.with_suffix(".safetensors")), model, args) <= 1e-10
 
@@ -154,7 +154,7 @@ def test_200_damaged_files_and_a_pickle_are_refused(file: Path, tmp_path: Path) 
 
 def nodes(body: dict[str, Any], target: str) -> list[dict[str, Any]]:
     """The nodes of the first program that call a target."""
-    return [node for node in body["programs"][0]["graph"] if node["target"].startswith(target)]
+    return [node for node in body["programs"]["joint"][0]["graph"] if node["target"].startswith(target)]
 
 
 def swap(items: list[Any], one: int, other: int) -> None:
@@ -172,33 +172,33 @@ FORGED: list[tuple[str, Any]] = [
     ("a larger mesh", lambda body: body["mesh"][0].__setitem__(1, 4)),
     ("a smaller mesh", lambda body: body["mesh"][0].__setitem__(1, 1)),
     ("axes in another order", lambda body: body["mesh"].reverse()),
-    ("programs swapped", lambda body: swap(body["programs"], 0, 1)),
+    ("programs swapped", lambda body: swap(body["programs"]["joint"], 0, 1)),
     ("programs of ranks swapped", lambda body: swap(body["ranks"], 0, 3)),
     ("a rank too few", lambda body: body["ranks"].pop()),
     ("a program that there is not", lambda body: body["ranks"].__setitem__(0, 99)),
-    ("a program too many", lambda body: body["programs"].append(body["programs"][0])),
+    ("a program too many", lambda body: body["programs"]["joint"].append(body["programs"]["joint"][0])),
     ("shapes swapped", lambda body: swap(body["inputs"], 0, 2)),
     ("layouts swapped", lambda body: swap_unequal(body["given"])),
     ("an unknown layout", lambda body: body["given"].__setitem__(0, "[S(7), B]")),
     ("a partial layout", lambda body: body["given"].__setitem__(0, "[P, B]")),
     ("a gradient from elsewhere", lambda body: body["left"].reverse()),
-    ("placeholders swapped", lambda body: swap(body["programs"][0]["graph"], 0, 2)),
+    ("placeholders swapped", lambda body: swap(body["programs"]["joint"][0]["graph"], 0, 2)),
     ("ports swapped", lambda body: swap(body["ports"]["inputs"], 0, 2)),
-    ("a node after its use", lambda body: body["programs"][0]["graph"].reverse()),
+    ("a node after its use", lambda body: body["programs"]["joint"][0]["graph"].reverse()),
     ("another group", lambda body: nodes(body, C10D + "all")[0]["args"].__setitem__(-1, "sbpc::x=9::x")),
     ("a collective less", lambda body: drop_collective(body)),
     ("an op that is none", lambda body: nodes(body, "aten.")[0].update(target="os.system.default")),
     ("a collective that is none", lambda body: nodes(body, C10D)[0].update(target=C10D + "broadcast_.default")),
-    ("code in a placeholder", lambda body: body["programs"][0]["graph"][0].update(target="x=exec('1')")),
+    ("code in a placeholder", lambda body: body["programs"]["joint"][0]["graph"][0].update(target="x=exec('1')")),
     ("a shape that is not so", lambda body: nodes(body, "aten.mm")[0]["val"].__setitem__(1, [3, 3])),
-    ("a pickle for a program", lambda body: body["programs"].__setitem__(0, pickle.dumps(Evil(), 0).decode())),
+    ("a pickle for a program", lambda body: body["programs"]["joint"].__setitem__(0, pickle.dumps(Evil(), 0).decode())),
     ("steps of no name", lambda body: body["steps"].update(other=body["steps"].pop("inference"))),
 ]
 
 
 def drop_collective(body: dict[str, Any]) -> None:
     """One program leaves out a collective that the others run."""
-    graph = body["programs"][0]["graph"]
+    graph = body["programs"]["joint"][0]["graph"]
     at = next(at for at, node in enumerate(graph) if node["target"].startswith(C10D + "all_reduce"))
     graph[at].update(target="aten.clone.default", args=graph[at]["args"][:1])
 

@@ -14,10 +14,11 @@ import sbpc
 from sbpc import Mesh
 from sbpc._compat import TorchDispatchMode
 from sbpc.errors import PlanError
+from sbpc.plans.step_programs import BACKWARD, FORWARD, StepPrograms
 from sbpc.rules.proof.prove import STAND_INS
-from sbpc.runtime.device_kernels import attend, placed
+from sbpc.runtime.device_kernels import Choice, attend, placed
 from sbpc.runtime.executors import code
-from sbpc.runtime.partition import partition
+from sbpc.runtime.prepared import prepared
 from tests import cuda_cases
 from tests.test_plan import refused
 
@@ -53,12 +54,18 @@ class StandIns(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def results(gm: GraphModule, values: list[Tensor]) -> list[Tensor]:
-    """The loss and the gradients of a local program."""
-    halves = partition(gm)
+def results(plan: sbpc.Plan, values: list[Tensor], choose: Choice | None = None) -> list[Tensor]:
+    """The loss and the gradients of a plan, whose forward and backward each take the kernels of `choose`."""
+    programs, halves = StepPrograms(plan), []
+    for name in (FORWARD, BACKWARD):
+        gm = prepared(programs.program(name, 0), CPU, True, 0, 0)
+        if choose is not None:
+            attend(gm.graph, choose)
+        halves.append(code(gm))
+    place = torch.tensor([0])
     with torch.no_grad():
-        loss, *saved = code(halves.forward)([*values, torch.tensor([0])])
-        return [loss, *code(halves.backward)([*saved, torch.ones((), dtype=loss.dtype)])]
+        loss, *saved = halves[0]([*values, place])
+        return [loss, *halves[1]([*saved, torch.ones((), dtype=loss.dtype), place])]
 
 
 @pytest.mark.usefixtures("float64")
@@ -67,13 +74,11 @@ def test_every_kernel_of_attention_gives_what_that_of_cpus_gives() -> None:
         assert cuda_cases.FLASH.default in STAND_INS
         torch.manual_seed(0)
         model, x = Attend(causal), torch.randn(2, 5, 12)
-        local = sbpc.plan(model, (x,), Mesh(data=1)).local
+        plan = sbpc.plan(model, (x,), Mesh(data=1))
         values = [*(parameter.detach() for parameter in model.parameters()), x]
-        other = placed(local, CPU)
-        attend(other.graph, lambda parts, mask, asked, kernel=kernel, causal=causal: kernel if asked == causal and (mask is None) == causal else "none")
-        expected, mode = results(placed(local, CPU), values), StandIns()
+        expected, mode = results(plan, values), StandIns()
         with mode:
-            found = results(other, values)
+            found = results(plan, values, lambda parts, mask, asked, k=kernel, c=causal: k if asked == c and (mask is None) == c else "none")
         wanted = {f"_scaled_dot_product_{kernel}_attention{half}" for half in ("", "_backward")}
         assert mode.seen == (set() if kernel == "formula" else wanted)
         assert len(found) == len(expected) == 3

@@ -21,7 +21,6 @@ from sbpc._compat import TorchDispatchMode
 from sbpc.errors import PlanError
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.plans.timeline import sends
-from sbpc.runtime.accumulate import SENDING
 from sbpc.runtime.module import training_runner
 from tests.processes import run_ranks
 
@@ -56,6 +55,10 @@ def batch(seed: int, rows: int = 10) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(0, 10, (rows,), generator=draw) for _ in range(2))
     return tokens, targets, torch.randn(rows, 6, generator=draw).requires_grad_()
+
+
+C10D = torch.ops._c10d_functional
+SENDING = C10D.all_reduce.default, C10D.reduce_scatter_tensor.default, C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default
 
 
 class Sent(TorchDispatchMode):

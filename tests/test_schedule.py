@@ -27,7 +27,7 @@ from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
 from sbpc.plans.memory import Life
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, kind_of, makespan, sends, timeline, works
-from sbpc.runtime.partition import is_scheduled, joint
+from sbpc.runtime.prepared import prepared, wait
 from tests import models
 from tests.compare import compare, eager, error_of
 from tests.random_plans import random_plan
@@ -325,6 +325,12 @@ def test_a_faster_plan_that_breaks_the_limit_is_not_chosen() -> None:
 def test_waits_of_a_scheduled_program_stay_and_others_are_moved() -> None:
     scheduled, *_ = gpt_on_slow_links(microbatches=1)
     serial, *_ = gpt_on_slow_links(objective="serial")
-    assert is_scheduled(scheduled.local) and not is_scheduled(serial.local)
-    calls = [node.name for node in joint(scheduled.local).graph.nodes if "wait_tensor" in str(node.target)]
-    assert calls == [node.name for node in scheduled.local.graph.nodes if "wait_tensor" in str(node.target)]
+    for plan, stay in ((scheduled, True), (serial, False)):
+        program = prepared(plan.local, torch.device("cpu"), plan.options.overlaps, 1, len(plan.ports.outputs) - 1)
+        before, after = ([node for node in gm.graph.nodes if node.op == "call_function"] for gm in (plan.local, program))
+        known = {node.name for node in before}
+        assert ([node.name for node in after if node.name in known] == [node.name for node in before]) == stay
+        apart = [
+            any(node.target is wait and node.all_input_nodes != [last] for last, node in itertools.pairwise(nodes)) for nodes in (before, after)
+        ]
+        assert apart == [stay, True]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.fx import GraphModule, Node
 from sbpc._compat import OpOverload
 from sbpc.errors import VerifyError
 from sbpc.graph.operands import hashable, leaves, named_arguments
+from sbpc.graph.ports import results
 from sbpc.plans.program_check import ShapeCheck
 from sbpc.rules.registry import match, row
 
@@ -54,9 +56,18 @@ def name_of(target: Any) -> str:
     return name if space in ("aten", "_c10d_functional") else ""
 
 
-def check_graph(gm: GraphModule, collectives: bool = False) -> None:
-    """Raises SbpcError for a graph that calls what it may not, or says of a value what it is not. collectives: it is a rank's program."""
-    FileCheck(gm, collectives).check()
+Bounds = Sequence[int | None]  # by value a number above all its elements, where they are indices of a pooling
+
+
+def check_graph(gm: GraphModule, collectives: bool = False, given: Bounds = ()) -> list[int | None]:
+    """Raises SbpcError for a graph that calls what it may not, or says of a value what it is not.
+
+    collectives: it is a rank's program. given: bounds of its first placeholders, by what has computed them. Returns those of its results.
+    """
+    check = FileCheck(gm, collectives)
+    check.bounds |= {node: bound for node, bound in zip(gm.graph.find_nodes(op="placeholder"), given) if bound is not None}
+    check.check()
+    return [None if node is None else check.bounds.get(node) for node in results(gm)]
 
 
 class FileCheck(ShapeCheck):

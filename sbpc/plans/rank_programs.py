@@ -1,8 +1,9 @@
 """Writes the programs of all ranks for one step into the file of a plan, and reads them: what running a plan needs.
 
-A step of an exported file is the body of a plan's file (`plan_file.encode`) and besides: `programs`, one graph for every
-class of ranks with equal local shapes; `ranks`, the number of its program by rank; `given` and `left`, the layouts of
-inputs and outputs; `inputs` and `outputs`, their global shapes. The further steps of a file stand under `steps`.
+A step of an exported file is the body of a plan's file (`plan_file.encode`) and besides: `programs`, by the names of `StepPrograms`
+one graph for every class of ranks with equal local shapes; `ranks`, the number of its class by rank; `given` and `left`, the layouts
+of inputs and outputs; `inputs` and `outputs`, their global shapes; `traces`, the lines of the source, to which the calls of programs
+refer by number. The further steps of a file stand under `steps`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from sbpc.graph.pytree import plain
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import REDUCE
-from sbpc.plans import plan_file
+from sbpc.plans import plan_bytes, plan_file
 from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
+from sbpc.plans.step_programs import EARLY, FORWARD, JOINT, LATE, PIECES, SAVED, StepPrograms, names_of
 
 if TYPE_CHECKING:
     from sbpc.plans.plan import Plan
@@ -39,8 +41,8 @@ GROUP_SIZE_AT = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}  # whi
 class Programs:
     """What a rank needs to run one step of a plan; takes a plan's place in `parallelize` and `simulate`.
 
-    shapes, given, left: as those of a plan. kinds: the programs; ranks: the number of its program by rank. digest: of the
-    file.
+    shapes, given, left: as those of a plan. kinds: by name the programs, one for each class of ranks; ranks: the number of its class by
+    rank. digest: of the file.
     """
 
     mesh: Mesh
@@ -49,35 +51,43 @@ class Programs:
     given: dict[Port, Layout]
     left: dict[Port, Layout | None]
     options: Options
-    kinds: tuple[GraphModule, ...]
+    kinds: dict[str, tuple[GraphModule, ...]]
     ranks: tuple[int, ...]
     digest: str
+    loop: None = None
 
-    def local_at(self, rank: int) -> GraphModule:
-        """Returns the program of `rank`. Raises PlanError if there is no such rank."""
+    def program(self, name: str, rank: int) -> GraphModule:
+        """Returns a program of `rank`, see `StepPrograms`. Raises PlanError if there is no such rank."""
         if not 0 <= rank < self.mesh.ranks:
             raise PlanError(f"rank {rank} of a mesh of {self.mesh.ranks} ranks\n  Name one that there is.")
-        return self.kinds[self.ranks[rank]]
+        return self.kinds.get(name, self.kinds[JOINT])[self.ranks[rank]]
+
+    def local_at(self, rank: int) -> GraphModule:
+        """Returns the program of the whole step of `rank`."""
+        return self.program(JOINT, rank)
 
 
 def save(plan: Plan, path: Path, inference: Plan | None = None) -> None:
     """Writes a plan with its programs, and besides those of a plan for inference."""
     if inference is not None and (inference.options.train or not plan.options.train):
         raise PlanError("a file holds one plan for training and one for inference\n  Plan the second with train=False.")
-    plan_file.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
+    plan_bytes.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
 
 
 def encode(plan: Plan) -> dict[str, Any]:
     """Returns a plan with the programs of all its ranks as JSON values."""
-    kinds: dict[Any, GraphModule] = {}
-    classes = [plan.shape_class(rank) for rank in range(plan.mesh.ranks)]
+    made, first = StepPrograms(plan), dict[Any, int]()  # by class, its first rank
+    classes = [plan.chunk.shape_class(rank) for rank in range(plan.mesh.ranks)]
     for rank, key in enumerate(classes):
-        if key not in kinds:
-            kinds[key] = plan.local_at(rank)
-    number = {key: at for at, key in enumerate(kinds)}
+        first.setdefault(key, rank)
+    programs = {name: [plan_file.encode_graph(made.program(name, rank)) for rank in first.values()] for name in names_of(plan.ports)}
+    traces = dict[str, int]()
+    for item in traced(programs):
+        item["stack_trace"] = traces.setdefault(item["stack_trace"], len(traces))
     return plan_file.encode(plan) | {
-        "programs": [plan_file.encode_graph(gm) for gm in kinds.values()],
-        "ranks": [number[key] for key in classes],
+        "programs": programs,
+        "traces": list(traces),
+        "ranks": [list(first).index(key) for key in classes],
         "given": plan_file.encode_layouts(plan.given.values()),
         "left": plan_file.encode_layouts(plan.left.values()),
         "inputs": [plan_file.encode_value(value) for value in plan.shapes.values()],
@@ -85,11 +95,19 @@ def encode(plan: Plan) -> dict[str, Any]:
     }
 
 
+def traced(programs: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yields the nodes of programs that have a stack trace."""
+    graphs = chain(*programs.values())
+    return (item for graph in graphs for item in graph["graph"] if "stack_trace" in item)
+
+
 def decode(decoder: Decoder) -> Programs:
     """Returns the programs of a step. Raises PlanError if the file has none, or if they do not fit its mesh and its ports."""
     body, ports = decoder.body, decoder.ports()
     ports = replace(ports, results=plain(ports.results))
     given, left = decoder.layouts("given"), decoder.layouts("left")
+    for item in traced(body["programs"]):
+        item["stack_trace"] = body["traces"][item["stack_trace"]]
     if any(layout is not None and layout.partial for layout in (*given, *left)):
         raise decoder.fail("an input or an output holds partial results")
     programs = Programs(
@@ -99,28 +117,43 @@ def decode(decoder: Decoder) -> Programs:
         given=dict(zip(ports.inputs, given)),  # type: ignore[arg-type]
         left=dict(zip(ports.outputs, left)),
         options=decoder.options(),
-        kinds=tuple(decoder.graph(program, collectives=True) for program in body["programs"]),
+        kinds=decode_kinds(decoder, ports),
         ranks=tuple(body["ranks"]),
         digest=hashlib.sha256(decoder.path.read_bytes()).hexdigest()[:16],
     )
     outputs = list(map(decoder.value, body["outputs"]))
-    collectives = wrong_collectives(programs.mesh, programs.kinds, programs.ranks)
-    mistakes = wrong_counts(body, programs), wrong_homes(programs), wrong_shapes(programs, outputs), collectives
+    collectives = [wrong_collectives(programs.mesh, kinds, programs.ranks) for kinds in programs.kinds.values()]
+    mistakes = wrong_counts(body, programs), wrong_homes(programs), wrong_shapes(programs, outputs), *collectives
     for mistake in chain(*mistakes):
         raise decoder.fail(mistake)
     return programs
 
 
+def decode_kinds(decoder: Decoder, ports: Ports) -> dict[str, tuple[GraphModule, ...]]:
+    """Returns the programs by name. What the backward may do with saved values depends on what the forward has computed."""
+    early, kinds = sum(port.kind in EARLY for port in ports.outputs), dict[str, tuple[GraphModule, ...]]()
+    for name in names_of(ports):
+        bodies = decoder.body["programs"].get(name, [])
+        saved = [gm.meta["bounds"][early:] for gm in kinds[FORWARD]] if PIECES[name].reads == SAVED else [()] * len(bodies)
+        kinds[name] = tuple(decoder.graph(body, True, bounds) for body, bounds in zip(bodies, saved))
+    return kinds
+
+
 def wrong_counts(body: dict[str, Any], programs: Programs) -> Iterator[str]:
     """Yields which lists of the file have not as many entries as the mesh, the ports or the ranks ask for."""
     inputs, outputs = len(programs.ports.inputs), len(programs.ports.outputs)
+    late = [port.kind in LATE for port in programs.ports.outputs]
+    if late != sorted(late):
+        yield "a gradient stands before a result of the forward"
+    if body["programs"].keys() != programs.kinds.keys():
+        yield f"its programs are {', '.join(body['programs'])}, not {', '.join(programs.kinds)}"
     for what, count, wanted in (
         ("ranks", len(body["ranks"]), programs.mesh.ranks),
         ("layouts of inputs", len(body["given"]), inputs),
         ("layouts of outputs", len(body["left"]), outputs),
         ("shapes of inputs", len(body["inputs"]), inputs),
         ("shapes of outputs", len(body["outputs"]), outputs),
-        ("programs that are used", len(set(body["ranks"])), len(programs.kinds)),
+        *(("programs that are used", len(set(body["ranks"])), len(kinds)) for kinds in body["programs"].values()),
     ):
         if count != wanted:
             yield f"{count} {what}, not {wanted}"
@@ -138,30 +171,37 @@ def wrong_homes(programs: Programs) -> Iterator[str]:
 
 
 def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
-    """Yields inputs, outputs and inner values of programs that have not the shape that their layout gives them on a rank."""
-    mesh = programs.mesh
-    inputs = [(port, programs.shapes[port], layout) for port, layout in programs.given.items()]
+    """Yields inputs, outputs and inner values of programs that have not the shape that their layout gives them on a rank, and values
+    that one program leaves for another which that does not take.
+
+    outputs: whole values of the outputs.
+    """
+    mesh, handed = programs.mesh, dict[tuple[str, int], Any]()  # by what it is and class: what programs leave for others
+    given = [(port, programs.shapes[port], layout) for port, layout in programs.given.items()]
     ends = [(port, value, layout) for (port, layout), value in zip(programs.left.items(), outputs)]
-    checked: dict[int, list[tuple[Node, Port, Any, Any]]] = {}  # by program: node, port, whole value, layout
-    for rank, kind in enumerate(programs.ranks):
-        if kind not in checked:
-            graph = programs.kinds[kind].graph
-            placeholders = graph.find_nodes(op="placeholder")
-            left: Any = graph.output_node().args[0]
-            if len(placeholders) != len(inputs) + len(mesh.axes) or len(left) != len(ends):
-                yield f"program {kind} has {len(placeholders)} inputs and {len(left)} outputs"
-                return
-            for node, (port, *_) in zip(placeholders, inputs):
+    for name, kinds in programs.kinds.items():
+        piece, checked = PIECES[name], dict[int, list[tuple[Node, Port, Any, Any]]]()  # by class: node, port, whole value, layout
+        takes, leaves = ([item for item in each if item[0].kind in of] for each, of in ((given, piece.inputs), (ends, piece.outputs)))
+        for kind, gm in enumerate(kinds):
+            stored, left = gm.graph.find_nodes(op="placeholder"), results(gm)
+            first = len(stored) - len(mesh.axes) - len(takes)
+            for what, nodes in ((piece.reads, stored[: max(first, 0)]), (piece.gives, left[len(leaves) :])):
+                held = [None if node is None else plan_file.encode_value(node.meta.get("val")) for node in nodes]
+                wanted = [] if what is None else handed.setdefault((what, kind), held)
+                if first < 0 or len(left) < len(leaves) or held != wanted or None in held:
+                    yield f"program {name} {kind} has {len(stored)} inputs and {len(left)} outputs, or other {what} than are read"
+                    return
+            for node, (port, *_) in zip(stored[first:], takes):
                 if port.kind in (PARAMETER, BUFFER) and not called(node, port):
-                    yield f"program {kind}: %{node.name} is not {port.kind} {port.name}"
-            pairs = chain(zip(placeholders, inputs), zip(left, ends))
-            checked[kind] = [(node, *about) for node, about in pairs] + inner_values(graph)
-        coordinates = mesh.coordinates(rank)
-        for node, port, value, layout in checked[kind]:
-            if (node is None) != (layout is None) or (node is None) != (value is None):
-                yield f"program {kind}: {port.kind} {port.name} is absent in one place and there in another"
-            elif node is not None and not fits(node, value, layout, mesh, coordinates):
-                yield f"program {kind}: {port.kind} {port.name} is not what rank {rank} holds of it in {layout}"
+                    yield f"program {name} {kind}: %{node.name} is not {port.kind} {port.name}"
+            pairs = chain(zip(stored[first:], takes), zip(left, leaves))
+            checked[kind] = [(node, *about) for node, about in pairs] + inner_values(gm.graph)
+        for rank, kind in enumerate(programs.ranks):
+            for node, port, value, layout in checked[kind]:
+                if (node is None) != (layout is None) or (node is None) != (value is None):
+                    yield f"program {name} {kind}: {port.kind} {port.name} is absent in one place and there in another"
+                elif node is not None and not fits(node, value, layout, mesh, mesh.coordinates(rank)):
+                    yield f"program {name} {kind}: {port.kind} {port.name} is not what rank {rank} holds of it in {layout}"
 
 
 def inner_values(graph: Graph) -> list[tuple[Node, Port, Any, Any]]:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import sbpc
+from sbpc.plans.step_programs import BACKWARD, FORWARD, StepPrograms
 from sbpc.runtime.executors import code
-from sbpc.runtime.partition import partition
+from sbpc.runtime.prepared import prepared
 from tests import models
 
 PARTS = 4
@@ -43,8 +44,11 @@ def step_of(module: Callable[..., Any], model: nn.Module, args: Any) -> Step:
 
 def program_of(plan: sbpc.Plan, model: nn.Module, args: Any) -> Step:
     """The generated code alone: parameters in, gradients out, no autograd. Gradients live until the next step, as in all."""
-    halves = partition(plan.local)
-    forward, backward = code(halves.forward), code(halves.backward)
+    programs, count = StepPrograms(plan), len(plan.parameters)
+    forward, backward = (
+        code(prepared(programs.program(name, 0), torch.device("cpu"), plan.options.overlaps, early, late))
+        for name, early, late in ((FORWARD, 1, 0), (BACKWARD, 0, count))
+    )
     values = [parameter.detach() for parameter in model.parameters()]
     positions = [torch.tensor([0]) for _ in plan.mesh.axes]
     tangent = torch.ones(())
@@ -53,7 +57,7 @@ def program_of(plan: sbpc.Plan, model: nn.Module, args: Any) -> Step:
     def step() -> None:
         gradients.clear()
         with torch.no_grad():
-            found = [*forward([*values, *args, *positions])[1:], tangent]
+            found = [*forward([*values, *args, *positions])[1:], tangent, *positions]
             gradients.extend(backward(found))
 
     return step

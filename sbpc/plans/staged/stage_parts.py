@@ -9,8 +9,24 @@ from collections.abc import Container, Mapping
 
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.operands import ancestors, is_late, just_in_time, value_of
-from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, SEED, TANGENT, Port, outputs, placeholders, results
+from sbpc.boxing.steps import WIRE
+from sbpc.graph.about import is_boxing
+from sbpc.graph.operands import ancestors, is_late, just_in_time, made_of, operands, value_of
+from sbpc.graph.ports import (
+    BUFFER,
+    GRADIENT,
+    INPUT_GRADIENT,
+    MUTATION,
+    OUTPUT,
+    PARAMETER,
+    SEED,
+    TANGENT,
+    Port,
+    outputs,
+    placeholders,
+    results,
+)
+from sbpc.mesh.states import B, P, Partial
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
 BEFORE, AFTER, FREE = "before", "after", "free"  # FREE: the same for all micro-batches, and computed wherever it is read
@@ -18,25 +34,30 @@ PARTS = (BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER)
 Parts = tuple[str, ...]  # those that one program runs
 
 
-def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
+def parts_of(gm: GraphModule, in_loop: Container[Port] | None = ()) -> dict[Node, str]:
     """Returns the part of every node but the output: BEFORE, FORWARD, INPUTS, WEIGHTS, AFTER or FREE.
 
     BEFORE: what depends on parameters and buffers alone, their boxings among it. FORWARD. INPUTS: the backward of what the stage
     received. WEIGHTS: the rest of the backward. AFTER: the boxings of gradients on their way home; gradients add up before these.
     in_loop: parameters that are boxed wherever a micro-batch reads them, forward and backward, and gradients that are boxed in every
-    micro-batch and then add up.
+    micro-batch and then add up. None for a step that is no loop: as nothing in it is done once for several, nothing is BEFORE or FREE.
     """
     parts: dict[Node, str] = {}
+    whole = in_loop is None
     ports = {node: port for port, node in placeholders(gm).items()}
     late: set[Node] = set()
-    loose = {node for node, port in ports.items() if port in in_loop}  # and what is made of them alone
+    loose = {node for node, port in ports.items() if in_loop is not None and port in in_loop}  # and what is made of them alone
     ends = set(results(gm))
+    # Where parts of the batch go all the way one after the other, the forward of the next reads boxings of the backward of one.
+    early = ancestors(node for _, node in outputs(gm, OUTPUT, MUTATION)) if whole else ()
     for node in gm.graph.nodes:
         if node.op == "output":
             break
         kind = ports[node].kind if node in ports else None  # None of a placeholder: a rank's position
         given = {parts[used] for used in node.all_input_nodes}
-        if node.op == "placeholder":
+        if whole:
+            parts[node] = FORWARD
+        elif node.op == "placeholder":
             fixed = BEFORE if kind in (PARAMETER, BUFFER) else FREE
             parts[node] = fixed if kind in (PARAMETER, BUFFER, SEED, None) else FORWARD
         elif given <= {FREE, BEFORE}:
@@ -45,9 +66,11 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
             parts[node] = FREE if node in loose else BEFORE if reads_loose or BEFORE in given else FREE
         else:
             parts[node] = FORWARD
-        if kind == TANGENT or (parts[node] == FORWARD and (is_late(node) or any(used in late for used in node.all_input_nodes))):
+        follows = value_of(node)[0] is not node or "awaits" in node.meta  # it is where what it reads is
+        marked = is_late(node) and not follows and node not in early
+        if kind == TANGENT or (parts[node] == FORWARD and (marked or any(used in late for used in node.all_input_nodes))):
             late.add(node)
-    needed = ancestors(node for _, node in outputs(gm, OUTPUT) if node in late)
+    needed = ancestors(node for _, node in outputs(gm, OUTPUT, INPUT_GRADIENT) if node in late)
     for node in gm.graph.nodes:
         if node in late:
             own = INPUTS if node in needed or node.op == "placeholder" else WEIGHTS
@@ -57,7 +80,8 @@ def parts_of(gm: GraphModule, in_loop: Container[Port] = ()) -> dict[Node, str]:
             parts[node] = WEIGHTS
         elif port.kind == OUTPUT and parts[node] == FREE:  # a constant
             parts[node] = BEFORE
-    return parts | dict.fromkeys(boxings_home(gm, parts, in_loop), AFTER)
+    home = ways_home(gm) if in_loop is None else boxings_home(gm, parts, in_loop)
+    return parts | dict.fromkeys(home, AFTER)
 
 
 def calls_in(parts: Mapping[Node, str], which: Container[str]) -> list[Node]:
@@ -78,6 +102,40 @@ def boxings_home(gm: GraphModule, parts: Mapping[Node, str], in_loop: Container[
             (node,) = node.all_input_nodes
         found |= mine
     return found - {gm.graph.output_node()}
+
+
+def ways_home(gm: GraphModule) -> set[Node]:
+    """Returns the last calls before the gradients, from the first collective on, that nothing else reads and that are linear.
+
+    Linear means L(a) + L(b) = L(a + b). So the sum over several steps may be taken before them.
+    """
+    kept = {node for port, node in outputs(gm) if port.kind != GRADIENT}
+    ends = {node for _, node in outputs(gm, GRADIENT)}
+    fixed, tail, found = constants(gm), set[Node](), set[Node]()
+    for node in reversed(gm.graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        if node not in kept and (users or node in ends) and tail.issuperset(users) and is_linear(node, fixed):
+            tail.add(node)
+    for node in gm.graph.nodes:
+        sends = "step" in node.meta and node.meta["step"].collective in WIRE
+        if node in tail and (sends or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def constants(gm: GraphModule) -> set[Node]:
+    """Returns the nodes whose values are the same in every step."""
+    return made_of(gm, [node for node in gm.graph.nodes if node.op in ("call_function", "get_attr") and not node.all_input_nodes])
+
+
+def is_linear(node: Node, fixed: Container[Node]) -> bool:
+    """Returns whether a call is jointly linear in all that it reads but what is fixed: it takes partial sums of these to partial sums."""
+    if is_boxing(node):
+        step = node.meta["step"] if "step" in node.meta else node.meta["awaits"]
+        return node not in fixed and all(state == P for state in step.before.states if isinstance(state, Partial))
+    states = [B if operand in fixed else P for operand in operands(node)]
+    signatures = node.meta["match"].signatures if "match" in node.meta and P in states else ()
+    return any([*signature.inputs] == states and {*signature.outputs} == {P} for signature in signatures)
 
 
 def summand(node: Node, parts: Mapping[Node, str]) -> Node:
