@@ -22,6 +22,7 @@ from sbpc import Mesh
 from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.guards import Guards
 from tests.compare import compare, eager
+from tests.processes import run_ranks
 
 X, Y = torch.linspace(-1, 1, 32).view(4, 8), torch.tensor([0, 1, 2, 3])
 
@@ -293,6 +294,40 @@ def test_a_plan_from_a_file_leaves_the_numbers_of_its_loss(tmp_path: Path) -> No
     sbpc.simulate(sbpc.load(tmp_path / "plan"), model, (X, Y))
     with pytest.raises(PlanError, match=r"the loss\.label_smoothing is 0\.5, and was 0\.1"):
         sbpc.simulate(plan, model, (X, Y))
+
+
+class Trainer(nn.Module):
+    """Has the model, and a loss of its own, as those of Lightning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.beta, self.step = Net(), 0.5, 0
+        self.model.layer.register_forward_hook(self.scale)
+
+    def loss(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out, target) * self.beta
+
+    def scale(self, _: Any, __: Any, out: Tensor) -> Tensor:
+        return out * self.beta
+
+
+def trained(**options: Any) -> list[str]:
+    trainer = Trainer()
+    plan = sbpc.plan(trainer.model, (X,), Mesh(p=1), loss=trainer.loss, targets=(Y,), **options)
+    module: Any = sbpc.parallelize(trainer.model, plan)
+    found = []
+    for trainer.step, trainer.beta in enumerate((0.5, 0.5, 1.0, 0.5)):
+        try:
+            module.step(X, Y)
+            found.append("")
+        except PlanError as error:
+            found.append(str(error).partition(",")[0])
+    return found
+
+
+def test_a_parallel_module_looks_at_the_loss_and_the_hooks_of_its_plan() -> None:
+    ways = [run_ranks(functools.partial(trained, **options), 1)[0] for options in ({}, {"microbatches": 2})]
+    assert ways == [["", "", "hook 0 of layer.__self__.beta is 1.0", ""]] * 2
 
 
 class ByMode(nn.Module):

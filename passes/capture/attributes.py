@@ -214,6 +214,8 @@ class Attributes:
             if not issubclass(value, nn.Module):  # whose methods are those of some module
                 self.visit_class(value)
             self.follow(value, f"{path}{name}.", rest, used) if rest else self.fields(value, f"{path}{name}.", used)
+        elif isinstance(value, RECORDS) and rest:
+            self.follow(value, f"{path}{name}.", rest, used)
         elif isinstance(owner, type) and hasattr(type(value), "__get__"):
             self.visit(value)
         elif f"{path}{name}" not in self.outside:
@@ -271,7 +273,11 @@ class Attributes:
             if not same(old, value):
                 free = old if isinstance(value, FunctionType) else ()
                 lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
-                compare(path, old, table_of(value), lines, fine)
+                if isinstance(value, dict) and all(value.get(key, ABSENT) is item for key, item in old.items()):
+                    new = [(key, item) for key, item in value.items() if key not in old and compare(path, ABSENT, item, lines, fine)]
+                    self.first += [(path, value, key, item, lines) for key, item in new]
+                else:
+                    compare(path, old, table_of(value), lines, fine)
         for path, value, old in self.generators.values():
             if state_of(value) != old:
                 what = f"the forward draws random numbers by {path!r}, a {type(value).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import operator
 import random
@@ -97,4 +98,4 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (Tensor, type, FunctionType, ModuleType)) or is_plain(value) or kind.__flags__ >> 8 & 3 != MUTABLE:
         return False
-    return is_foreign(kind.__module__)
+    return kind is argparse.Namespace or is_foreign(kind.__module__)

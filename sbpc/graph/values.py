@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from collections import deque
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.layout, torch.memory_format, torch.Size)
-RECORDS = (SimpleNamespace, argparse.Namespace)  # objects whose reads cannot be watched, or that are little else than a dict
+RECORDS = (SimpleNamespace,)  # objects whose reads cannot be watched
 LISTS = (list, tuple, deque)
 CALLS = (FunctionType, MethodType, partial)  # they hold what they are called with besides their arguments, see `table_of`
 CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, *CALLS, *RECORDS)
