@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import random
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -63,6 +64,16 @@ class Knob:
         self.last = args[-1]
 
 
+def times_of(knob: Knob) -> Callable[[Any], Any]:
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(*args) * knob.beta
+
+    return decorated
+
+
+DECORATOR = Knob()
+
+
 class Net(nn.Module):
     """does: gives a number in the forward."""
 
@@ -70,6 +81,14 @@ class Net(nn.Module):
         super().__init__()
         self.layer, self.does = nn.Linear(8, 8), does
         vars(self).update(kept)
+
+    @times_of(DECORATOR)
+    def decorated(self) -> float:
+        return 1.0
+
+    @staticmethod
+    def static(knob: Knob = DECORATOR) -> float:
+        return knob.beta
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.layer(x)
@@ -133,6 +152,7 @@ def cases() -> dict[str, Case]:
     class Local:
         beta = 0.5
 
+    remembered, parsed = functools.lru_cache(lambda: k.beta), Namespace(alpha=1.0)
     here = "global tests.test_guards_beside:"
     return {
         "a method as loss": of_loss(k.loss, turn(k), ".__self__.beta"),
@@ -158,6 +178,10 @@ def cases() -> dict[str, Case]:
         "an attribute of a function": of_forward(lambda m: with_attribute(1.0), turn(with_attribute), f"{here}with_attribute is"),
         "a keyword's default": of_forward(lambda m: with_keyword(1.0), turn(with_keyword, "__kwdefaults__", {"beta": 2.0}), here),
         "an object as default": of_forward(lambda m: with_object(1.0), turn(DEFAULT), f"{here}with_object.__defaults__.0.beta"),
+        "an object in a decorator": of_forward(lambda m: m.decorated(), turn(DECORATOR), "decorated.knob.beta"),
+        "an object as default of a static method": of_forward(lambda m: m.static(), turn(DECORATOR), "static.__defaults__.0.beta"),
+        "in a function that remembers": of_forward(lambda m: m.memo(), lambda: (turn(k)(), remembered.cache_clear()), "memo.__wr", memo=remembered),
+        "what is not among parsed arguments": of_forward(lambda m: 1.0 + ("beta" in m.args), turn(parsed), "args.__dict__ is", args=parsed),
         "a class in a free variable": of_forward(lambda m: Local.beta, turn(Local), "does.Local.beta"),
         "a module that is not imported": of_forward(LOADED.beta, turn(LOADED, "BETA"), "global not_imported:BETA"),
         "by a module that is not imported": of_forward(lambda m: LOADED.BETA, turn(LOADED, "BETA"), "global not_imported:BETA"),
@@ -166,7 +190,7 @@ def cases() -> dict[str, Case]:
 
 @pytest.mark.parametrize("name", cases())
 def test_a_number_beside_the_module_that_changes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, attribute, value in ((KNOB, "beta", 0.5), (OTHER, "beta", 0.5), (DEFAULT, "beta", 0.5), (Knob, "share", 0.5)):
+    for owner, attribute, value in ((KNOB, "beta", 0.5), (OTHER, "beta", 0.5), (DEFAULT, "beta", 0.5), (DECORATOR, "beta", 0.5), (Knob, "share", 0.5)):
         monkeypatch.setattr(owner, attribute, value)
     for each, attribute in ((weighted, "__defaults__"), (with_keyword, "__kwdefaults__"), (with_attribute, "beta"), (LOADED, "BETA")):
         monkeypatch.setattr(each, attribute, getattr(each, attribute))
@@ -283,6 +307,19 @@ def test_the_hooks_of_a_model_are_those_of_its_plan(tmp_path: Path) -> None:
     later.layer.weight.register_hook(lambda g: g)
     with pytest.raises(PlanError, match=r"the parameter 'layer\.weight' has a hook"):
         sbpc.simulate(plan, later, (X,))
+
+
+def test_a_hook_of_every_module_is_guarded_and_not_taken_for_another() -> None:
+    knob, model = Knob(), Net(lambda m: 1.0)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, out: knob.times(out) if isinstance(m, nn.Linear) else None)
+    try:
+        plan = sbpc.plan(model, (X,), Mesh(p=2))
+        compare(plan, model, (X,), *eager(model, (X,)))
+        knob.beta = 1.0
+        with pytest.raises(PlanError, match=r"hook 0 of every module\.knob\.beta is 1\.0"):
+            sbpc.simulate(plan, model, (X,))
+    finally:
+        handle.remove()
 
 
 def test_a_plan_from_a_file_leaves_the_numbers_of_its_loss(tmp_path: Path) -> None:

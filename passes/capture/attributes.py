@@ -10,6 +10,7 @@ import builtins
 import io
 import random
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from sbpc._compat import CHILDREN, TENSORS
 from sbpc.errors import CaptureError
-from sbpc.graph.guards import ABSENT, MODES, containers_in, globals_of, guard_text, held, hooks_of, prefix_of
+from sbpc.graph.guards import ABSENT, EVERY, MODES, containers_in, globals_of, guard_text, held, hooks_of, prefix_of
 from sbpc.graph.values import CONTAINERS, RECORDS, is_foreign, is_own, is_plain, is_small, items_of, table_of, text_of
 from sbpc.passes.capture.code_reads import chains, function_in, line_of, names_in
 from sbpc.passes.capture.contents import (
@@ -81,6 +82,8 @@ class Attributes:
         for path, part in modules:
             if id(part) not in self.owners:
                 self.adopt_owner(path, part)
+        for name, hook in hooks_of(*EVERY):
+            self.begin(name, hook)
         for prefix, owner in [*self.owners.values()]:
             if isinstance(owner, nn.Module):
                 self.read_module(prefix[:-1], owner)
@@ -235,6 +238,8 @@ class Attributes:
             found = [each for each in vars(owner) if each not in INTERNAL]
             for each in [each for each in found if code and each in names_in(code)] or found:
                 self.read(owner, each, code)
+            if isinstance(owner, Namespace):  # it may ask whether something is in it
+                self.guards[f"{self.owners[id(owner)][0]}__dict__"] = text_of(vars(owner))
             return
         value, key = getattr(owner, "__dict__", {}).get(name), (id(owner), name)
         if id(value) in self.contents and same(self.contents[id(value)][2], value):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sbpc._compat import CHILDREN, HOOKS, TENSORS
+from sbpc._compat import CHILDREN, GLOBAL_HOOKS, HOOKS, TENSORS
 from sbpc.errors import PlanError
 from sbpc.graph.values import CALLS, CONTAINERS, LISTS, PLAIN, is_own, is_small, items_of, table_of, text_of
 
@@ -34,6 +34,7 @@ GUARDS = "guards"  # in the meta of a captured graph, and among the options of a
 GLOBAL, LOSS, HOOK = "global ", "the loss", "hook "  # what the paths of globals, of a loss and of hooks begin with
 MODES = {f"torch.{name}()": getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype")}
 CODE = re.compile(r"\(code ([\w-]+) [0-9a-f]+\)")  # in the text of a function: which Python compiled it
+EVERY = "every module", torch.nn.modules.module
 ABSENT, OTHER = "not there", object()
 
 
@@ -51,9 +52,9 @@ class Planned(dict[str, list[str]]):
         return dict, (dict(self),)  # in another process there are others
 
 
-def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The hooks of somebody's own that a call of a module runs besides its forward, by name."""
-    hooks = [hook for kind in HOOKS for hook in (vars(module).get(kind) or {}).values() if is_own_hook(hook)]
+def hooks_of(path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """The hooks of somebody's own that a call of a module runs besides its forward, by name; of EVERY those that all calls run."""
+    hooks = [hook for kind in (*HOOKS, *GLOBAL_HOOKS) for hook in (vars(module).get(kind) or {}).values() if is_own_hook(hook)]
     return ((f"{HOOK}{at} of {path.replace('.', '/') or 'the model'}", hook) for at, hook in enumerate(hooks))
 
 
@@ -86,6 +87,8 @@ def held(owner: Any, name: str) -> Any:
         value = inspect.getattr_static(owner, name, ABSENT)
         return OTHER if isinstance(value, Tensor) or hasattr(type(value), "__get__") else value
     table = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    if name == "__dict__":
+        return table
     if name in table or table is owner:
         value = table.get(name, ABSENT)
         return OTHER if isinstance(value, Tensor) else value
@@ -95,6 +98,7 @@ def held(owner: Any, name: str) -> Any:
         if any(name in table[kind] for kind in TENSORS):
             return OTHER
     of_class = attribute_of(type(owner), name, ABSENT)
+    of_class = of_class.__func__ if isinstance(of_class, (staticmethod, classmethod)) else of_class
     if isinstance(of_class, FunctionType) and is_own(of_class.__globals__):
         return of_class
     if hasattr(type(of_class), "__get__") and not isinstance(of_class, MemberDescriptorType):
@@ -120,7 +124,7 @@ class Guards:
     def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]], hooks: bool = False) -> None:
         self.module, self.roots = module, dict(getattr(planned, "roots", {}))
         if hooks:
-            found = dict(each for path, part in module.named_modules() for each in hooks_of(path, part))
+            found = dict(each for path, part in (EVERY, *module.named_modules()) for each in hooks_of(path, part))
             self.roots |= {path: ABSENT for path in planned if path.startswith(HOOK) and "." not in path} | found
             planned = {**{name: [ABSENT] for name in found}, **planned}
         self.planned = {path: texts for path, texts in planned.items() if is_comparable(path, texts, self.roots)}
@@ -237,6 +241,8 @@ def step(owner: Any, name: str) -> Any:
     """What an owner has under a name in a path."""
     if name.startswith("["):  # a place, see `parts_of`
         return list(table_of(owner).values())[int(name[1:-1])]
+    if isinstance(owner, MethodType) and name not in table_of(owner):  # of a class, whose functions are guarded
+        owner = owner.__func__
     if isinstance(owner, (dict, *CALLS)):
         owner = table_of(owner)
         return owner[name] if name in owner else owner[int(name)]

@@ -19,7 +19,8 @@ from torch import Tensor
 PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.layout, torch.memory_format, torch.Size)
 RECORDS = (SimpleNamespace,)  # objects whose reads cannot be watched
 LISTS = (list, tuple, deque)
-CALLS = (FunctionType, MethodType, partial)  # they hold what they are called with besides their arguments, see `table_of`
+CACHED = type(lru_cache(len))
+CALLS = (FunctionType, MethodType, partial, CACHED)  # they hold what they are called with besides their arguments, see `table_of`
 CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, *CALLS, *RECORDS)
 BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), dict: ("{", "}")}
 MOST, DEEPEST, LONGEST = 100_000, 4, 160  # entries of a container that are compared, levels that are looked at; characters of a text
@@ -55,6 +56,8 @@ def whole_text(value: Any) -> str:
         return f"(code {sys.implementation.cache_tag} {digest(text_of((value.co_code, value.co_names, value.co_consts)).encode())})"
     if isinstance(value, MethodType):
         return text_of(value.__func__)
+    if isinstance(value, CACHED):
+        return text_of(value.__wrapped__)
     if isinstance(value, FunctionType):
         what = f"{value.__name__} {text_of(value.__code__)}" if is_own(value.__globals__) else value.__name__
         free = table_of(value)
@@ -113,6 +116,8 @@ def table_of(container: Any) -> Any:
         return free | {name: value for name in own if (value := getattr(container, name))}
     if isinstance(container, MethodType):
         return {"__self__": container.__self__, "__func__": container.__func__}
+    if isinstance(container, CACHED):
+        return {"__wrapped__": container.__wrapped__}
     if isinstance(container, partial):
         return {"func": container.func, "args": container.args, "keywords": container.keywords}
     return vars(container) if isinstance(container, RECORDS) else container
