@@ -7,7 +7,7 @@ and "hook 0 of layers/1.scale" begin at what no parallel module has: a plan know
 
 Not seen are globals that the code of an installed package reads, or that are found by a computed name, or read by a function that
 is neither named by the code that calls it nor kept where that reads it; and numbers inside objects of the standard library and of
-extensions, but for containers and numpy arrays. A dict or a SimpleNamespace that is read by a name in a variable is compared whole.
+extensions, but for containers and numpy arrays. Dicts are compared whole, and a SimpleNamespace unless it is a global read as `NS.beta`.
 """
 
 from __future__ import annotations
