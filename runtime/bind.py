@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sbpc._compat import has_hook
 from sbpc.errors import PlanError, check_kinds, shown
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
@@ -58,7 +59,10 @@ def check_guards(model: nn.Module, *plans: AnyPlan) -> None:
     check_module(model)
     if type(model) is nn.Module:
         return
-    errors = [Guards(model, plan.options.guards).broken() for plan in plans]
+    hooked = next((name for name, value in model.named_parameters() if has_hook(value)), None)
+    if hooked is not None:
+        raise PlanError(f"the parameter {hooked!r} has a hook, which nothing calls\n  Register it on that of the parallel module.")
+    errors = [Guards(model, plan.options.guards, hooks=True).broken() for plan in plans]
     if errors[0] is not None and None not in errors:
         raise errors[0]
 

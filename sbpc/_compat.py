@@ -237,10 +237,15 @@ def rename(node: torch.fx.Node, name: str) -> None:
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The tables of hooks that a call of a module runs besides its forward."""
-
-
+GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)
+"""Those of `torch.nn.modules.module` that the calls of all modules run."""
 CHILDREN, TENSORS = "_modules", ("_parameters", "_buffers")
 """Where a module has its submodules, and where its parameters and buffers, among its attributes."""
+
+
+def has_hook(tensor: Tensor) -> bool:
+    """Returns whether a backward calls a function with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def schema_of(op: Any) -> Any:

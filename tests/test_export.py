@@ -74,6 +74,13 @@ def test_programs_of_a_file_equal_one_device_without_the_source(tmp_path: Path, 
     assert all(torch.allclose(one, other, atol=1e-10) for one, other in zip(leaves, wanted, strict=True))
 
 
+def test_names_in_other_scripts_are_exported(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"\u03b1_\u03b2": nn.Linear(4, 4, bias=False)})
+    model.forward = lambda x: model["\u03b1_\u03b2"](x).square().mean()  # type: ignore[assignment]
+    sbpc.plan(model, (torch.ones(4, 4),), Mesh(x=2)).export(tmp_path / "net")
+    assert "\u03b1_\u03b2.weight" in [port.name for port in sbpc.load_programs(tmp_path / "net").shapes]
+
+
 def test_ranks_of_unequal_shards_have_programs_of_their_own(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     path = tmp_path / "model.sbpc"

@@ -76,6 +76,19 @@ def test_live_bytes_count_a_storage_once_and_the_copies_of_a_boxing() -> None:
     assert kinds[0] == "x" and life.live[0] == 8 + 6 * 3 * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+def test_a_split_arange_holds_two_indices_for_a_moment(dtype: torch.dtype) -> None:
+    class Places(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.arange(6400, dtype=dtype) * x
+
+    model, args = Places(), (torch.ones((), dtype=dtype),)
+    plan = sbpc.plan(model, args, Mesh(x=2), train=False, pin={"arange": "S(0)"}, dynamic={"n": 6400})
+    assert plan.cost.memory["total"] == pytest.approx(sbpc.simulate(plan, model, args).peak_memory, abs=16)
+    numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
+    assert plan.cost.memory_expr.xreplace(numbers) == plan.cost.memory["total"]
+
+
 def test_a_limit_that_cannot_be_met_names_what_holds_most() -> None:
     model, args = models.mlp(batch=12)
     with pytest.raises(MemoryLimitError) as raised:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +151,9 @@ def test_other_texts_are_no_layouts() -> None:
 def test_an_order_must_name_every_splitting_axis() -> None:
     with pytest.raises(LayoutError, match="leaves out a splitting axis"):
         Layout(AXES, (S(0), S(0)), (1,))
+
+
+@pytest.mark.parametrize(("axes", "states"), [(Mesh(a=2), (B,)), (("a",), S(0)), (("a",), ("B",)), (("a",), (None,)), (["a"], [B])])
+def test_what_is_no_layout_is_refused(axes: Any, states: Any) -> None:
+    with pytest.raises(LayoutError, match=r"Give mesh\.axes and a state for each"):
+        Layout(axes, states)

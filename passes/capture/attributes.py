@@ -7,14 +7,14 @@ that the forward changes, or a tensor that it keeps, is refused. All are put bac
 from __future__ import annotations
 
 import builtins
-import inspect
 import io
-import operator
+import random
 import sys
+from argparse import Namespace
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,30 +22,28 @@ from torch import Tensor, nn
 
 from sbpc._compat import CHILDREN, TENSORS
 from sbpc.errors import CaptureError
-from sbpc.graph.guards import (
-    ABSENT,
-    CONTAINERS,
-    DEEPEST,
-    LISTS,
-    RECORDS,
-    containers_in,
-    guard_text,
-    held,
-    is_foreign,
-    is_own,
-    is_plain,
-    is_small,
-    items_of,
-    prefix_of,
-    table_of,
-    text_of,
-)
+from sbpc.graph.guards import ABSENT, EVERY, MODES, containers_in, globals_of, guard_text, held, hooks_of, prefix_of
+from sbpc.graph.values import CONTAINERS, RECORDS, is_foreign, is_own, is_plain, is_small, items_of, table_of, text_of
 from sbpc.passes.capture.code_reads import chains, function_in, line_of, names_in
+from sbpc.passes.capture.contents import (
+    GENERATORS,
+    copied,
+    is_object,
+    parts_of,
+    put_back,
+    raw,
+    refill,
+    same,
+    state_of,
+    tensors_in,
+)
 from sbpc.passes.capture.source_lines import SBPC, TORCH, user_error, user_stack
 
 INTERNAL = frozenset(vars(nn.Module()))  # what torch keeps on every module; modes are checked apart
-MUTABLE = 0b10  # of the two flags of a class: made by a class statement, and not immutable
 TORCH_OWN = (nn.Module.__call__.__code__.co_filename, SBPC)  # reads of code in these files are not the model's
+BY_IDENTITY: Any = object.__hash__
+IN_SET = "Keep them in a list or a dict by name, so that what they hold can be found again."
+DRAWN = "Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments."
 KEPT = "Return it from the forward, or reset the attribute before the forward ends; make a constant in __init__, by register_buffer."
 First = tuple[str, dict[str, Any], str, Any, str]
 CHANGING = (list, deque, dict, set, np.ndarray, FunctionType, *RECORDS)
@@ -58,7 +56,8 @@ class Attributes:
     contents: by id of a container, its path, itself, what it held, and the id of the attribute's value in which it is. first: what the
     forward has set that was None or not there: path, table of attributes, name, value and lines. lines: of the last write, by id of the
     owner and name, and of the last read before it changed, by id of the container; None for code of torch. outside: by path, what is
-    looked up in globals, modules and classes: where, under which name, and what stood there. functions: those that may run.
+    looked up in globals, modules and classes: where, under which name, and what stood there. functions: those that may run. roots: by
+    name, what paths begin with besides the module: a loss, hooks, and the globals of modules that are not among those imported.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -72,16 +71,34 @@ class Attributes:
         self.lines: dict[Any, str | None] = {}
         self.outside: dict[str, tuple[Any, str, Any]] = {}
         self.functions: dict[FunctionType, None] = {}
+        self.roots: dict[str, Any] = {}
+        self.generators: dict[int, tuple[str, Any, str]] = {}  # of random numbers, and where they stood
+        self.keep("random", getattr(random.random, "__self__"))  # noqa: B009
+        self.keep("numpy.random", getattr(np.random.rand, "__self__"))  # noqa: B009
         self.caches: dict[int, tuple[Any, int]] = {}  # functions that remember what they gave, and how often they were run
         self.waiting = deque[tuple[Any, FunctionType]]()  # to be visited; the first one is
-        self.classes = ExitStack()
+        self.classes, self.reading = ExitStack(), False
         self.watched: set[type] = set()
         for path, part in modules:
             if id(part) not in self.owners:
                 self.adopt_owner(path, part)
-        for _, owner in [*self.owners.values()]:
+        for name, hook in hooks_of(*EVERY):
+            self.begin(name, hook)
+        for prefix, owner in [*self.owners.values()]:
             if isinstance(owner, nn.Module):
-                self.read(owner, "forward")
+                self.read_module(prefix[:-1], owner)
+
+    def read_module(self, path: str, module: nn.Module) -> None:
+        """Notes that the model calls a module: its forward, and its hooks."""
+        self.read(module, "forward")
+        for name, hook in hooks_of(path, module):
+            self.begin(name, hook)
+
+    def begin(self, name: str, value: Any) -> None:
+        """Guards what paths begin with besides the module."""
+        self.roots[name] = value
+        self.follow(self.roots, "", [name], frozenset())
+        self.guards[name] = text_of(value)
 
     def adopt_owner(self, path: str, owner: Any) -> None:
         """Watches the attributes of a module or of an object at a path."""
@@ -91,7 +108,9 @@ class Attributes:
             self.tables += [(path, table, attributes[table], dict(attributes[table])) for table in (*TENSORS, CHILDREN)]
         else:
             self.visit_class(type(owner))
-        kind = nn.Module if isinstance(owner, nn.Module) else type(owner)
+        kind = type(owner)
+        if isinstance(owner, nn.Module):  # for all of them at once, but for classes that look attributes up themselves
+            kind = next(each for each in kind.__mro__ if each is nn.Module or "__getattribute__" in vars(each))
         if kind not in self.watched:
             self.watched.add(kind)
             self.classes.enter_context(watched(kind, self))
@@ -104,16 +123,38 @@ class Attributes:
         for each in (value, *containers_in(value)):
             if isinstance(each, CHANGING):
                 self.contents.setdefault(id(each), (path, each, copied(each), id(value)))
+            elif isinstance(each, GENERATORS):
+                self.generators.setdefault(id(each), (path, each, state_of(each)))
 
-    def adopt(self, path: str, value: Any) -> None:
-        """Watches the objects in a value that has been read."""
+    def adopt(self, path: str, value: Any, used: Set[str] = frozenset()) -> None:
+        """Watches the objects in a value that has been read. used: names in the code of what may read it."""
         self.keep(path, value)
         self.visit(value)
         if isinstance(value, CONTAINERS) and is_small(value):
+            used = names_in(function.__code__) if (function := function_in(value)) else used
             for key, item in parts_of(value):
-                self.adopt(f"{path}.{key}", item)
-        elif id(value) not in self.owners and (isinstance(value, nn.Module) or is_object(value)):
+                self.adopt(f"{path}.{key}", item, used)
+            self.refuse_hidden(path, value)
+        elif isinstance(value, (type, ModuleType)):
+            if is_foreign(getattr(value, "__module__", value.__name__)):
+                self.fields(value, f"{path}.", used)
+        elif isinstance(value, nn.Module):
+            parts = [(name, part) for name, part in value.named_modules(prefix=path) if id(part) not in self.owners]
+            for name, part in parts:
+                self.adopt_owner(name, part)
+            for name, part in parts:
+                self.read_module(name, part)
+        elif id(value) not in self.owners and is_object(value):
             self.adopt_owner(path, value)
+        elif isinstance(value, BuiltinMethodType):  # such as `random.Random().random`
+            self.keep(path, value.__self__)
+
+    def refuse_hidden(self, path: str, container: Any) -> None:
+        """Raises CaptureError for objects that can only be found by running through a set, or through the keys of a dict."""
+        for each in container if isinstance(container, (set, frozenset, dict)) else ():
+            hidden = isinstance(each, nn.Module) or is_object(each)
+            if hidden and id(each) not in self.owners and type(each).__hash__ is BY_IDENTITY:
+                raise user_error(f"the forward reads {path!r}, a {type(container).__name__} of objects", user_stack(), IN_SET)
 
     def visit_class(self, kind: type) -> None:
         """Guards the globals that the methods of a class of somebody's own name."""
@@ -142,11 +183,18 @@ class Attributes:
         table, used = function.__globals__, names_in(function.__code__)
         if not is_own(table):
             return
+        self.guards |= {path: text_of(mode()) for path, mode in MODES.items() if path[len("torch.") : -len("()")] in used}
         for names in chains(function.__code__):
-            self.follow(table, prefix_of(table), names, used)
+            self.follow(table, self.prefix(table), names, used)
         if isinstance(value, classmethod) or used & {"type", "__class__"}:
             for kind, path in {type(owner): path for path, owner in reversed(self.owners.values())}.items():
                 self.fields(kind, f"{path}__class__.", used)
+
+    def prefix(self, table: dict[str, Any]) -> str:
+        """What the paths of globals begin with."""
+        if globals_of(prefix := prefix_of(table)) is not table:
+            self.roots[prefix[:-1]] = table
+        return prefix
 
     def fields(self, owner: Any, path: str, names: Set[str]) -> None:
         """Guards what a class or a module has under some names, of which a forward may read any."""
@@ -164,11 +212,13 @@ class Attributes:
         value = raw(owner, name)
         if isinstance(value, ModuleType) and is_foreign(value.__name__):
             if rest:
-                self.follow(vars(value), prefix_of(vars(value)), rest, used)
+                self.follow(vars(value), self.prefix(vars(value)), rest, used)
         elif isinstance(value, type) and is_foreign(value.__module__):
             if not issubclass(value, nn.Module):  # whose methods are those of some module
                 self.visit_class(value)
             self.follow(value, f"{path}{name}.", rest, used) if rest else self.fields(value, f"{path}{name}.", used)
+        elif isinstance(value, RECORDS) and rest:
+            self.follow(value, f"{path}{name}.", rest, used)
         elif isinstance(owner, type) and hasattr(type(value), "__get__"):
             self.visit(value)
         elif f"{path}{name}" not in self.outside:
@@ -180,7 +230,7 @@ class Attributes:
                 self.guards[f"{path}{name}"] = text_of(value)
                 self.adopt(f"{path}{name}", value)
             else:
-                self.visit(value)
+                self.adopt(f"{path}{name}", value)
 
     def read(self, owner: Any, name: str, code: CodeType | None = None) -> None:
         """Notes that the model reads an attribute. code: of what reads it."""
@@ -188,6 +238,8 @@ class Attributes:
             found = [each for each in vars(owner) if each not in INTERNAL]
             for each in [each for each in found if code and each in names_in(code)] or found:
                 self.read(owner, each, code)
+            if isinstance(owner, Namespace):  # it may ask whether something is in it
+                self.guards[f"{self.owners[id(owner)][0]}__dict__"] = text_of(vars(owner))
             return
         value, key = getattr(owner, "__dict__", {}).get(name), (id(owner), name)
         if id(value) in self.contents and same(self.contents[id(value)][2], value):
@@ -202,9 +254,7 @@ class Attributes:
             value = held(owner, name)
             refuse_iterator(path, value)
             self.guards[path] = text
-            self.adopt(path, value)
-            if isinstance(value, (type, ModuleType)) and code and is_foreign(getattr(value, "__module__", value.__name__)):
-                self.fields(value, f"{path}.", names_in(code))
+            self.adopt(path, value, names_in(code) if code else frozenset())
 
     def check(self, own: Iterable[Tensor]) -> None:
         """Raises CaptureError if a number is other than it was, or if there is a tensor that was not. own: parameters and buffers."""
@@ -228,7 +278,16 @@ class Attributes:
             if not same(old, value):
                 free = old if isinstance(value, FunctionType) else ()
                 lines = self.lines.get(read) or line_of(self.functions, *free, path.partition(":")[2].partition(".")[0])
-                compare(path, old, table_of(value), lines, fine)
+                if isinstance(value, dict) and all(value.get(key, ABSENT) is item for key, item in old.items()):
+                    new = [(key, item) for key, item in value.items() if key not in old and compare(path, ABSENT, item, lines, fine)]
+                    self.first += [(path, value, key, item, lines) for key, item in new]
+                else:
+                    compare(path, old, table_of(value), lines, fine)
+        for path, value, old in self.generators.values():
+            if state_of(value) != old:
+                what = f"the forward draws random numbers by {path!r}, a {type(value).__name__}"
+                lines = line_of(self.functions, *path.replace(":", ".").split("."))
+                raise user_error(f"{what}, and its program would have the same ones in every step", lines, DRAWN)
         for path, table, now, before in self.tables:
             for name in {**before, **now}:
                 old, new = before.get(name), now.get(name)
@@ -292,67 +351,6 @@ def settled(first: Iterable[First]) -> Iterator[None]:
                 table[name] = value
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value, in containers and in the attributes of an object."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < DEEPEST and (isinstance(value, CONTAINERS) or is_object(value)):
-        for item in items_of(value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", {})):
-            yield from tensors_in(item, depth + 1)
-
-
-def parts_of(container: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a container that a path can name, with what names them."""
-    table = table_of(container)
-    pairs: Iterable[tuple[Any, Any]] = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, LISTS) else ()
-    for place, (key, item) in enumerate(pairs):
-        named = type(key) is int or (isinstance(key, str) and "." not in key and not key.startswith("["))
-        yield key if named else f"[{place}]", item
-
-
-def copied(container: Any) -> Any:
-    """What a container holds, to be put back by `refill`."""
-    if isinstance(container, (deque, np.ndarray)):
-        return container.copy()
-    container = table_of(container)
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def refill(container: Any, items: Any) -> None:
-    """Puts back what `copied` gave."""
-    if isinstance(container, np.ndarray):
-        container[...] = items
-    elif isinstance(container, FunctionType):
-        for name, cell in zip(container.__code__.co_freevars, container.__closure__ or ()):
-            if name in items:
-                cell.cell_contents = items[name]
-    else:
-        table = table_of(container)
-        table.clear()
-        table.extend(items) if isinstance(table, (list, deque)) else table.update(items)
-
-
-def same(copy: Any, container: Any) -> bool:
-    """Whether a container still holds the same objects as its copy."""
-    one, other = items_of(copy, keys=True), items_of(container, keys=True)
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def raw(owner: Any, name: str) -> Any:
-    """What globals or a class have under a name."""
-    return owner.get(name, ABSENT) if isinstance(owner, dict) else inspect.getattr_static(owner, name, ABSENT)
-
-
-def put_back(owner: Any, name: str, value: Any) -> None:
-    """Makes a value what globals or a class have under a name again, or takes away what was not there."""
-    if value is ABSENT:
-        operator.delitem(owner, name) if isinstance(owner, dict) else delattr(owner, name)
-    elif isinstance(owner, dict):
-        owner[name] = value
-    else:
-        setattr(owner, name, value)
-
-
 def refuse_iterator(path: str, value: Any) -> None:
     """Raises CaptureError for an iterator, of which a program would have the same item for ever."""
     if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
@@ -370,8 +368,12 @@ def watched(kind: type, attributes: Attributes) -> Iterator[None]:
 
     def read(self: Any, name: str) -> Any:
         ours = id(self) in known and name not in INTERNAL and (name == "__dict__" or not name.startswith("__"))
-        if ours and not (code := sys._getframe(1).f_code).co_filename.startswith(TORCH_OWN):
-            attributes.read(self, name, code)
+        if ours and not attributes.reading and not (code := sys._getframe(1).f_code).co_filename.startswith(TORCH_OWN):
+            attributes.reading = True  # a class may look up one attribute by another
+            try:
+                attributes.read(self, name, code)
+            finally:
+                attributes.reading = False
         return get(self, name)
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -390,11 +392,3 @@ def watched(kind: type, attributes: Attributes) -> Iterator[None]:
                 type.__delattr__(kind, name)
             else:
                 type.__setattr__(kind, name, method)
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of somebody's own, such as a configuration: not of Python's, of torch's or of sbpc's."""
-    kind = type(value)
-    if isinstance(value, (Tensor, type, FunctionType, ModuleType)) or is_plain(value) or kind.__flags__ >> 8 & 3 != MUTABLE:
-        return False
-    return is_foreign(kind.__module__)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -19,14 +19,15 @@ from torch.fx import GraphModule
 from sbpc._compat import enable_python_dispatcher
 from sbpc.errors import CaptureError, SbpcError
 from sbpc.graph import ports
-from sbpc.graph.guards import COMPUTED, GUARDS, text_of
+from sbpc.graph.guards import COMPUTED, GUARDS
 from sbpc.graph.ports import Port
+from sbpc.graph.values import is_foreign, text_of
 from sbpc.passes.capture.aot_tracer import joint
-from sbpc.passes.capture.attributes import First, settled
+from sbpc.passes.capture.attributes import DRAWN, First, settled
 from sbpc.passes.capture.fake_model import FakeModel, environment, fake_model, finish
 from sbpc.passes.capture.light_tracer import Light, NeedsAot
 from sbpc.passes.capture.random_ops import streams
-from sbpc.passes.capture.source_lines import traceback_stack, user_error
+from sbpc.passes.capture.source_lines import traceback_stack, user_error, user_stack
 
 log = logging.getLogger("sbpc")
 
@@ -52,7 +53,7 @@ def capture(
     if method not in ("light", "aot"):
         raise CaptureError(f"method is {method!r}\n  It is 'light' or 'aot'.")
     request = module, args, kwargs or {}, loss, targets, dtype
-    with environment(train), _nothing_drawn():
+    with environment(train), _all_seeded():
         gm, first = _traced(request, train, method)
         if first:  # the second call must compute the same
             with settled(first):
@@ -62,18 +63,35 @@ def capture(
 
 
 @contextlib.contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """Raises CaptureError if the model draws random numbers of Python or numpy: its program would compute with the same ones for ever."""
+def _all_seeded() -> Iterator[None]:
+    """Has the model's code raise CaptureError where it makes a generator of random numbers without a seed, or asks the system for some."""
+    places: list[tuple[Any, str]] = [(random, "_urandom"), (random.Random, "seed")]  # numpy draws its seeds by `secrets`, that by `random`
+    before = [getattr(owner, name) for owner, name in places]
 
-    def state() -> tuple[Any, ...]:
-        kind, numbers, *rest = np.random.get_state()
-        return random.getstate(), kind, bytes(numbers), rest  # type: ignore[arg-type]
+    def refused() -> None:
+        frame: Any = sys._getframe(2)
+        while frame.f_globals.get("__name__") in ("random", "secrets"):
+            frame = frame.f_back
+        if is_foreign(frame.f_globals.get("__name__")):
+            what = "the forward draws random numbers without a seed, and its program would have the same ones in every step"
+            raise user_error(what, user_stack(), DRAWN)
 
-    before = state()
-    yield
-    if state() != before:
-        what = "the forward draws random numbers by Python's random or numpy.random, and its program would have the same ones in every step"
-        raise CaptureError(f"{what}\n  Draw them by torch, such as torch.rand(()), or outside of the forward and pass them as arguments.")
+    def random_bytes(count: int) -> bytes:
+        refused()
+        return bytes(before[0](count))
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            refused()
+        before[1](self, a, version)
+
+    for (owner, name), function in zip(places, (random_bytes, seed)):
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(places, before):
+            setattr(owner, name, function)
 
 
 def _traced(request: tuple[Any, ...], train: bool, method: str) -> tuple[GraphModule, list[First]]:

@@ -36,14 +36,11 @@ def chains(code: CodeType) -> list[tuple[str, ...]]:
         if op in (CACHE, EXTENDED):
             argument *= op == EXTENDED
             continue
-        if op in GLOBALS or (op in ATTRIBUTES and chain):
-            name = code.co_names[argument >> (GLOBALS | ATTRIBUTES)[op]]
-            if op in ATTRIBUTES:
-                found.pop(chain, None)
-            chain = (*chain, name) if op in ATTRIBUTES else (name,)
-            found[chain] = None
+        if op in ATTRIBUTES and chain:
+            chain = (*chain, code.co_names[argument >> ATTRIBUTES[op]])
         else:
-            chain = ()
+            found |= {chain: None} if chain else {}
+            chain = (code.co_names[argument >> GLOBALS[op]],) if op in GLOBALS else ()
         argument = 0
     return [*found, *(chain for inner in inner_codes(code) for chain in chains(inner))]
 

@@ -12,17 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc._compat import FakeTensor, FakeTensorMode, LazyGraphModule, composite_ops, quiet_fakes, slots, storage_of
+from sbpc._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    LazyGraphModule,
+    composite_ops,
+    has_hook,
+    quiet_fakes,
+    slots,
+    storage_of,
+)
 from sbpc.errors import CaptureError
 from sbpc.graph import ports
-from sbpc.graph.guards import GUARDS
+from sbpc.graph.guards import GUARDS, LOSS, Planned
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import flatten, paths, unflatten
 from sbpc.passes.capture.attributes import Attributes, First
-from sbpc.passes.capture.code_reads import function_in
 
 Named = dict[str, Tensor]
-LOSS = "the loss"  # what stands before the names of its modules
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class FakeModel:
     arguments: the structure of (args and targets, kwargs); the first `count` positional ones go to the module.
     parameters, buffers: fakes by first qualified name. inputs: fakes of the argument leaves; labels: readable names for
     them. known: by id the real tensors that may turn up in the forward although nothing passes them in, with the fake
-    that stands for each, or None where its values are constants (a buffer of a loss module). guards, first: what `Attributes`
+    that stands for each, or None where its values are constants (a buffer of a loss module). guards, roots, first: what `Attributes`
     found in the last forward.
     """
 
@@ -50,6 +57,7 @@ class FakeModel:
     dtype: torch.dtype | None
     mode: FakeTensorMode
     guards: dict[str, str] = field(default_factory=dict)
+    roots: dict[str, Any] = field(default_factory=dict)
     first: list[First] = field(default_factory=list)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
@@ -94,15 +102,15 @@ class FakeModel:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[Attributes]:
         """Watches the attributes of the module and its loss while this lasts. Afterwards all are as they were."""
-        others = self.loss.named_modules(prefix=LOSS) if isinstance(self.loss, nn.Module) else ()
-        attributes = Attributes((*self.module.named_modules(), *others))
+        attributes = Attributes(self.module.named_modules())
         try:
-            if self.loss is not None and not isinstance(self.loss, nn.Module):
-                attributes.visit(self.loss if function_in(self.loss) else vars(type(self.loss)).get("__call__"))
+            if self.loss is not None:
+                attributes.begin(LOSS, self.loss)
             yield attributes
         finally:
             attributes.restore()
-        self.guards.update((path, text) for path, text in attributes.guards.items() if not path.startswith(LOSS))
+        self.guards.update(attributes.guards)
+        self.roots.update(attributes.roots)
         self.first[:] = attributes.first
 
     def seed(self) -> Tensor:
@@ -166,6 +174,9 @@ def _check_request(module: nn.Module, loss: Any, targets: Sequence[Any], dtype: 
             raise CaptureError(f"a TorchScript module cannot be captured{where}\n  Give the module that it was scripted from.")
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise CaptureError(f"dtype is {dtype}\n  The autocast type is torch.bfloat16 or torch.float16.")
+    hooked = next((name for name, value in module.named_parameters() if has_hook(value)), None)
+    if hooked is not None:
+        raise CaptureError(f"the parameter {hooked!r} has a hook, which no program calls\n  Register it on that of the parallel module.")
     if loss is None and targets:
         raise CaptureError("targets without a loss\n  Give the loss, or pass the targets as arguments.")
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
@@ -201,7 +212,7 @@ def finish(
             node.meta["val"] = _snapshot(values[node], source.mode, known)
     gm: GraphModule = LazyGraphModule({n.target: constants[n.target] for n in graph.find_nodes(op="get_attr")}, graph)
     gm.meta["ports"] = _ports(source, inputs, [port for port, _ in outputs], results, train)
-    gm.meta[GUARDS] = {path: [text] for path, text in sorted(source.guards.items())}
+    gm.meta[GUARDS] = Planned({path: [text] for path, text in sorted(source.guards.items())}, source.roots)
     return gm
 
 

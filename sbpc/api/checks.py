@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import inspect
+import operator
 import textwrap
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -70,8 +72,9 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
             raise PinError(f"{name}: {shown(layout)} is no layout\n  A layout is a text such as 'S(0)@data', or a sbpc.Layout.")
     for name in ("microbatches", "panels"):
         count = getattr(known, name)
-        if count is not None and (not is_number(count, int) or count < 1):
+        if count is not None and (not is_number(count, Integral) or count < 1):
             raise SbpcError(f"{name} is {shown(count)}\n  It is an integer from 1 on, or None.")
+        asked |= {} if count is None else {name: operator.index(count)}
     if known.recompute not in RECOMPUTE:
         raise SbpcError(f"recompute is {shown(known.recompute)}\n  It is one of {', '.join(map(repr, RECOMPUTE))}.")
     for name, among in (("optimizer", OPTIMIZER_STATE), ("objective", OBJECTIVES)):

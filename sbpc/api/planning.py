@@ -66,9 +66,10 @@ def plan(
     loss. Otherwise `loss` makes one: the step is `loss(model(*args, **kwargs), *targets)`, and `sbpc.simulate` and the module
     from `sbpc.parallelize` take `(*args, *targets)`. Without it, the gradients of the outputs come from outside: call the
     parallel module, and `backward` on a loss of your own. A plan holds for the shapes of args, for train or eval mode as the
-    modules are in now, for the code of your own forwards, and for the numbers that they read from attributes, globals and free
-    variables, and `loss` from globals: with others it is refused, so make those that change buffers or arguments. What attributes of a
-    loss are is not looked at. A forward that counts its calls in an attribute or a global, or keeps a tensor in one, is refused.
+    modules are in now, for the code of your own forwards, and for the numbers that they, your hooks and `loss` read from attributes,
+    globals and free variables: with others it is refused, so make those that change buffers or arguments. Attributes of the loss and of
+    hooks are looked at in the process that made the plan. A forward that counts its calls in an attribute or a global, keeps a tensor in
+    one, or draws random numbers of Python or numpy, is refused, and so are hooks on parameters.
 
     train      forward and backward, else the forward alone. To evaluate beside training, plan `model.eval()` with `train=False,
                pin=plan.parameters`; see `evaluate` of `sbpc.parallelize`.

@@ -2,151 +2,67 @@
 
 Such a value is a constant of the plan, and so is the code of the model's own forwards. A guard is the path of an attribute, such as
 "drop.p" or "config.rope_theta", or of a global, such as "global train:CFG.beta", with the text of the value that stood there when the
-model was captured; and of the one that the first forward leaves there, if nothing depends on it.
+model was captured; and of the one that the first forward leaves there, if nothing depends on it. Paths as "the loss.label_smoothing"
+and "hook 0 of layers/1.scale" begin at what no parallel module has: a plan knows it in the process that made it, not from a file.
 
 Not seen are globals that the code of an installed package reads, or that are found by a computed name, or read by a function that
-is neither named by the code that calls it nor kept where that reads it, such as the method of an object; attributes of a loss, as
-no parallel module has it; what hooks read; attributes of functions; and numbers inside objects of the standard library and of
-extensions, but for containers and numpy arrays.
+is neither named by the code that calls it nor kept where that reads it; and numbers inside objects of the standard library and of
+extensions, but for containers and numpy arrays. Dicts are compared whole, and a SimpleNamespace unless it is a global read as `NS.beta`.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import inspect
 import operator
 import re
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from numbers import Number
 from pathlib import Path
-from types import CodeType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sbpc._compat import CHILDREN, TENSORS
+from sbpc._compat import CHILDREN, GLOBAL_HOOKS, HOOKS, TENSORS
 from sbpc.errors import PlanError
+from sbpc.graph.values import CALLS, CONTAINERS, LISTS, PLAIN, is_own, is_small, items_of, table_of, text_of
 
 COMPUTED = "a tensor"  # or what is computed when it is read: what it is computed from is guarded
 GUARDS = "guards"  # in the meta of a captured graph, and among the options of a plan: by path, texts of values that may stand there
-GLOBAL = "global "  # what the path of a global begins with
+GLOBAL, LOSS, HOOK = "global ", "the loss", "hook "  # what the paths of globals, of a loss and of hooks begin with
+MODES = {f"torch.{name}()": getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype")}
 CODE = re.compile(r"\(code ([\w-]+) [0-9a-f]+\)")  # in the text of a function: which Python compiled it
-PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.layout, torch.memory_format, torch.Size)
-RECORDS = (SimpleNamespace, argparse.Namespace)  # objects whose reads cannot be watched, or that are little else than a dict
-LISTS = (list, tuple, deque)
-CONTAINERS = (*LISTS, dict, set, frozenset, np.ndarray, FunctionType, *RECORDS)  # a function holds what its free variables are
-BRACKETS: dict[type, tuple[str, str]] = {tuple: ("(", ")"), list: ("[", "]"), dict: ("{", "}")}
-MOST, DEEPEST, LONGEST = 100_000, 4, 160  # entries of a container that are compared, levels that are looked at; characters of a text
+EVERY = "every module", torch.nn.modules.module
 ABSENT, OTHER = "not there", object()
 
 
-def text_of(value: Any) -> str:
-    """Type and value of what is plain as a text, and of anything else what kind of thing it is: two values are alike if their texts are.
+class Planned(dict[str, list[str]]):
+    """Guards as a process has them that made the plan. roots: what their paths begin with besides the module, by name."""
 
-    >>> print(text_of((1, True, 1.0, torch.float32, {"a": None})), text_of(torch.relu), text_of(nn.ReLU()))
-    (1, True, 1.0, torch.float32, {'a': None}) relu a ReLU
-    """
-    text = whole_text(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({digest(text.encode())})"
+    def __init__(self, guards: Mapping[str, list[str]], roots: Mapping[str, Any]) -> None:
+        super().__init__(guards)
+        self.roots = dict(roots)
 
+    def __deepcopy__(self, memo: Any) -> Planned:
+        return Planned({path: [*texts] for path, texts in self.items()}, self.roots)
 
-def digest(content: bytes) -> str:
-    """A short text that tells contents apart."""
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def whole_text(value: Any) -> str:
-    """The text however long it is."""
-    kind = type(value)
-    if isinstance(value, Enum):
-        return f"{kind.__name__}({whole_text(value.value)})"
-    if kind is int and value.bit_length() > 1024:  # Python does not print any
-        return hex(value)
-    if kind in PLAIN:
-        return repr(value)
-    if kind is partial:
-        return f"partial({', '.join(map(text_of, (value.func, value.args, value.keywords)))})"
-    if isinstance(value, CodeType):
-        return f"(code {sys.implementation.cache_tag} {digest(text_of((value.co_code, value.co_names, value.co_consts)).encode())})"
-    if isinstance(value, FunctionType):
-        own = is_own(value.__globals__)
-        what = f"{value.__name__} {text_of(value.__code__)}" if own else value.__name__
-        free = {**table_of(value), **({"defaults": value.__defaults__} if own and value.__defaults__ else {})}
-        return f"{what} with {text_of(free)}" if free and is_small(free) else what
-    if isinstance(value, np.ndarray):
-        few = value.size <= 100 or value.dtype.hasobject
-        return f"{kind.__name__}({text_of(value.tolist()) if few else digest(value.tobytes())}, {value.shape}, {value.dtype})"
-    if isinstance(value, (Number, str, bytes, np.generic)):
-        text = str(value)
-        return f"{kind.__name__}({text if text.isprintable() else repr(text)})"
-    if isinstance(value, CONTAINERS) and is_small(value):
-        texts = [*map(text_of, items_of(value))]
-        if isinstance(value, (set, frozenset)):
-            texts.sort()
-        if isinstance(value, (dict, *RECORDS)):
-            keys = items_of(value, keys=True)[: len(texts)]
-            texts = [f"{text_of(key)}: {text}" for key, text in zip(keys, texts)]
-        left, right = BRACKETS.get(kind, (f"{kind.__name__}(", ")"))
-        return f"{left}{', '.join(texts)}{right}"
-    if isinstance(value, Tensor):
-        return "a tensor"
-    name = getattr(value, "__name__", None) if callable(value) else None
-    return name if isinstance(name, str) else f"a {kind.__name__}"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # in another process there are others
 
 
-def is_small(container: Any) -> bool:
-    """Whether a container holds few things, with those in the containers in it."""
-    count, left = 0, [container]
-    while left:
-        if isinstance(value := left.pop(), CONTAINERS):
-            count += len(items := items_of(value))
-            if count > MOST:
-                return False
-            left += items
-    return True
+def hooks_of(path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    """The hooks of somebody's own that a call of a module runs besides its forward, by name; of EVERY those that all calls run."""
+    hooks = [hook for kind in (*HOOKS, *GLOBAL_HOOKS) for hook in (vars(module).get(kind) or {}).values() if is_own_hook(hook)]
+    return ((f"{HOOK}{at} of {path.replace('.', '/') or 'the model'}", hook) for at, hook in enumerate(hooks))
 
 
-def items_of(container: Any, keys: bool = False) -> list[Any]:
-    """What a container holds, of a dict the values. keys: and those of a dict."""
-    if isinstance(container, np.ndarray):  # the same object for the same numbers, while somebody holds it
-        return [sys.intern(container.tobytes().decode("latin1"))]
-    container = table_of(container)
-    if not isinstance(container, dict):
-        return list(container)
-    return [*container, *container.values()] if keys else list(container.values())
-
-
-def table_of(container: Any) -> Any:
-    """A container; of a record the dict of its attributes, of a function that of its free variables."""
-    if isinstance(container, FunctionType):
-        cells = zip(container.__code__.co_freevars, container.__closure__ or ())
-        return {name: cell.cell_contents for name, cell in cells if is_full(cell) and cell.cell_contents is not container}
-    return vars(container) if isinstance(container, RECORDS) else container
-
-
-def is_full(cell: Any) -> bool:
-    """Whether a free variable has a value, other than the class that `super` needs."""
-    try:
-        return not isinstance(cell.cell_contents, (type, ModuleType))
-    except ValueError:
-        return False
-
-
-def is_foreign(module: Any) -> bool:
-    """Whether a module of this name is neither Python's nor torch's nor sbpc's."""
-    return isinstance(module, str) and module.partition(".")[0] not in sys.stdlib_module_names | {"torch", "sbpc", "numpy"}
-
-
-def is_own(table: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a module of somebody's own, not of an installed package."""
-    return is_foreign(table.get("__name__")) and "-packages" not in (table.get("__file__") or "")
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is of somebody's own code, not of an installed package."""
+    while isinstance(hook, (MethodType, partial)):
+        hook = hook.func if isinstance(hook, partial) else hook.__func__
+    return is_own(hook.__globals__ if isinstance(hook, FunctionType) else vars(sys.modules.get(type(hook).__module__, sys)))
 
 
 def prefix_of(table: Mapping[str, Any]) -> str:
@@ -163,13 +79,6 @@ def globals_of(path: str) -> dict[str, Any] | None:
     return next((table for table in found if prefix_of(table) == prefix + colon), None)
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value is a number, a text, None or the like, or a container of nothing else."""
-    if isinstance(value, CONTAINERS):
-        return depth < DEEPEST and all(is_plain(item, depth + 1) for item in items_of(value))
-    return type(value) in PLAIN or isinstance(value, (Enum, Number, str, bytes, np.generic))
-
-
 def held(owner: Any, name: str) -> Any:
     """What an owner has as its attribute: of the instance, or of its class. ABSENT if none, OTHER for a tensor and for what is computed.
     Of a dict, as that of globals, what is in it.
@@ -178,6 +87,8 @@ def held(owner: Any, name: str) -> Any:
         value = inspect.getattr_static(owner, name, ABSENT)
         return OTHER if isinstance(value, Tensor) or hasattr(type(value), "__get__") else value
     table = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    if name == "__dict__":
+        return table
     if name in table or table is owner:
         value = table.get(name, ABSENT)
         return OTHER if isinstance(value, Tensor) else value
@@ -187,6 +98,7 @@ def held(owner: Any, name: str) -> Any:
         if any(name in table[kind] for kind in TENSORS):
             return OTHER
     of_class = attribute_of(type(owner), name, ABSENT)
+    of_class = of_class.__func__ if isinstance(of_class, (staticmethod, classmethod)) else of_class
     if isinstance(of_class, FunctionType) and is_own(of_class.__globals__):
         return of_class
     if hasattr(type(of_class), "__get__") and not isinstance(of_class, MemberDescriptorType):
@@ -206,11 +118,16 @@ def guard_text(owner: Any, name: str) -> str | None:
 
 class Guards:
     """The guards of a plan on one module, which must keep its submodules, too. To look at all values takes longer than a small model's
-    step, so one is looked at again only when it is another object.
+    step, so one is looked at again only when it is another object. hooks: whether the module is to have the hooks that were planned.
     """
 
-    def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]]) -> None:
-        self.module, self.planned = module, {path: texts for path, texts in planned.items() if is_comparable(path, texts)}
+    def __init__(self, module: nn.Module, planned: Mapping[str, Sequence[str]], hooks: bool = False) -> None:
+        self.module, self.roots = module, dict(getattr(planned, "roots", {}))
+        if hooks:
+            found = dict(each for path, part in (EVERY, *module.named_modules()) for each in hooks_of(path, part))
+            self.roots |= {path: ABSENT for path in planned if path.startswith(HOOK) and "." not in path} | found
+            planned = {**{name: [ABSENT] for name in found}, **planned}
+        self.planned = {path: texts for path, texts in planned.items() if is_comparable(path, texts, self.roots)}
         self.tables = [(path, vars(part)[CHILDREN]) for path, part in module.named_modules() if vars(part)[CHILDREN]]
         self.owners = {f"{path}.forward".lstrip("."): vars(part) for path, part in module.named_modules()}
         self.own = list(self.owners.values())
@@ -257,20 +174,28 @@ class Guards:
 
     def owner(self, path: str) -> tuple[Any, str]:
         """What has the attribute at the end of a path, None if nothing has, and its name."""
-        table = globals_of(path) if path.startswith(GLOBAL) else None
-        *before, name = (path if table is None else path.partition(":")[2]).split(".")
+        first, _, rest = path.partition(":" if path.startswith(GLOBAL) else ".")
+        root: Any = self.roots if first in self.roots else self.module
+        if path.startswith(GLOBAL):
+            root, path = self.roots.get(first, globals_of(path)), rest
+        *before, name = path.split(".")
         try:
-            return reduce(step, before, self.module if table is None else table), name
+            return reduce(step, before, root), name
         except (AttributeError, LookupError, ValueError):
             return None, name
 
     def text(self, path: str) -> str:
         """The text of what is now at a path."""
+        if path in MODES:
+            return text_of(MODES[path]())
         owner, name = self.owner(path)
         return ABSENT if owner is None else guard_text(owner, name) or COMPUTED
 
     def place(self, path: str) -> None:
         """Remembers where the value at a path is looked up."""
+        if path in MODES:
+            self.places.append((path, lambda _: MODES[path](), path))
+            return
         owner, name = self.owner(path)
         table, value = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None), held(owner, name)
         virtual = name not in (table or ()) and value is not ABSENT  # such as one of another name in the table
@@ -298,9 +223,10 @@ class Guards:
         return PlanError(f"{name} is another {kind} than before: a plan is for those that there were\n  Plan and parallelize anew.")
 
 
-def is_comparable(path: str, texts: Sequence[str]) -> bool:
-    """Whether what stands at a path can be compared here: the module of a global has been imported, the same Python compiled functions."""
-    if path.startswith(GLOBAL) and globals_of(path) is None:
+def is_comparable(path: str, texts: Sequence[str], roots: Container[str]) -> bool:
+    """Whether what stands at a path can be compared here: its beginning is there, the same Python compiled functions."""
+    first = path.partition(":" if path.startswith(GLOBAL) else ".")[0]
+    if first.startswith((GLOBAL, LOSS, HOOK)) and first not in roots and globals_of(path) is None:
         return False
     return {sys.implementation.cache_tag}.issuperset(CODE.findall(" ".join(texts)))
 
@@ -315,7 +241,9 @@ def step(owner: Any, name: str) -> Any:
     """What an owner has under a name in a path."""
     if name.startswith("["):  # a place, see `parts_of`
         return list(table_of(owner).values())[int(name[1:-1])]
-    if isinstance(owner, (dict, FunctionType)):
+    if isinstance(owner, MethodType) and name not in table_of(owner):  # of a class, whose functions are guarded
+        owner = owner.__func__
+    if isinstance(owner, (dict, *CALLS)):
         owner = table_of(owner)
         return owner[name] if name in owner else owner[int(name)]
     return owner[int(name)] if isinstance(owner, LISTS) else getattr(owner, name)
@@ -341,5 +269,5 @@ def containers_in(value: Any) -> Iterator[Any]:
     while left:
         if isinstance(value := left.pop(), CONTAINERS):
             left += items_of(value)
-            if not isinstance(value, (tuple, frozenset)) and (not isinstance(value, FunctionType) or table_of(value)):
+            if not isinstance(value, (tuple, frozenset, MethodType)) and (not isinstance(value, FunctionType) or table_of(value)):
                 yield value

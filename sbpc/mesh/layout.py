@@ -8,14 +8,16 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import sympy
 import torch
 from torch import Tensor
 
-from sbpc.errors import LayoutError, check_kinds
+from sbpc.errors import LayoutError, check_kinds, shown
 from sbpc.mesh.states import Axes, B, Names, Numbers, Partial, Shape, Split, State, parse_state, shards, whole
+
+STATES = {*get_args(State)}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Layout:
     order: Axes = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.axes, tuple) or not isinstance(self.states, tuple) or not {*map(type, self.states)} <= STATES:
+            what = f"a layout of the axes {shown(self.axes)} and the states {shown(self.states)}"
+            raise LayoutError(f"{what}\n  Give mesh.axes and a state for each: sbpc.Layout(mesh.axes, (sbpc.S(0), sbpc.B)).")
         if len(self.axes) != len(self.states):
             what = f"{len(self.states)} states for the axes {', '.join(self.axes)}"
             raise LayoutError(f"{what}\n  Give one state per axis.")

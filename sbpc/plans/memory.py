@@ -28,6 +28,8 @@ from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 
 POSITION = 8  # bytes of a rank's position on one axis
+INDEX = 8  # bytes of a place in a dim
+ARANGES = torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step
 WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default  # copy all memory that their first operand is a view of
 
 
@@ -123,7 +125,8 @@ class Life:
                 life.add_call(node, reads, ())
             else:
                 sizes = sizes_of(node, mesh)
-                values[node] = life.add_call(node, reads, [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else sizes)
+                counted = [max(life.size[reads[0]], *sizes)] if node.target in WHOLE else [*sizes, *beside(node, sizes)]
+                values[node] = life.add_call(node, reads, counted)[: len(sizes)]
                 if node.op == "placeholder":
                     life.last[values[node][0]] = math.inf
         life.count(POSITION * len(mesh.axes))
@@ -240,6 +243,13 @@ def turn_of(phases: Sequence[str]) -> int | None:
     """
     misplaced = list(accumulate(({"forward": -1, "backward": 1}.get(phase, 0) for phase in phases), initial=0))
     return misplaced.index(min(misplaced)) if "backward" in phases else None
+
+
+def beside(node: Node, sizes: Sequence[int]) -> list[int]:
+    """Returns the bytes of what a call makes for a moment besides its result: a split arange is several calls, of two indices."""
+    if node.target not in ARANGES or not node.meta["sbp"].cuts:
+        return []
+    return [sizes[0] * 2 * INDEX // node.meta["val"].element_size() - sizes[0]]
 
 
 def is_view(node: Node) -> bool:

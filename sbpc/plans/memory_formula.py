@@ -17,7 +17,7 @@ from sbpc.boxing.steps import Step
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import dims_at
-from sbpc.plans.memory import WHOLE, Life
+from sbpc.plans.memory import ARANGES, WHOLE, Life
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
 
@@ -65,11 +65,14 @@ def storage_formulas(life: Life, mesh: Mesh, sizes: Sizes) -> list[Any]:
     for moment in life.moments:
         for index, (storage, size) in enumerate(moment.makes):
             node, boxing = moment.node, {"step", "awaits"} & moment.node.meta.keys()
-            key = (*about(node, 0 if boxing else index), size if boxing else None)
+            place = 0 if boxing or node.target in ARANGES else index
+            key = (*about(node, place), size if boxing else None)
             if key not in known:
-                known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(node, index, mesh, sizes)
+                known[key] = boxed_bytes(node, size, mesh, sizes) if boxing else bytes_of(node, place, mesh, sizes)
             whole = node.target in WHOLE and size == life.size[moment.reads[0]]
             found[storage] = found[moment.reads[0]] if whole else known[key]
+            if node.target in ARANGES:  # what is beside its result is in proportion to that
+                found[storage] *= sympy.Rational(size, moment.makes[0][1] or 1)
     return found
 
 

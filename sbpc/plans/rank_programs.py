@@ -227,8 +227,9 @@ def inner_values(graph: Graph) -> list[tuple[Node, Port, Any, Any]]:
 
 
 def called(node: Node, port: Port) -> bool:
-    """Returns whether a placeholder has the name that capture gives to the one of a port."""
-    return re.fullmatch(rf"_?{re.escape(port.name.replace('.', '_'))}(_\d+)?", node.name) is not None
+    """Returns whether a placeholder has the name that capture gives to the one of a port, and torch without what is not ASCII."""
+    name = re.sub("[^0-9a-zA-Z_]+", "_", port.name)
+    return re.fullmatch(rf"_?{re.escape(name)}(_\d+)?", node.name) is not None
 
 
 def fits(node: Node, value: Tensor, layout: Layout, mesh: Mesh, coordinates: tuple[int, ...]) -> bool:

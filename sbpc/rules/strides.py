@@ -42,6 +42,11 @@ def image(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=format_of(x))
 
 
+def filters(x: Tensor) -> Tensor:
+    """Returns the weight of a convolution without gaps where its kernel makes the gradient like it, and then refuses other strides."""
+    return image(x) if x.device.type == "cpu" else x
+
+
 def rows(x: Tensor) -> Tensor:
     """Returns a tensor whose last dim lies without gaps."""
     return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -100,6 +105,7 @@ BY_NAME: dict[str, Needs] = {
     "_weight_norm_interface": {"v": dense, "g": dense},
     "_weight_norm_interface_backward": dict.fromkeys(("grad_w", "saved_v", "saved_g", "saved_norms"), dense),
     "avg_pool2d_backward": {"self": dense},  # on CUDA, channels last
+    "convolution_backward": {"weight": filters},
     "median.dim": {"self": dense},  # it sorts a copy of these strides in place, so an expanded one over itself
     "native_batch_norm_backward": dict.fromkeys(("weight", "running_mean", "running_var"), dense),
     "native_group_norm": {"input": image, "weight": dense, "bias": dense},
