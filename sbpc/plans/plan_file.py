@@ -208,7 +208,7 @@ class Decoder:
     """Reads the parts of a plan's file. Every mistake in the file is a PlanError."""
 
     def __init__(self, body: dict[str, Any], path: Path) -> None:
-        self.body, self.path = body, path
+        self.body, self.path, self.made = body, path, dict[Any, Any]()
 
     def fail(self, what: str) -> PlanError:
         """Returns the error for a file whose content makes no sense."""
@@ -254,7 +254,7 @@ class Decoder:
         if [node.op for node in graph.nodes].index("output") != len(nodes) - 1:
             raise self.fail("a graph that goes on behind its output")
         gm = GraphModule(root, graph)
-        gm.meta["bounds"] = check_graph(gm, collectives, given)
+        gm.meta["bounds"] = check_graph(gm, self.made, collectives, given)
         return gm
 
     def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:
