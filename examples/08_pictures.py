@@ -21,7 +21,6 @@ from sbpc.inspect.page import chip_of
 from sbpc.inspect.page_charts import timeline
 from sbpc.inspect.page_stages import schedule
 from sbpc.inspect.tables import quantity
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 VOCAB, WIDTH, HEADS, LAYERS, BATCH, SEQUENCE = 32_000, 2048, 16, 2, 16, 1024
 WIDE, LEFT = 880, 24  # pixels: of every picture, and of its margins
@@ -126,7 +125,7 @@ def timeline_picture(plan: Plan) -> str:
     return drawn(f"One step on one of the {plan.mesh.ranks} ranks: {quantity(cost.seconds, 's')}", about, bottom + 30, parts)
 
 
-def schedule_picture(plan: StagedPlan) -> str:
+def schedule_picture(plan: Plan) -> str:
     """What each stage of a pipeline works on, by micro-batch."""
     chart, left = schedule(plan), 90
     scale, parts = (WIDE - left - LEFT) / chart["width"], []

@@ -15,7 +15,7 @@ from sbpc.graph.ports import results
 from sbpc.graph.rewrite import Copies, called
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.plan import Assignment
+from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import Choice
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,11 @@ def explain(plan: Plan, name: str) -> Explanation:
 
 @uncollected()
 def best_alternatives(plan: Plan, names: Sequence[str], most: int) -> dict[str, tuple[Alternative, ...]]:
-    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file."""
-    plan = of_whole_batch(plan)
+    """Returns alternatives of several parameters, at most so many of each; none of a plan under a limit that was read from a file, nor of
+    a loop that was, or is under a limit."""
+    if plan.loop is not None and (plan.body is None or plan.options.memory is not None):
+        return {}
+    plan = of_whole_batch(plan.solved)
     if plan.prover is None and plan.options.memory is not None:
         return {}
     solved = solved_by(plan, prover_of(plan))
@@ -116,11 +120,11 @@ def whole(plan: Plan, solved: Solved, each: Otherwise, graph: bool) -> Plan:
     gm = rebuild(plan.graph) if graph else plan.graph
     same = math.isclose(plan.cost.paid, solved.seconds, rel_tol=CLOSE)
     least = max(solved.seconds + each.at_least, plan.lower_bound) if same else plan.lower_bound
-    made = Plan(plan.mesh, gm, solved.space.assignment(each.labels), plan.rewriter, least, plan.options)
+    chunk = replace(plan.chunk, bare=gm, assignment=solved.space.assignment(each.labels))
     for node in gm.graph.nodes if graph else ():
-        if node.name in made.layouts:
-            node.meta["sbp"] = made.layouts[node.name]
-    return made
+        if node.name in chunk.layouts:
+            node.meta["sbp"] = chunk.layouts[node.name]
+    return Plan(plan.mesh, [chunk], plan.options, least)
 
 
 def decided(plan: Plan, name: str, layout: Layout) -> tuple[str, ...]:

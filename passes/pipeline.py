@@ -9,17 +9,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from torch.fx import GraphModule
 
-from sbpc.errors import LayoutError, PinError
+from sbpc.errors import LayoutError, PinError, PlanError
 from sbpc.graph.no_gc import uncollected
 from sbpc.inspect.diff import diff
 from sbpc.inspect.graph_text import graph_text
 from sbpc.inspect.model_map import model_map
 from sbpc.inspect.page import page_html
 from sbpc.inspect.report import report
-from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish
 from sbpc.passes.annotate import annotate
@@ -36,11 +36,11 @@ from sbpc.passes.memory.search import MemorySearch
 from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
 from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
-from sbpc.plans import plan_file, rank_programs
+from sbpc.plans import plan_bytes, plan_file, rank_programs
+from sbpc.plans.chunk import Assignment, Chunk, Rewriter, layouts_in
 from sbpc.plans.options import BYTES, Options
-from sbpc.plans.plan import Assignment, Plan, Rewriter
-from sbpc.plans.staged import staged_file
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.symbolic_sizes import declare
 from sbpc.plans.timeline import Event
 
@@ -85,12 +85,13 @@ class Stages:
             self.shown += 1
 
 
-    def show_plan(self, plan: Plan, where: str = "") -> None:
-        """Writes the graphs of a finished plan. where: what the names of the files begin with."""
-        if self.dump is not None:
-            scheduled = [("schedule", plan.boxed)] if plan.options.overlaps else []
-            for name, gm in (("assign", plan.graph), ("box", plan.unscheduled), *scheduled, ("localize", plan.local)):
-                self.show(where + name, gm)
+    def show_plan(self, plan: Plan) -> None:
+        """Writes the graphs of a finished plan, those of each chunk where there are several."""
+        for at, (chunk, programs) in enumerate(zip(plan.chunks, plan.programs)) if self.dump is not None else ():
+            scheduled = [("schedule", programs.program(PARTS).gm)] if plan.overlaps else []
+            named = ("assign", chunk.graph), ("box", chunk.unscheduled), *scheduled, ("localize", programs.local_at(PARTS, True, 0))
+            for name, gm in named:
+                self.show(name if plan.loop is None else f"chunk{at}_{name}", gm)
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:
@@ -187,15 +188,24 @@ def followed(
 def make_plan(
     gm: GraphModule, mesh: Mesh, assignment: Assignment, bound: float, options: Options, stages: Stages
 ) -> Plan:
-    """Returns the plan of an assignment, checked. `meta["sbp"]` of its graph mirrors the chosen layouts."""
+    """Returns the plan of an assignment for an annotated graph, checked."""
+    return Plan(mesh, [Chunk(mesh, laid_out(gm, assignment, mesh, stages), assignment, REWRITER)], options, bound, times=stages.times)
+
+
+def make_chunk(mesh: Mesh, stages: Stages, gm: GraphModule, assignment: Assignment, *about: Any) -> Chunk:
+    """Returns a chunk, which is annotated and checked when its graph is first asked for. about: what its ports stand for, see `Chunk`."""
+    return Chunk(mesh, gm, assignment, REWRITER, lambda gm, assignment: laid_out(annotate(gm), assignment, mesh, stages), *about)
+
+
+def laid_out(gm: GraphModule, assignment: Assignment, mesh: Mesh, stages: Stages) -> GraphModule:
+    """Returns an annotated graph after a check of its layouts. Its `meta["sbp"]` mirrors them."""
     with stages.timed("verify"):
         verify_assigned(gm, assignment, mesh)
-    plan = Plan(mesh, gm, assignment, REWRITER, bound, options, stages.times)
-    layouts: dict[str, Layout] = plan.layouts
+    layouts = layouts_in(gm, assignment, mesh)
     for node in gm.graph.nodes:
         if node.name in layouts:
             node.meta["sbp"] = layouts[node.name]
-    return plan
+    return gm
 
 
 def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
@@ -210,30 +220,34 @@ def objective_mesh(mesh: Mesh, objective: str) -> Mesh:
 
 
 @uncollected()
-def page(plan: Plan | StagedPlan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
+def page(plan: Plan, losses: Mapping[str, Sequence[float]] | None, measured: Sequence[Event]) -> str:
     """Returns the page about a plan, with the best alternatives of its parameters; of equal blocks, those of the first."""
-    if isinstance(plan, StagedPlan):
-        return page_html(plan, {}, losses, measured)
     names = [row.name for row in model_map(plan) if row.home is not None]
     return page_html(plan, best_alternatives(plan, names, ALTERNATIVES), losses, measured)
 
 
-def save(plan: Plan | StagedPlan, path: Path) -> None:
+def save(plan: Plan, path: Path) -> None:
     """Writes a plan to one file."""
-    if isinstance(plan, StagedPlan):
-        staged_file.save(plan, path)
-    else:
-        plan_file.save(plan, path)
+    plan_bytes.write(plan_file.encode(plan), path)
 
 
-def text(plan: Plan | StagedPlan) -> str:
+def export(plan: Plan, path: Path, inference: Plan | None) -> None:
+    """Writes a plan with its programs to one file; that of a loop is the plan's."""
+    if plan.loop is None:
+        return rank_programs.save(plan, path, inference)
+    if inference is not None:
+        raise PlanError("a file of a loop holds one plan\n  Export the plan for inference to a file of its own.")
+    return save(plan, path)
+
+
+def text(plan: Plan) -> str:
     """Returns the report of a plan for a terminal."""
     return report(plan).text()
 
 
-def html(plan: Plan | StagedPlan) -> str:
+def html(plan: Plan) -> str:
     """Returns the report of a plan for a notebook."""
     return report(plan).html()
 
 
-REWRITER = Rewriter(box, schedule, localize, verify, save, rank_programs.save, text, html, explain, diff, page)
+REWRITER = Rewriter(box, schedule, localize, verify, save, export, text, html, explain, diff, page)

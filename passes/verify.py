@@ -12,8 +12,8 @@ from sbpc.errors import VerifyError
 from sbpc.graph.operands import is_sum, operands, outputs_of
 from sbpc.graph.ports import GRADIENT, HOMES, Port, placeholders, results
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.measure import layout_at
-from sbpc.plans.plan import Assignment, Plan
 from sbpc.plans.program_check import REPORT, require, verify_local
 from sbpc.plans.rank_programs import wrong_collectives
 from sbpc.plans.timeline import kind_of
@@ -24,21 +24,21 @@ MOST_RANKS = 64  # whose programs are checked
 Programs = tuple[GraphModule, Callable[[int], GraphModule]]  # a boxed graph, and by rank what is written for it
 
 
-def verify(plan: Plan, programs: Iterable[Programs] = ()) -> int:
-    """Checks all stages of a plan, and returns the number of edges checked. Raises VerifyError with the offending node.
+def verify(chunk: Chunk, programs: Iterable[Programs]) -> int:
+    """Checks all graphs of a chunk, and returns the number of edges checked. Raises VerifyError with the offending node.
 
-    programs: what runs, where it is not the program of the whole plan.
+    programs: those that ranks run.
     """
-    edges = verify_captured(plan.graph)
-    edges += verify_annotated(plan.graph)
-    verify_assigned(plan.graph, plan.assignment, plan.mesh)
-    classes = [plan.shape_class(rank) for rank in range(min(plan.mesh.ranks, MOST_RANKS))]
+    edges = verify_captured(chunk.graph)
+    edges += verify_annotated(chunk.graph)
+    verify_assigned(chunk.graph, chunk.assignment, chunk.mesh)
+    classes = [chunk.shape_class(rank) for rank in range(min(chunk.mesh.ranks, MOST_RANKS))]
     kinds = list(dict.fromkeys(classes))
-    for boxed, local_at in programs or ((plan.boxed, plan.local_at),):
-        edges += verify_boxed(boxed, plan.mesh)
+    for boxed, local_at in programs:
+        edges += verify_boxed(boxed, chunk.mesh)
         written = [local_at(classes.index(key)) for key in kinds]
         edges += sum(map(verify_local, written))
-        verify_order(plan.mesh, written, [kinds.index(key) for key in classes])
+        verify_order(chunk.mesh, written, [kinds.index(key) for key in classes])
     return edges
 
 

@@ -14,16 +14,15 @@ from sbpc.graph.ports import BUFFER, GRADIENT, OUTPUT, PARAMETER, TANGENT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.staged_plan import StagedPlan
 
-AnyPlan = Plan | Programs | StagedPlan
+AnyPlan = Plan | Programs
 ANOTHER_MODEL = "Give the model that was planned, or plan this one."
 OTHER_SHAPES = "Plan once for every shape, which sbpc.parallelize(..., also=) takes, or pad the last batch to the planned one."
 
 
 def check_plan(plan: Any) -> None:
     """Raises PlanError for what is no plan."""
-    if not isinstance(plan, (Plan, Programs, StagedPlan)):
+    if not isinstance(plan, (Plan, Programs)):
         raise PlanError(f"the plan is {shown(plan)}\n  Give what sbpc.plan or sbpc.load returns.")
 
 

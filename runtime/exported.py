@@ -18,7 +18,6 @@ from sbpc.graph.pytree import unflatten
 from sbpc.plans import plan_file, rank_programs
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.state.weight_files import reader, tree
 
@@ -83,7 +82,7 @@ def inputs_beside(path: str | Path) -> Path:
     return Path(path).with_suffix(".inputs.safetensors")
 
 
-def module_of(programs: Plan | Programs | StagedPlan, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
+def module_of(programs: Plan | Programs, file: str | Path, executor: str = "code", device: str | None = None) -> nn.Module:
     """Returns the parallel module of programs with the weights in a file, or zeros."""
     values = {port.name: value for port, value in programs.shapes.items() if port.kind in (PARAMETER, BUFFER)}
     read = (lambda name: torch.zeros_like(values[name], device="cpu")) if file == "zeros" else reader(file, values)

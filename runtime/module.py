@@ -19,7 +19,6 @@ from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
@@ -40,7 +39,7 @@ RUNNERS = "_sbpc_runners"
 
 def parallelize(
     model: nn.Module,
-    plan: Plan | Programs | StagedPlan,
+    plan: Plan | Programs,
     *,
     also: Sequence[Plan | Programs] = (),
     evaluate: Plan | Programs | None = None,
@@ -111,7 +110,7 @@ def parallelize(
     process_groups.check_ranks(plan.mesh)
     for each in (plan, *others):
         agree(each)
-    if isinstance(plan, StagedPlan):
+    if plan.loop is not None:
         bind_stages(plan, where.type)
     else:
         process_groups.bind(plan.mesh)
@@ -127,7 +126,7 @@ def parallelize(
     refuse_pickles()
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
-    if isinstance(plan, StagedPlan):
+    if plan.loop is not None:
         runners = [Runner(each, run, where) for each in others]
         call = vars(parallel_class(type(model), runners))["forward"] if others else None
         return parallelize_stages(model, plan, value, run, where, result, call)
@@ -139,7 +138,7 @@ def parallelize(
 
 def source_of_weights(
     model: nn.Module,
-    plan: Plan | Programs | StagedPlan,
+    plan: Plan | Programs,
     init: Callable[[], nn.Module] | None,
     weights: Callable[[str], Tensor] | None,
     where: torch.device,
@@ -181,11 +180,11 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
     bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
-    cut = isinstance(plan, StagedPlan) and plan.axis is not None
-    if others and (cut or any(isinstance(each, StagedPlan) for each in others)):
+    cut = plan.loop is not None and plan.axis is not None
+    if others and (cut or any(each.loop is not None for each in others)):
         todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
         raise PlanError(f"a module with stages is for training alone, and a loop over micro-batches is no further plan\n  {todo}")
-    homes = plan.parameters if isinstance(plan, StagedPlan) else {p.name: each for p, each in plan.given.items() if p.kind == PARAMETER}
+    homes = plan.parameters if plan.loop is not None else {p.name: each for p, each in plan.given.items() if p.kind == PARAMETER}
     for other in others:
         bind.stored(other, model)
         if other.mesh != plan.mesh:

@@ -28,7 +28,7 @@ import sbpc
 from sbpc.cli.main import main
 from sbpc.errors import CheckpointError, SbpcError
 from sbpc.graph.ports import placeholders
-from sbpc.plans.plan_file import FORMAT, VERSION
+from sbpc.plans.plan_bytes import FORMAT, VERSION
 from sbpc.runtime.one_process.simulate import whole_inputs
 from sbpc.runtime.state.block_files import bytes_of, header
 from sbpc.runtime.state.blocks import blocks_of
@@ -278,7 +278,7 @@ def step_of(plan: Any, model: Any, args: Any) -> list[str]:
         found = sbpc.simulate(plan, model, args)
     except SbpcError as error:
         return chain(error)
-    if isinstance(plan, sbpc.Plan):
+    if isinstance(plan, sbpc.Plan) and plan.loop is None:
         given = whole_inputs(plan, model, args, None, None, 0)
         with torch.no_grad():
             values = Interpreter(plan.graph).run(*(given[port] for port in placeholders(plan.graph)))

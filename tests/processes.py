@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import sbpc
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 120.0) -> list[Any]:
@@ -66,7 +65,7 @@ def saved(arg: Any, path: Path) -> Any:
         return type(arg)(saved(each, Path(f"{path}-{at}")) for at, each in enumerate(arg))
     if isinstance(arg, dict):
         return {name: saved(each, Path(f"{path}-{at}")) for at, (name, each) in enumerate(arg.items())}
-    if not isinstance(arg, (sbpc.Plan, StagedPlan)):
+    if not isinstance(arg, sbpc.Plan):
         return arg
     arg.save(path)
     return Saved(path)

@@ -28,7 +28,6 @@ from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.pytree import flatten
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from tests.compare import relative_error
 from tests.random_nets import APART, INPUTS, Layer, Net, built, draw_net, source
 from tests.random_plans import random_loop, random_plan
@@ -145,7 +144,7 @@ def asked(case: Case, made: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def planned(case: Case, made: dict[str, Any], mesh: Mesh | None = None) -> Plan | StagedPlan:
+def planned(case: Case, made: dict[str, Any], mesh: Mesh | None = None) -> Plan:
     """The plan of a case, or, on a mesh of one rank, one without options that change no numbers."""
     options = asked(case, made)
     if mesh is not None:
@@ -254,7 +253,7 @@ def check(case: Case) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     run = check_plan("the plan", plan, case, made, wanted, verify=seed % 4 == 1)
     if not {"inputs", "spread"} & set(case.options):
-        gm = None if isinstance(plan, Plan) else prepared(case, made).gm
+        gm = None if plan.loop is None else prepared(case, made).gm
         drawn = random_plan(plan, seed) if gm is None else random_loop(plan, gm, random.Random(seed))
         check_plan("a random plan", drawn, case, made, wanted, verify=seed % 4 == 3)
     return check_file(plan, run, made)
@@ -292,7 +291,7 @@ def digest(seed: int) -> str:
     case = draw_case(seed)
     try:
         plan = planned(case, built(source(case.net)))
-        layouts = [each.plan.layouts for each in plan.chunks] if isinstance(plan, StagedPlan) else plan.layouts
+        layouts = [each.layouts for each in plan.chunks] if plan.loop is not None else plan.layouts
         text = f"{plan} {layouts}"
     except SbpcError as error:
         text = str(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from torch.fx import GraphModule, Node
 
@@ -17,13 +19,13 @@ from sbpc.mesh.states import B
 from sbpc.passes.assign.wishes import output_wishes, placeholder_wishes
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import blocks_of, recompute
-from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.passes.pipeline import Stages, make_chunk, make_plan
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import cut
 from sbpc.passes.stages.plan_stages import chunks_of
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import FULL, NONE, SELECTIVE, Options
-from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.plan import Plan
 from sbpc.rules.choices import Choice
 from tests.boxings import layouts
 
@@ -36,7 +38,7 @@ def random_plan(plan: Plan, seed: int) -> Plan:
     return make_plan(gm, mesh, draw(gm, mesh, wishes, random.Random(seed)), 0.0, options, Stages())
 
 
-def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> StagedPlan:
+def random_loop(plan: Plan, gm: GraphModule, generator: random.Random) -> Plan:
     """Another plan of the same loop with the same stages: layouts, and what is boxed once and computed again, drawn at random.
 
     gm: the step, as captured and annotated.
@@ -48,10 +50,11 @@ def random_loop(plan: StagedPlan, gm: GraphModule, generator: random.Random) -> 
     whole = make_plan(loop.body, inner, assignment, 0.0, options, Stages())
     places = places_of(whole.graph)
     pieces = cut(whole.graph, places, cuts_of(whole.graph, places, len(plan.chunks), inner))
-    chunks = chunks_of(whole, pieces, lambda piece, layouts: make_plan(piece, inner, layouts, 0.0, options, Stages()))
+    chunks = chunks_of(whole, pieces, partial(make_chunk, inner, Stages()))
     ports = [port for each in (loop.body.meta["ports"].inputs, loop.body.meta["ports"].outputs) for port in each]
     in_loop = {port for port in ports if port.kind in (PARAMETER, GRADIENT) and generator.random() < 0.5}
-    return StagedPlan(plan.mesh, plan.axis, loop, chunks, plan.schedule, 0.0, frozenset(in_loop), options)
+    asked = replace(options, stages=plan.axis, schedule=plan.schedule, microbatches=plan.count)
+    return Plan(plan.mesh, chunks, asked, 0.0, loop, frozenset(in_loop))
 
 
 def draw(gm: GraphModule, mesh: Mesh, wishes: Mapping[str, Wish], generator: random.Random) -> Assignment:

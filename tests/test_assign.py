@@ -23,10 +23,10 @@ from sbpc.passes.annotate import annotate
 from sbpc.passes.assign import layout_problem
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import placeholder_wishes
-from sbpc.passes.box import box
 from sbpc.passes.canonicalize.normalize import normalize
 from sbpc.passes.capture.capture import capture
-from sbpc.plans.measure import measure
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.options import Options
 from sbpc.solver import Problem, total
 from tests import models
 
@@ -70,7 +70,7 @@ def spaces(program: list[tuple[str, int, int]], mesh: Mesh, size: int = 12) -> S
 
 def seconds_of(space: Space, labels: list[int]) -> float:
     """What the boxed graph of an assignment costs, measured on the graph and not by the solver."""
-    return measure(box(space.gm, space.assignment(labels), space.mesh), space.mesh, {}, 0.0).seconds
+    return make_plan(space.gm, space.mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()).cost.seconds
 
 
 def program(length: int) -> Any:
@@ -100,7 +100,7 @@ def test_assign_equals_trying_everything(sizes: dict[str, int], length: int, lim
         tried += 1
         best = min(seconds_of_labels(space, labels) for labels in itertools.product(*map(range, counts)))
         assignment, bound = space.solve()
-        found = measure(box(space.gm, assignment, mesh), mesh, {}, bound)
+        found = make_plan(space.gm, mesh, assignment, bound, Options(objective="serial"), Stages()).cost
         assert found.seconds == pytest.approx(best, rel=1e-9, abs=1e-30)
         assert bound <= best * (1 + 1e-9) + 1e-30
 

@@ -12,7 +12,7 @@ from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.errors import PlanError
 from sbpc.plans.options import OBJECTIVES
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.plan import Plan
 from tests.models import gpt2, mlp
 
 TEXT = """\
@@ -117,7 +117,7 @@ def test_the_command_says_by_its_code_whether_plans_differ(free: sbpc.Plan, pinn
     assert main(["diff", one, str(tmp_path)]) == 2 and "is no file of a plan" in capsys.readouterr().err
 
 
-def sent_within_stages(plan: StagedPlan) -> float:
+def sent_within_stages(plan: Plan) -> float:
     tallies = ((part.program(which), times) for at, part in enumerate(plan.parts) for which, times in plan.tally(at).items())
     return sum(times * sum(program.sent.values()) for program, times in tallies)
 

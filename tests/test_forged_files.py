@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.errors import MeshError, PlanError, RuleError, read_json
-from sbpc.plans import plan_file
+from sbpc.plans import plan_bytes
 from sbpc.plans.file_schema import misfit
 from sbpc.runtime.state.checkpoint import Checkpoints
 from sbpc.runtime.state.weight_files import save_tensors
@@ -109,7 +109,7 @@ def test_a_thousand_forged_files_are_refused_or_mean_what_they_say(folder: Path,
 @pytest.mark.parametrize("name", ["mlp-staged.sbpc", "mlp-exported.sbpc"])
 def test_no_text_of_a_file_may_hold_what_ends_its_line(folder: Path, name: str) -> None:
     """But that of a stack trace, which has lines."""
-    body = plan_file.read(written(folder / name))
+    body = plan_bytes.read(written(folder / name))
     for old in sorted(set(texts_in(body))):
         wrong = misfit(read_json(json.dumps(everywhere(body, old, f"{old}\nx"))))
         assert wrong or 'File "' in old, old
@@ -145,7 +145,7 @@ class Chain(nn.Module):
 
 def call(body: dict[str, Any], target: str) -> dict[str, Any]:
     """The first call of an op."""
-    found: dict[str, Any] = next(node for node in body["graph"] if node["target"].startswith(f"aten.{target}"))
+    found: dict[str, Any] = next(node for node in body["chunks"][0]["graph"] if node["target"].startswith(f"aten.{target}"))
     return found
 
 
@@ -156,7 +156,7 @@ def filled(body: dict[str, Any]) -> None:
     full = {**back, "name": "full", "target": "aten.full.default", "args": [shape, 10**12], "val": ["int64", shape, [1, 1, 1, 1]]}
     full["kwargs"] = {"dict": {"dtype": {"torch": "int64"}}}
     back["args"][-1] = {"node": "full"}
-    body["graph"].insert(body["graph"].index(back), full)
+    body["chunks"][0]["graph"].insert(body["chunks"][0]["graph"].index(back), full)
 
 
 OUTSIDE: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
@@ -170,14 +170,14 @@ OUTSIDE: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a type that is not so", lambda body: call(body, "relu").update(val=["float64", [2, 3, 8, 8], [1, 1, 1, 1]]), "float64[2, 3, 8, 8]"),
     ("an internal op", lambda body: call(body, "relu").update(target="aten._lazy_clone.default"), "no op that a plan may call"),
     ("a name of Python's", lambda body: body.update(everywhere(body, "relu", "torch")), "a node is called 'torch'"),
-    ("one output twice", lambda body: body["ports"]["outputs"].append(body["ports"]["outputs"][0]), "two outputs are one"),
+    ("one output twice", lambda body: body["chunks"][0]["ports"]["outputs"].append(body["ports"]["outputs"][0]), "two outputs are one"),
 ]  # fmt: skip
 
 
 def test_a_file_cannot_call_what_reads_outside_its_tensors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sbpc.plan(Chain(), (torch.ones(2, 3, 8, 8),), Mesh(x=2)).save(tmp_path / "plan")
-    whole = plan_file.read(tmp_path / "plan")
+    whole = plan_bytes.read(tmp_path / "plan")
     sbpc.load(tmp_path / "plan").verify()
     for what, change, said in OUTSIDE:
         body = json.loads(json.dumps(whole))
@@ -197,8 +197,8 @@ class Busy:
 def test_a_file_makes_no_object_whose_class_does_more_than_to_hold_its_fields(tmp_path: Path) -> None:
     model, args = model_of("mlp")
     sbpc.plan(model, args, Mesh(x=2)).save(tmp_path / "plan")
-    body = plan_file.read(tmp_path / "plan")
-    body["ports"]["results"] = ["dataclass", f"{__name__}:Busy", [["loss", ["tensor", 0]]]]
+    body = plan_bytes.read(tmp_path / "plan")
+    body["ports"]["results"] = body["chunks"][0]["ports"]["results"] = ["dataclass", f"{__name__}:Busy", [["loss", ["tensor", 0]]]]
     (tmp_path / "bad").write_bytes(sealed(body))
     assert "does more than to hold its fields" in refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))
 
@@ -229,8 +229,10 @@ def test_a_plan_with_an_op_that_no_file_may_call_is_not_written(tmp_path: Path) 
 
 def test_a_file_that_lacks_the_layout_of_an_output_is_refused(tmp_path: Path) -> None:
     sbpc.plan(nn.Linear(4, 4), (torch.ones(4, 4),), Mesh(x=2)).save(tmp_path / "plan")
-    body = plan_file.read(tmp_path / "plan")
-    for at, _ in enumerate(body["outputs"]):
-        for outputs in (body["outputs"][:at] + body["outputs"][at + 1 :], [*body["outputs"][:at], None, *body["outputs"][at + 1 :]]):
-            (tmp_path / "bad").write_bytes(sealed(body | {"outputs": outputs}))
+    body = plan_bytes.read(tmp_path / "plan")
+    (chunk,) = body["chunks"]
+    left = chunk["outputs"]
+    for at, _ in enumerate(left):
+        for outputs in (left[:at] + left[at + 1 :], [*left[:at], None, *left[at + 1 :]]):
+            (tmp_path / "bad").write_bytes(sealed(body | {"chunks": [chunk | {"outputs": outputs}]}))
             refused(PlanError, lambda: sbpc.load(tmp_path / "bad"))

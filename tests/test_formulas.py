@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import sbpc
 from sbpc import Mesh
 from sbpc.api.planning import prepare
-from sbpc.passes.box import box
-from sbpc.plans.measure import measure
-from sbpc.plans.memory import Life, memory_totals
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.options import Options
 from sbpc.plans.symbolic_sizes import name_dims
 from tests import models
 
@@ -65,16 +64,14 @@ def test_formula_at_other_sizes_is_the_cost_of_the_same_layouts_there(mesh: Mesh
     plan = sbpc.plan(model, args, mesh, dynamic=GPT, objective="serial")
     assert not plan.notes and plan.cost.subs() == pytest.approx(plan.cost.seconds, rel=1e-12)
     model, args = models.gpt2(**sizes)
-    boxed = box(prepare(model, args).gm, plan.assignment, mesh)
-    there = measure(boxed, mesh, {}, 0.0)
+    there = make_plan(prepare(model, args).gm, mesh, plan.assignment, 0.0, Options(objective="serial"), Stages()).cost
     names = {"batch": "b", "seq": "s", "vocab": "v", "width": "h", "heads": "heads"}
     found = {names[name]: size for name, size in sizes.items()}
     assert plan.cost.subs(found) == pytest.approx(there.seconds, rel=1e-12)
     numbers = {plan.cost.symbols[name]: value for name, value in (plan.cost.numbers | found).items()}
     for axis, sent in there.bytes_sent.items():
         assert float(plan.cost.bytes_expr[axis].subs(numbers)) == pytest.approx(sent, rel=1e-12)
-    held = memory_totals(Life.of(boxed, mesh), boxed, mesh, "adamw")["total"]
-    assert plan.cost.memory_expr.xreplace(numbers) == held
+    assert plan.cost.memory_expr.xreplace(numbers) == there.memory["total"]
     numbers = {plan.cost.symbols[name]: value for name, value in plan.cost.numbers.items()}
     assert plan.cost.memory_expr.xreplace(numbers) == plan.memory["total"]
 
@@ -87,9 +84,9 @@ def test_memory_as_a_formula_is_right_on_more_ranks() -> None:
     for sizes in ({"b": 32}, {"b": 512, "n": 64}):
         found = {"k": 64, "n": 32} | sizes
         gm = prepare(nn.Linear(found["k"], found["n"], bias=False), (torch.randn(found["b"], 64),)).gm
-        boxed = box(gm, plan.assignment, wide)
+        there = make_plan(gm, wide, plan.assignment, 0.0, Options(objective="serial"), Stages())
         numbers = {cost.symbols[name]: value for name, value in (cost.numbers | found | {"t": 8}).items()}
-        assert cost.memory_expr.xreplace(numbers) == memory_totals(Life.of(boxed, wide), boxed, wide, "adamw")["total"]
+        assert cost.memory_expr.xreplace(numbers) == there.memory["total"]
 
 
 def test_dims_that_are_not_named_are_what_they_meet() -> None:

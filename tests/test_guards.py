@@ -30,7 +30,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.errors import CaptureError, PlanError
 from sbpc.graph.guards import Guards, prefix_of, text_of
-from sbpc.plans import plan_file
+from sbpc.plans import plan_bytes
 from sbpc.runtime.module import unguarded
 from tests import random_models
 from tests.forging import sealed
@@ -575,7 +575,7 @@ def test_guards_of_a_file_are_texts(tmp_path: Any) -> None:
     assert sbpc.load(tmp_path / "plan").options.guards == plan.options.guards == {"act": ["a LeakyReLU"]} | {
         "forward": [text_of(Small.forward)], "act.inplace": ["False"], "act.negative_slope": ["0.1"], "beta": ["0.0"], "layer": ["a Linear"],
     }  # fmt: skip
-    body = plan_file.read(tmp_path / "plan")
+    body = plan_bytes.read(tmp_path / "plan")
     for wrong in (None, ["beta"], {"beta": "0.0"}, {"beta": [0.0]}, {"beta": ["a\nb"]}, {"be\nta": ["0.0"]}):
         (tmp_path / "plan").write_bytes(sealed(body | {"options": body["options"] | {"guards": wrong}}))
         with pytest.raises(PlanError, match="Plan anew"):

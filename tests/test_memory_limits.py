@@ -22,8 +22,8 @@ from sbpc.passes.memory import search as memory
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.live_bytes import Moment, at_optimizer, bytes_alive_in_every_plan, bytes_at_next_reads, calls_of
 from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import OPTIMIZER_STATE, Options
-from sbpc.plans.plan import Assignment
 from sbpc.solver import Problem, total
 from sbpc.solver.surroundings import Surroundings
 from tests import models

@@ -18,8 +18,8 @@ from sbpc.boxing.steps import WIRE
 from sbpc.errors import RuleError
 from sbpc.inspect.graph_text import graph_text
 from sbpc.passes.assign.space import Space
-from sbpc.passes.box import box
-from sbpc.plans.measure import measure
+from sbpc.passes.pipeline import Stages, make_plan
+from sbpc.plans.options import Options
 from sbpc.rules.choices import Choice, of_match
 from sbpc.rules.match import Entry
 from sbpc.rules.proof.prove import Case
@@ -309,7 +309,7 @@ def test_what_the_solver_adds_up_is_what_the_boxed_graph_costs(name: str, cluste
             alias, _ = star(value, labels)
             wanted = {*targets(value, labels)} - {alias, source}  # what is made in a layout is there already
             expected += value.closure[source, alias] + sum(value.closure[alias, target] for target in wanted)
-        found = measure(box(space.gm, space.assignment(labels), mesh), mesh, {}, 0.0).seconds
+        found = make_plan(space.gm, mesh, space.assignment(labels), 0.0, Options(objective="serial"), Stages()).cost.seconds
         assert found == pytest.approx(expected, rel=1e-9)
     assert apart >= 12
 

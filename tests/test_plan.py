@@ -331,30 +331,30 @@ CODE = "__import__('os').abort()"  # would end the test run
 
 def call_in(body: dict[str, Any]) -> dict[str, Any]:
     """The first call of a plan's file."""
-    return next(node for node in body["graph"] if node["op"] == "call_function")
+    return next(node for node in body["chunks"][0]["graph"] if node["op"] == "call_function")
 
 
 HOSTILE: list[tuple[str, Any]] = [
-    ("code in a placeholder", lambda body: body["graph"][0].update(target=f"x={CODE}")),
-    ("code in a default", lambda body: body["graph"][0].update(args=[{"torch": CODE}])),
+    ("code in a placeholder", lambda body: body["chunks"][0]["graph"][0].update(target=f"x={CODE}")),
+    ("code in a default", lambda body: body["chunks"][0]["graph"][0].update(args=[{"torch": CODE}])),
     ("code in a keyword", lambda body: call_in(body).update(kwargs={"dict": {f"x={CODE}": 1}})),
     ("an op that reads files", lambda body: call_in(body).update(target="aten.from_file.default", args=["/etc/passwd"])),
     ("an op that writes", lambda body: call_in(body).update(target="aten.add_.Tensor")),
-    ("strides that do not fit", lambda body: body["graph"][0].update(val=["float32", [2, 2], [-1, 1]])),
-    ("a port of no kind", lambda body: body["ports"]["inputs"][0].update(kind="x")),
-    ("no aliases", lambda body: body.update(aliases=[])),
+    ("strides that do not fit", lambda body: body["chunks"][0]["graph"][0].update(val=["float32", [2, 2], [-1, 1]])),
+    ("a port of no kind", lambda body: body["chunks"][0]["ports"]["inputs"][0].update(kind="x")),
+    ("no aliases", lambda body: body["chunks"][0].update(aliases=[])),
     ("an unknown optimizer", lambda body: body["options"].update(optimizer="x")),
     ("a bound that is none", lambda body: body.update(lower_bound=None)),
-    ("no graph", lambda body: body.update(graph={})),
-    ("target", lambda body: body["graph"][-2].update(target="os.system")),
-    ("namespace", lambda body: body["graph"][-2].update(target="builtins.eval.default")),
-    ("kind", lambda body: body["graph"][-2].update(op="call_module")),
-    ("attribute", lambda body: body["graph"][-2].update(target="aten.__class__.default")),
-    ("choices", lambda body: body["choices"].clear()),
-    ("argument", lambda body: body["graph"][-2].update(args=[{"torch": "load"}])),
-    ("layout", lambda body: body.update(outputs=["[Q]"])),
+    ("no graph", lambda body: body["chunks"][0].update(graph={})),
+    ("target", lambda body: body["chunks"][0]["graph"][-2].update(target="os.system")),
+    ("namespace", lambda body: body["chunks"][0]["graph"][-2].update(target="builtins.eval.default")),
+    ("kind", lambda body: body["chunks"][0]["graph"][-2].update(op="call_module")),
+    ("attribute", lambda body: body["chunks"][0]["graph"][-2].update(target="aten.__class__.default")),
+    ("choices", lambda body: body["chunks"][0]["choices"].clear()),
+    ("argument", lambda body: body["chunks"][0]["graph"][-2].update(args=[{"torch": "load"}])),
+    ("layout", lambda body: body["chunks"][0].update(outputs=["[Q]"])),
     ("mesh", lambda body: body.update(mesh=[["x", 0]])),
-    ("forward reference", lambda body: body["graph"].reverse()),
+    ("forward reference", lambda body: body["chunks"][0]["graph"].reverse()),
 ]
 
 

@@ -16,7 +16,7 @@ from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.cli.target import load_target
 from sbpc.errors import PlanError
-from sbpc.plans.plan_file import read
+from sbpc.plans.plan_bytes import read
 from tests import models
 from tests.compare import compare, eager
 from tests.forging import sealed
@@ -58,40 +58,39 @@ def test_saved_plan_with_stages_is_read_back_whole(tmp_path: Path, net: str, sta
 
 def first(body: dict[str, Any], key: str) -> list[Any]:
     """What the first chunk that has any says of its ports under a key, and changes there are changes of the file."""
-    return next(chunk[key] for chunk in body["stages"]["chunks"] if chunk[key])
+    return next(chunk[key] for chunk in body["chunks"] if chunk[key])
 
 
 HOSTILE: list[tuple[str, Any]] = [
-    ("no such axis", lambda body: body["stages"].update(axis="data2")),
-    ("an axis of the stages", lambda body: body["stages"].update(axis="data")),
-    ("no such schedule", lambda body: body["stages"].update(schedule="2f2b")),
-    ("another schedule", lambda body: body["stages"].update(schedule="zbv")),
-    ("micro-batches that do not divide", lambda body: body["stages"].update(count=7)),
-    ("no micro-batches", lambda body: body["stages"].update(count=0)),
-    ("micro-batches that are no number", lambda body: body["stages"].update(count="4")),
-    ("something else boxed in the loop", lambda body: body["stages"].update(in_loop=[["input", "0"]])),
-    ("a bound that is none", lambda body: body["stages"].update(bound=None)),
-    ("no chunks", lambda body: body["stages"].update(chunks=[])),
-    ("chunks in another order", lambda body: body["stages"]["chunks"].reverse()),
-    ("a chunk twice", lambda body: body["stages"]["chunks"].__setitem__(1, body["stages"]["chunks"][0])),
-    ("a chunk on another mesh", lambda body: body["stages"]["chunks"][0]["plan"].update(mesh=[["data", 3]])),
-    ("code in a chunk", lambda body: body["stages"]["chunks"][0]["plan"]["graph"][-2].update(target="os.system")),
-    ("code before the loop", lambda body: body["stages"]["before"]["graph"][0].update(target="x=print()")),
-    ("another graph after the loop", lambda body: body["stages"].update(after=body["stages"]["before"])),
-    ("an op after the loop that writes a file", lambda body: body["stages"]["after"]["graph"][-2].update(op="call_function", target="aten.add_.Tensor")),
-    ("no inputs of the body", lambda body: body["stages"].update(inputs={})),
-    ("an input from nowhere", lambda body: body["stages"]["inputs"].update({"0": ["argument", 5, 0]})),
-    ("an input of a kind", lambda body: body["stages"]["inputs"].update({"0": ["file", 0, 0]})),
-    ("an input cut along no dim", lambda body: body["stages"]["inputs"].update({"0": ["argument", 0, 2]})),
-    ("values joined otherwise", lambda body: body["stages"].update(joins=["mean"])),
-    ("values not joined", lambda body: body["stages"].update(joins=[])),
-    ("no shapes", lambda body: body["stages"].update(shapes=[])),
-    ("another shape", lambda body: body["stages"]["shapes"][0].__setitem__(2, ["float32", [1], [1]])),
+    ("no such axis", lambda body: body["options"].update(stages="data2")),
+    ("no such schedule", lambda body: body["options"].update(schedule="2f2b")),
+    ("another schedule", lambda body: body["options"].update(schedule="zbv")),
+    ("micro-batches that do not divide", lambda body: body["loop"].update(count=7)),
+    ("no micro-batches", lambda body: body["loop"].update(count=0)),
+    ("micro-batches that are no number", lambda body: body["loop"].update(count="4")),
+    ("something else boxed in the loop", lambda body: body["loop"].update(in_loop=[["input", "0"]])),
+    ("a bound that is none", lambda body: body.update(lower_bound=None)),
+    ("no chunks", lambda body: body.update(chunks=[])),
+    ("chunks in another order", lambda body: body["chunks"].reverse()),
+    ("a chunk twice", lambda body: body["chunks"].__setitem__(1, body["chunks"][0])),
+    ("layouts on another mesh", lambda body: body["chunks"][0].update(outputs=["[B, B]" if each else None for each in body["chunks"][0]["outputs"]])),
+    ("code in a chunk", lambda body: body["chunks"][0]["graph"][-2].update(target="os.system")),
+    ("code before the loop", lambda body: body["loop"]["before"]["graph"][0].update(target="x=print()")),
+    ("another graph after the loop", lambda body: body["loop"].update(after=body["loop"]["before"])),
+    ("an op after the loop that writes a file", lambda body: body["loop"]["after"]["graph"][-2].update(op="call_function", target="aten.add_.Tensor")),
+    ("no inputs of the body", lambda body: body["loop"].update(inputs={})),
+    ("an input from nowhere", lambda body: body["loop"]["inputs"].update({"0": ["argument", 5, 0]})),
+    ("an input of a kind", lambda body: body["loop"]["inputs"].update({"0": ["file", 0, 0]})),
+    ("an input cut along no dim", lambda body: body["loop"]["inputs"].update({"0": ["argument", 0, 2]})),
+    ("values joined otherwise", lambda body: body["loop"].update(joins=["mean"])),
+    ("values not joined", lambda body: body["loop"].update(joins=[])),
+    ("no shapes", lambda body: body["loop"].update(shapes=[])),
+    ("another shape", lambda body: body["loop"]["shapes"][0].__setitem__(2, ["float32", [1], [1]])),
     ("a value that nobody sends", lambda body: first(body, "receives")[0].__setitem__(2, "nothing")),
     ("a value sent as another", lambda body: first(body, "sends")[0].__setitem__(2, "nothing")),
     ("a port that is not there", lambda body: first(body, "sends")[0].__setitem__(1, "77")),
     ("another result", lambda body: first(body, "results")[0].__setitem__(2, 1)),
-    ("values joined along no dim", lambda body: body["stages"].update(joins=[0])),
+    ("values joined along no dim", lambda body: body["loop"].update(joins=[0])),
     ("nothing received", lambda body: first(body, "receives").clear()),
     ("an argument of the body that is not there", lambda body: first(body, "arguments")[0].__setitem__(2, "9")),
     ("a parameter elsewhere", lambda body: body["ports"]["inputs"].pop(0)),
@@ -195,10 +194,8 @@ def test_run_trains_stages_from_an_exported_file_and_goes_on(target: str, tmp_pa
 
 def test_what_a_plan_with_stages_has_not_says_what_to_do(written: tuple[Any, Path]) -> None:
     plan, file = written
-    for call in (
-        lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.memory_curve(),
-    ):  # fmt: skip
-        assert "a plan with stages has no " in refused(PlanError, call)
+    for call in (lambda: plan.local_at(0), lambda: plan.boxed, lambda: plan.graph):
+        assert "a plan of 2 chunks has no one graph" in refused(PlanError, call)
     assert "that was read from a file does not hold" in refused(PlanError, lambda: sbpc.load(file).certify(seconds=1.0))
     assert "holds stages of a pipeline, which train" in refused(PlanError, lambda: sbpc.load_module(file, "inference"))
     with pytest.raises(AttributeError):

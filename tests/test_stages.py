@@ -16,10 +16,11 @@ from sbpc import Mesh
 from sbpc.errors import PlanError, SbpcError
 from sbpc.graph.ports import Port
 from sbpc.mesh.states import B, Split
+from sbpc.plans.chunk import OnUse
+from sbpc.plans.memory_curve import GROUP_OF
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ChunkCost, Numbers, likeness
-from sbpc.plans.staged.chunk_programs import OnUse
 from sbpc.plans.staged.schedules import FORWARD, SCHEDULES, Action, actions_of, in_turn
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start.mail import Mail
 from tests import models
 from tests.bench.zoo import Decoder, tokens
@@ -158,7 +159,7 @@ def small_gpt(layers: int) -> models.Model:
     return models.gpt2(batch=8, layers=layers)
 
 
-def train(layers: int, plan: StagedPlan) -> list[Any]:
+def train(layers: int, plan: Plan) -> list[Any]:
     """Losses and parameters of three steps of Adam on this rank, with those of one process; tied parameters on two stages."""
     model, args = small_gpt(layers)
     parallel = sbpc.parallelize(model, plan)
@@ -177,7 +178,7 @@ def train(layers: int, plan: StagedPlan) -> list[Any]:
     return [losses, errors]
 
 
-def most_held(plan: StagedPlan) -> list[int]:
+def most_held(plan: Plan) -> list[int]:
     """How many messages this rank holds at most in a step of twelve micro-batches: sent ones, and ones that came."""
     model, args = models.mlp(layers=4)
     parallel = sbpc.parallelize(model, plan)
@@ -249,7 +250,7 @@ def test_an_expert_plans_every_stage_and_the_numbers_stay() -> None:
 def test_every_stage_has_a_trained_parameter_where_that_can_be() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), *(nn.Tanh() for _ in range(12)))
     plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
-    assert all(chunk.plan.parameters for chunk in plan.chunks)
+    assert all(chunk.parameters for chunk in plan.chunks)
     model[0].requires_grad_(False)  # now one stage has none
     plan = sbpc.plan(model, (torch.randn(8, 4),), Mesh(pipe=2, cluster="h100"), loss=Tensor.mean, stages="pipe", microbatches=2)
     assert len(plan.chunks) == 2
@@ -278,7 +279,7 @@ def test_a_memory_limit_is_met_by_every_stage_and_the_numbers_stay() -> None:
 def test_where_nothing_overlaps_no_plan_under_a_limit_is_faster_than_the_free_one() -> None:
     model, args = models.gpt2(batch=8, layers=2)
 
-    def planned(memory: float | None = None) -> StagedPlan:
+    def planned(memory: float | None = None) -> Plan:
         return sbpc.plan(model, args, Mesh(pipe=2, data=2), stages="pipe", microbatches=4, memory=memory, objective="serial")
 
     free = planned()
@@ -304,7 +305,7 @@ def test_layouts_of_the_expert_take_part_under_a_limit() -> None:
     assert free.cost.seconds < limited.cost.seconds < 1.2 * free.cost.seconds
 
 
-def likenesses(plan: StagedPlan) -> list[Hashable]:
+def likenesses(plan: Plan) -> list[Hashable]:
     """What is equal for chunks that are measured as one, by chunk."""
     numbers = Numbers()
     return [likeness(chunk, plan.in_loop, numbers) for chunk in plan.chunks]
@@ -334,7 +335,8 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
         assert isinstance(plan.programs, OnUse)
         assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
     for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.by, plan.programs), strict=True)):
-        assert (cost.homes, cost.kept, cost.trained, cost.added, cost.adds) == (alone.homes, alone.kept, alone.trained, alone.added, alone.adds)
+        assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
+        assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
         for which in plan.tally(at):
             assert cost.program(which) == alone.program(which)
             assert [cost.rise(which, first) for first in (True, False)] == [alone.rise(which, first) for first in (True, False)]

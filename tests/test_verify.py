@@ -17,8 +17,9 @@ from sbpc.graph.ports import results
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B, Partial
 from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 from sbpc.rules.choices import Choice
 from tests import models
 

@@ -22,9 +22,9 @@ from sbpc.mesh.pins import Wish
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import placeholder_wishes
 from sbpc.passes.stages.zero import groups_of, with_best, within_levels
-from sbpc.plans.plan import Assignment
+from sbpc.plans.chunk import Assignment
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.stage_parts import parts_of
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.solver import total
 from tests import models
 from tests.random_plans import draw
@@ -35,7 +35,7 @@ SENT = "all_gather", "all_reduce", "reduce_scatter"
 
 
 @functools.cache
-def planned(limit: float | None = None) -> StagedPlan:
+def planned(limit: float | None = None) -> Plan:
     """A wide transformer in 4 micro-batches, whose parameters take more than its activations. limit: of the free plan's bytes."""
     torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
@@ -47,7 +47,7 @@ def planned(limit: float | None = None) -> StagedPlan:
 def row(limit: float | None) -> str:
     """What a plan takes, and its collectives of more than a megabyte by the part of the step in which they run."""
     plan, sent = planned(limit), Counter[str]()
-    boxed = plan.chunks[0].plan.unscheduled
+    boxed = plan.chunks[0].unscheduled
     for node, part in parts_of(boxed, plan.in_loop).items():
         if "step" in node.meta and node.meta["step"].collective in SENT and node.meta["val"].nbytes > 1e6:
             sent[f"{part} {node.meta['step'].collective}"] += 1
@@ -72,7 +72,7 @@ def test_each_stage_of_zero_is_the_fastest_that_fits_under_some_limit() -> None:
 
 
 @functools.cache
-def alike(limit: float | None = None) -> StagedPlan:
+def alike(limit: float | None = None) -> Plan:
     """Two wide layers of four equal matrices and a large batch, so that cutting activations instead would send more."""
     torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def test_equal_layers_are_all_at_one_stage_of_zero_at_the_bytes_of_that_stage() 
         (0.616, {"W reduce_scatter": 4, "before all_gather": 4}),  # ZeRO-2: gradients are scattered in every micro-batch
     ]:
         plan, sent = alike(limit), Counter[str]()
-        for node, part in parts_of(plan.chunks[0].plan.unscheduled, plan.in_loop).items():
+        for node, part in parts_of(plan.chunks[0].unscheduled, plan.in_loop).items():
             if "step" in node.meta and node.meta["step"].collective in SENT and node.meta["val"].nbytes > 1e6:
                 sent[f"{part} {node.meta['step'].collective}"] += 1
         assert sent == most

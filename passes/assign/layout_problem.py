@@ -23,7 +23,7 @@ from sbpc.passes.assign.build_tables import narrowed, only_renames, tabulate
 from sbpc.passes.assign.label_tables import Table, Tensors
 from sbpc.passes.assign.local_bytes import Place, local_bytes
 from sbpc.passes.assign.wishes import refusal
-from sbpc.plans.plan import Assignment
+from sbpc.plans.chunk import Assignment
 from sbpc.rules.choices import of_stored
 from sbpc.solver import Problem, Value, Variable, star
 from sbpc.solver.problem import Array

@@ -12,7 +12,8 @@ from networkx.utils import UnionFind
 from sbpc.errors import LayoutError
 from sbpc.graph.operands import operands, value_of
 from sbpc.passes.assign.layout_problem import LayoutProblem
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.chunk import Assignment
+from sbpc.plans.plan import Plan
 from sbpc.solver import Bounder, Problem, Proof, certify, checked_bound, solve, total
 from sbpc.solver.fold import fold
 from sbpc.solver.problem import gap_of

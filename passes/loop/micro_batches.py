@@ -38,8 +38,9 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, wishes
 from sbpc.passes.box import box
 from sbpc.passes.schedule.choice import Overlap, overlapped
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 from sbpc.rules.choices import local_sizes
 from sbpc.rules.match import Shard
 

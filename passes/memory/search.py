@@ -34,8 +34,9 @@ from sbpc.passes.memory.live_bytes import (
     calls_of,
     peak_calls,
 )
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.memory import POSITION
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 from sbpc.solver import Bounder, Limit, Problem, Proof, certify, checked_bound, priced, total
 from sbpc.solver.bounder import is_wide
 from sbpc.solver.fold import fold

@@ -11,8 +11,9 @@ from torch.fx import GraphModule
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.panels.cut import Move, cuts, in_panels, moves
 from sbpc.passes.schedule.choice import Overlap, overlapped
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 
 PANELS = 2, 4, 8
 Made = Callable[[GraphModule, Assignment], Plan]  # the plan of a graph and an assignment

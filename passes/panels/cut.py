@@ -24,9 +24,10 @@ from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import Split, State
 from sbpc.passes.annotate import annotate_call, lines_about_rules
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.measure import layout_at
 from sbpc.plans.memory import shard_bytes
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 from sbpc.plans.timeline import exposed_seconds, works
 from sbpc.rules.choices import Candidates, Choice
 

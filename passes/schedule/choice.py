@@ -16,8 +16,9 @@ from typing import Any
 
 from sbpc.mesh.cluster import LINKS
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Assignment, Plan, Prover
+from sbpc.plans.plan import Plan, Prover, no_model
 from sbpc.plans.timeline import ACROSS, COMPUTE, INSIDE, STREAMS, works
 
 Weights = Mapping[str, float]
@@ -140,11 +141,10 @@ def fastest(plans: list[Plan]) -> Plan:
 def overlapped(
     plan: Plan, options: Options, prover: Prover | None = None, bound: float = 0.0, serial_bound: float = 0.0
 ) -> Plan:
-    """Returns a plan of the same layouts with these options and bounds. It shares the graphs that do not depend on them."""
-    result = Plan(plan.mesh, plan.graph, plan.assignment, plan.rewriter, bound, options, plan.times)
-    result.prover, result.serial_bound = prover, serial_bound
-    shared = ("unscheduled", "boxed", "life", "memory") if plan.options is options else ("unscheduled",)
-    vars(result).update((name, getattr(plan, name)) for name in shared)
+    """Returns a plan of the same layouts with these options and bounds. It shares what does not depend on them."""
+    result = replace(plan, options=options, lower_bound=bound, prover=prover, serial_bound=serial_bound, again=no_model)
+    if plan.options is options:
+        vars(result).update((name, each) for name, each in vars(plan).items() if name in ("programs", "parts", "memory"))
     return result
 
 

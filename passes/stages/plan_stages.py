@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -15,22 +14,20 @@ from sbpc.graph.ports import GRADIENT, ONCE, PARAMETER, Port, placeholders, resu
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import B, Partial, Split, State
-from sbpc.passes.annotate import annotate
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.micro_batches import batch_of
 from sbpc.passes.stages.balance import cuts_of, places_of
 from sbpc.passes.stages.cut import Piece, cut
 from sbpc.passes.stages.zero import Build, within_levels
+from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.options import Options
-from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.chunk_programs import Chunk
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.schedules import actions_of, chunks_in
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.staged.stages_bound import stages_bound
 from sbpc.rules.choices import Candidates, Choice, of_stored
 
-Made = Callable[[GraphModule, Assignment], Plan]
+Made = Callable[..., Chunk]  # of a piece, its layouts, and what its ports stand for
 Solve = Callable[[GraphModule, Mesh], Sequence[Plan]]
 Spare = Callable[[GraphModule, Mesh], Sequence[Assignment]]
 Search = Callable[[Plan], Callable[[float], Plan]]
@@ -41,30 +38,18 @@ ENOUGH = 1e-2  # fraction by which a plan under a limit may be slower than one w
 class Draft(NamedTuple):
     """A plan of the step, that of its body, and what makes the first from other layouts of the second."""
 
-    plan: StagedPlan
+    plan: Plan
     body: Plan
     build: Build
 
 
-def mesh_of_stage(mesh: Mesh, axis: str | None) -> Mesh:
-    """Returns the mesh of one stage: all axes but that of the stages. Raises MeshError if there is no such axis.
-
-    Without an axis all ranks are one stage, which loops over micro-batches.
-    """
-    if axis is None:
-        return mesh
-    at = mesh.axis(axis)
-    sizes = {name: size for number, (name, size) in enumerate(zip(mesh.axes, mesh.sizes)) if number != at}
-    return Mesh(cluster=mesh.cluster, **(sizes or {axis: 1}))
-
-
 def staged(
     gm: GraphModule, mesh: Mesh, options: Options, solve: Solve, spare: Spare, search: Search, made: Made
-) -> StagedPlan:
+) -> Plan:
     """Returns the plan of an annotated step with stages along an axis, with one stage where `options` name none.
 
     solve: plans the body on the mesh of a stage; of several plans the one whose step is shortest is taken. spare: lays it out in other ways
-    that may take fewer bytes. search: what plans it under limits of bytes, from the plan without. made: makes the plan of a chunk there.
+    that may take fewer bytes. search: what plans it under limits of bytes, from the plan without. made: makes a chunk there.
     Raises PlanError if the model cannot be cut so, MemoryLimitError if no plan fits.
     """
     axis, schedule, count = options.stages, options.schedule, options.microbatches
@@ -72,25 +57,25 @@ def staged(
     stages = 1 if axis is None else mesh.sizes[mesh.axis(axis)]
     batch_of(gm, count)
     actions_of(schedule, stages, count)  # raises where the schedule cannot have so many micro-batches, before hard work
-    loop, inner = loop_of(gm, count), mesh_of_stage(mesh, axis)
+    loop, inner = loop_of(gm, count), mesh.without(axis)
     loop.body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / count)
 
-    def draft(whole: Plan, free: StagedPlan | None = None) -> Draft:
+    def draft(whole: Plan, free: Plan | None = None) -> Draft:
         places = places_of(whole.graph)
         pieces = cut(whole.graph, places, cuts_of(whole.graph, places, stages * chunks_in(schedule), inner))
         times = count / stages  # of the mean stage: no layouts take less in all
         alone = 1.0 if whole.serial_bound else min(mesh.cluster.sharing, stages)  # while a stage communicates, others may compute faster
         bounds = times * (whole.serial_bound or whole.lower_bound), times * whole.lower_bound / alone
-        serial_bound, bound = bounds if free is None else (free.serial_bound, free.bound)
+        serial_bound, bound = bounds if free is None else (free.serial_bound, free.lower_bound)
 
-        def build(assignment: Assignment, in_loop: frozenset[Port]) -> StagedPlan:
-            body = replace(whole, assignment=assignment)
-            about = mesh, axis, loop, chunks_of(body, pieces, made), schedule, bound, in_loop, options
-            return StagedPlan(*about, body=body, serial_bound=serial_bound)
+        def build(assignment: Assignment, in_loop: frozenset[Port]) -> Plan:
+            body = whole.with_layouts(assignment)
+            chunks = chunks_of(body, pieces, made)
+            return Plan(mesh, chunks, options, bound, loop, in_loop, serial_bound, body)
 
         first = build(whole.assignment, frozenset())
         if free is None:
-            first.bound = bound = max(bound, stages_bound(first, whole.problem.least))
+            first.lower_bound = bound = max(bound, stages_bound(first, whole.problem.least))
         return Draft(first, whole, build)
 
     free = min(map(draft, solve(loop.body, inner)), key=lambda each: each.plan.cost.seconds)
@@ -102,7 +87,7 @@ def staged(
 
 def within_memory(
     free: Draft, memory: float, spare: Callable[[], Sequence[Assignment]], search: Search, draft: Callable[[Plan], Draft]
-) -> StagedPlan:
+) -> Plan:
     """Returns a plan that fits into `memory` bytes on each rank.
 
     Layouts that spare bytes are tried, and those of the plan without a limit, with parameters cut and gathered
@@ -110,14 +95,14 @@ def within_memory(
     and under lower ones, at most TRIES in all, until the busiest stage fits. Raises MemoryLimitError.
     """
     plan, whole, _ = free
-    plans = list[StagedPlan]()
+    plans = list[Plan]()
 
     def add(each: Draft) -> None:
         seconds = [known.cost.seconds for known in plans if known.memory["total"] <= memory]
         plans.append(within_levels(each.plan, each.body, memory, each.build, min(seconds, default=inf)))
 
     for assignment in spare():
-        add(draft(replace(whole, assignment=assignment, programs={})))
+        add(draft(whole.with_layouts(assignment)))
     add(free)
     if any(each.memory["total"] <= memory and each.cost.seconds <= (1 + ENOUGH) * plan.cost.seconds for each in plans):
         return fastest(plans, memory)
@@ -135,7 +120,7 @@ def within_memory(
     return fastest(plans, memory)
 
 
-def fastest(plans: Sequence[StagedPlan], memory: float) -> StagedPlan:
+def fastest(plans: Sequence[Plan], memory: float) -> Plan:
     """Returns the fastest of the plans that fit into `memory` bytes. Raises MemoryLimitError if none does."""
     fitting = [plan for plan in plans if plan.memory["total"] <= memory]
     if not fitting:
@@ -143,7 +128,7 @@ def fastest(plans: Sequence[StagedPlan], memory: float) -> StagedPlan:
     return min(fitting, key=lambda plan: plan.cost.seconds)
 
 
-def too_large(plan: StagedPlan, memory: float) -> MemoryLimitError:
+def too_large(plan: Plan, memory: float) -> MemoryLimitError:
     """Returns the error about a plan of a loop that does not fit into `memory`: that which takes least."""
     what, parts = lacking(plan.memory, memory)
     ranks = "more ranks" if plan.axis is None else "more stages or more ranks on the other axes"
@@ -177,7 +162,7 @@ def chunks_of(whole: Plan, pieces: list[Piece], made: Made) -> list[Chunk]:
             producer, index = value_of(node)  # type: ignore[arg-type]
             aliases.setdefault((producer.name, index), layout)
         about = piece.arguments, piece.results, piece.receives, piece.sends
-        chunks.append(Chunk(gm, Assignment(choices, aliases, tuple(outputs)), lambda gm, a: made(annotate(gm), a), *about))
+        chunks.append(made(gm, Assignment(choices, aliases, tuple(outputs)), *about))
     return chunks
 
 
@@ -229,5 +214,3 @@ def stored(candidates: Candidates, layout: Layout) -> Choice:
     by_state = {signature.outputs[0]: signature for signature in candidates.signatures}
     order = (*layout.order, *(axis for axis in range(len(layout.states)) if axis not in layout.order))
     return Choice(tuple(by_state[state] for state in layout.states), order)
-
-

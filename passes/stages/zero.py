@@ -32,18 +32,18 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import Wish, exactly
 from sbpc.mesh.states import B, Split
 from sbpc.passes.assign.space import Space
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.chunk import Assignment
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.part_memory import bytes_at
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.rules.choices import Choice, of_stored
 from sbpc.solver import Problem, Value, Variable, solve
 
 LEVELS = range(4)
 Levels = Mapping[int, int]  # by number of a group; what is missing is at 0
-Build = Callable[[Assignment, frozenset[Port]], StagedPlan]
+Build = Callable[[Assignment, frozenset[Port]], Plan]
 
 
-def within_levels(free: StagedPlan, whole: Plan, memory: float, build: Build, best: float = inf) -> StagedPlan:
+def within_levels(free: Plan, whole: Plan, memory: float, build: Build, best: float = inf) -> Plan:
     """Returns the plan of the fewest moves to higher levels that fits into `memory` bytes on each rank; if none does, one that does not.
 
     free: the plan without moves. whole: the plan of its body. build: makes the plan of a step from layouts of the body and what is in
@@ -109,7 +109,7 @@ class Zero:
     groups: list[Group]
     count: int
 
-    def built(self, moves: Sequence[Move], build: Build) -> StagedPlan:
+    def built(self, moves: Sequence[Move], build: Build) -> Plan:
         """Returns the plan of a step after some moves."""
         levels = {move.group: move.level for move in moves}
         return build(self.assignment(levels), self.in_loop(levels))
@@ -127,7 +127,7 @@ class Zero:
                     found.append((rates[level], Move(number, level, ways[before][0] - ways[level][0])))
         return [move for _, move in sorted(found, key=lambda each: (-each[0], each[1].level))]
 
-    def saved(self, moves: Sequence[Move], free: StagedPlan) -> list[list[int]]:
+    def saved(self, moves: Sequence[Move], free: Plan) -> list[list[int]]:
         """Returns by stage about how many bytes of its ranks the first moves save, none, one and so on up to all of them."""
         stages = {name: free.owners[at] for at, part in enumerate(free.parts) for name in part.homes}
         stage_of = [stages.get(group.names[0]) for group in self.groups]

@@ -14,7 +14,6 @@ from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, P
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep
 from sbpc.runtime.one_process.simulate_stages import simulate_stages
@@ -41,7 +40,7 @@ class Simulation:
 
 
 def simulate(
-    plan: Plan | Programs | StagedPlan,
+    plan: Plan | Programs,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
@@ -66,7 +65,7 @@ def simulate(
     check_kinds(PlanError, seed=(seed, "an integer"))
     bind.check_guards(model, plan)
     bind.check_modes(model, plan)
-    if isinstance(plan, StagedPlan):
+    if plan.loop is not None:
         return told(plan, model, *simulate_stages(plan, model, args, kwargs, seed))
     mesh = plan.mesh
     inputs = shards_of(plan, whole_inputs(plan, model, args, kwargs, tangents, seed))

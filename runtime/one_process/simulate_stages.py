@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from sbpc.graph.ports import BUFFER, INPUT, PARAMETER, Port
 from sbpc.graph.random_bits import wrap
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.schedules import Action, in_turn
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
 from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
@@ -22,18 +22,19 @@ from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loo
 class PipelineSimulation:
     """All ranks of all stages during a step. `sent`: by stage, bytes by axis. `peak`: most bytes alive on a rank."""
 
-    def __init__(self, plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> None:
-        self.plan, self.inner = plan, plan.inner
+    def __init__(self, plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int) -> None:
+        assert plan.loop is not None
+        self.plan, self.inner, self.loop = plan, plan.inner, plan.loop
         self.stored = {port: tensor.detach() for port, tensor in bind.stored(plan, model).items()}
         self.leaves = [leaf.detach() for leaf in bind.arguments(plan, args, kwargs)]
         for port, planned in plan.shapes.items():
             if port.kind == INPUT:
                 bind.check(f"argument {port.name}", self.leaves[int(port.name)], planned)
         buffers = {port.name: tensor for port, tensor in self.stored.items() if port.kind == BUFFER}
-        self.before = before_loop(plan.loop, self.leaves, buffers, torch.device("cpu"))
+        self.before = before_loop(self.loop, self.leaves, buffers, torch.device("cpu"))
         self.seed = torch.tensor(wrap(seed))
         self.groups = {self.inner.group_name(axes): self.inner.groups(axes) for axes in self.inner.runs()}
-        self.joined = Joined(plan.loop)
+        self.joined = Joined(self.loop)
         self.sent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.stages)]
         self.peak = 0
         self.crossing: dict[tuple[str, int], list[Tensor]] = {}
@@ -42,7 +43,7 @@ class PipelineSimulation:
     def stage_run(self, at: int, rank: int) -> StageRun:
         """Returns a chunk on one rank, with its shards of what is stored."""
         chunk, programs = self.plan.chunks[at], self.plan.programs[at]
-        given, sizes = chunk.plan.given, self.inner.sizes
+        given, sizes = chunk.given, self.inner.sizes
         fixed: dict[str, Any] = {}
         for port, name in programs.fixed.items():
             whole = self.stored.get(port, self.seed)
@@ -58,12 +59,12 @@ class PipelineSimulation:
         gradients: dict[Port, Tensor] = {}
         for at in range(len(self.runs)):
             for port, shards in self.gradients(at).items():
-                whole = self.plan.chunks[at].plan.given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
+                whole = self.plan.chunks[at].given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
                 having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
                 others = len(having - {self.plan.owners[at]})
                 self.send(at, others * max(shard.nbytes for shard in shards))
                 gradients[port] = gradients[port] + whole if port in gradients else whole
-        return self.joined.after(self.joined.results(range(len(self.plan.loop.joins)))) | gradients
+        return self.joined.after(self.joined.results(range(len(self.loop.joins)))) | gradients
 
     def once(self, part: str) -> None:
         """Runs what chunks do once and with no action."""
@@ -89,8 +90,8 @@ class PipelineSimulation:
         if port in chunk.receives:
             shards = self.crossing[chunk.receives[port], batch]
         else:
-            whole = micro_batch(self.plan.loop, chunk.arguments[port], batch, self.leaves, self.before)
-            shards = [shard.clone() for shard in chunk.plan.given[port].shards(whole, self.inner.sizes)]
+            whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
+            shards = [shard.clone() for shard in chunk.given[port].shards(whole, self.inner.sizes)]
         for run, shard in zip(self.runs[at], shards):
             run.batches.setdefault(batch, {})[run.programs.own[port]] = shard
 
@@ -113,7 +114,7 @@ class PipelineSimulation:
         """Hands on an output of a chunk."""
         chunk = self.plan.chunks[at]
         if port in chunk.results:
-            layout = chunk.plan.left[port]
+            layout = chunk.left[port]
             assert layout is not None
             self.joined.take(chunk.results[port], batch, layout.whole(shards, self.inner.sizes))
             return
@@ -141,7 +142,7 @@ class PipelineSimulation:
 
 
 def simulate_stages(
-    plan: StagedPlan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int
+    plan: Plan, model: nn.Module, args: Sequence[Any], kwargs: Any, seed: int
 ) -> tuple[dict[Port, Any], dict[str, float], int]:
     """Runs one step. Returns the results by port, whole; the bytes sent by axis; and the peak of live bytes of a rank."""
     simulation = PipelineSimulation(plan, model, args, kwargs, seed)

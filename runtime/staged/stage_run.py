@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sbpc._compat import storage_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
-from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms
+from sbpc.plans.chunk import Chunk
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
@@ -135,4 +136,4 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
 def arrivals(chunk: Chunk, which: Parts) -> list[Port]:
     """Returns the ports of a chunk that a micro-batch fills before the program of some parts runs."""
     kinds = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
-    return [port for port in chunk.plan.ports.inputs if kinds.get(port.kind)]
+    return [port for port in chunk.ports.inputs if kinds.get(port.kind)]

@@ -20,9 +20,9 @@ from sbpc.graph.guards import Guards
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
 from sbpc.graph.random_bits import seed_of_step
 from sbpc.mesh.layout import Layout, broadcast
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector, within
 from sbpc.runtime.device_kernels import placed
@@ -48,8 +48,9 @@ Every rank gives the whole batch, the same on all. Gradients of the whole batch 
 class StageRunner:
     """Runs the chunks of a rank. It holds no weights: they come with every step."""
 
-    def __init__(self, plan: StagedPlan, executor: Executor, where: torch.device) -> None:
-        self.plan, self.executor, self.where = plan, executor, where
+    def __init__(self, plan: Plan, executor: Executor, where: torch.device) -> None:
+        assert plan.loop is not None
+        self.plan, self.loop, self.executor, self.where = plan, plan.loop, executor, where
         self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
         self.stage = plan.stage_of(dist.get_rank())
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
@@ -59,12 +60,12 @@ class StageRunner:
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
         self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
         self.functions: dict[tuple[int, Parts, bool], BoxedFunction] = {}
-        whole = [broadcast(plan.mesh.axes) for port in plan.loop.ports.inputs if port.kind == INPUT]
+        whole = [broadcast(plan.mesh.axes) for port in self.loop.ports.inputs if port.kind == INPUT]
         self.same = SameCalls(plan.mesh, whole, self.names, apart=plan.axis is None)
 
     def names(self) -> list[str]:
         """Returns the names of the arguments, in the order of their leaves."""
-        loop = self.plan.loop
+        loop = self.loop
         ports = [port for port in loop.ports.inputs if port.kind in (INPUT, BUFFER)]
         named = dict(zip(ports, loop.before.graph.find_nodes(op="placeholder")))
         return [named[Port(INPUT, str(at))].name for at in range(len(self.same.layouts))]
@@ -104,11 +105,11 @@ class Step:
     """One step on this rank."""
 
     def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums) -> None:
-        self.runner, self.plan, self.leaves, self.sums = runner, runner.plan, leaves, sums
+        self.runner, self.plan, self.loop, self.leaves, self.sums = runner, runner.plan, runner.loop, leaves, sums
         self.mail = runner.mail(runner.where)
         buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
-        self.before = before_loop(self.plan.loop, leaves, buffers, runner.where)
-        self.joined = Joined(self.plan.loop)
+        self.before = before_loop(self.loop, leaves, buffers, runner.where)
+        self.joined = Joined(self.loop)
         self.runs = {at: self.stage_run(at, values) for at in runner.mine}
 
     def stage_run(self, at: int, values: dict[Port, Tensor]) -> StageRun:
@@ -156,8 +157,8 @@ class Step:
         for port in arrivals(chunk, self.plan.runs(action)):
             source, sent = self.plan.sources[chunk.receives[port]] if port in chunk.receives else (action.chunk, None)
             if sent is not None and self.plan.owners[source] != self.runner.stage:
-                name, value = chunk.receives[port], chunk.plan.shapes[port]
-                shape = chunk.plan.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
+                name, value = chunk.receives[port], chunk.shapes[port]
+                shape = chunk.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
                 peer = self.runner.peers[self.plan.owners[source]]
                 times = sum(name in self.plan.chunks[at].receives.values() for at in self.runner.mine)
                 self.mail.expect(self.key(name, action), peer, shape, value.dtype, times)
@@ -169,7 +170,7 @@ class Step:
 
     def key(self, name: str, action: Action) -> int:
         """Returns the number of a message, the same on both ends."""
-        return self.runner.numbers[name] * self.plan.loop.count + action.micro_batch
+        return self.runner.numbers[name] * self.loop.count + action.micro_batch
 
     def arrive(self, action: Action, which: Parts) -> None:
         """Puts what the program of some parts reads among the values of the micro-batch."""
@@ -179,8 +180,8 @@ class Step:
                 value = self.mail.receive(self.key(chunk.receives[port], action))
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
-                whole = micro_batch(self.plan.loop, chunk.arguments[port], batch, self.leaves, self.before)
-                value = chunk.plan.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.place)
+                whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
+                value = chunk.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.place)
             run.batches.setdefault(batch, {})[run.programs.own[port]] = value
 
     def arrived(self, source: int, port: Port, batch: int) -> None:
@@ -227,9 +228,9 @@ class Step:
         """
         having = self.plan.shared.get(name, list(known))
         chunks = self.plan.summands.get(name, list(known))
-        port, chunk = Port(PARAMETER, name), self.plan.chunks[having[0]].plan
+        port, chunk = Port(PARAMETER, name), self.plan.chunks[having[0]]
         shape = chunk.given[port].local_shape(chunk.shapes[port].shape, self.plan.inner.sizes, self.place)
-        first = len(self.plan.sources) * self.plan.loop.count
+        first = len(self.plan.sources) * self.loop.count
         keys = {pair: first + at for at, pair in enumerate(self.pairs)}
         others = {self.plan.owners[at] for at in having} - {self.runner.stage}
         for at in chunks:
@@ -249,7 +250,7 @@ class Step:
     @property
     def first_free(self) -> int:
         """The first number of a message that neither values that cross nor gradients have."""
-        return len(self.plan.sources) * self.plan.loop.count + len(self.pairs)
+        return len(self.plan.sources) * self.loop.count + len(self.pairs)
 
     def results(self) -> dict[Port, Any]:
         """Returns the results of the step on every rank: the stage that has an output of the body sends it to the others."""
@@ -262,7 +263,7 @@ class Step:
 
     def ends(self) -> list[tuple[int, Tensor]]:
         """Returns by output of the body the stage that has it, and a tensor of its shape, joined."""
-        loop, found = self.plan.loop, dict[int, tuple[int, Tensor]]()
+        loop, found = self.loop, dict[int, tuple[int, Tensor]]()
         for at, chunk in enumerate(self.plan.chunks):
             for port, number in chunk.results.items():
                 found[number] = self.plan.owners[at], chunk.joined(port, loop.count, loop.joins[number])
@@ -270,7 +271,7 @@ class Step:
 
 
 def parallelize_stages(
-    model: nn.Module, plan: StagedPlan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module,
+    model: nn.Module, plan: Plan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module,
     others: Callable[..., Any] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name.
@@ -278,7 +279,7 @@ def parallelize_stages(
     others: what a call of the module runs, the programs of further plans; None if there are none.
     """
     runner = StageRunner(plan, executor, where)
-    own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].plan.parameters.items()}
+    own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].parameters.items()}
     fill_stages(result, plan, own, value, where)
     result.__class__ = staged_class(type(model), runner, others or alone)
     if not any(each.requires_grad for each in result.parameters()):
@@ -286,7 +287,7 @@ def parallelize_stages(
     return result
 
 
-def fill_stages(result: nn.Module, plan: StagedPlan, own: dict[str, Layout], value: Callable[[str], Tensor], where: torch.device) -> None:
+def fill_stages(result: nn.Module, plan: Plan, own: dict[str, Layout], value: Callable[[str], Tensor], where: torch.device) -> None:
     """Replaces the weights of a module by this rank's shards; parameters of other stages are None. No stage's are whole on all."""
     made: dict[str, Any] = {}
     homes: dict[str, dict[str, Layout]] = {}
@@ -375,7 +376,7 @@ def kept_by(module: nn.Module) -> StagedWeights:
     return kept
 
 
-def bind_stages(plan: StagedPlan, kind: str) -> None:
+def bind_stages(plan: Plan, kind: str) -> None:
     """Makes the process groups of the stages, and the torch DeviceMesh of this rank's. Every rank must call this at the same point."""
     if plan.axis is None:
         process_groups.bind(plan.mesh)

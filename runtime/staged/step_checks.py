@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from sbpc.errors import PlanError
 from sbpc.graph.guards import Guards
 from sbpc.graph.ports import GRADIENT, INPUT, PARAMETER, Port
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.plan import Plan
 from sbpc.runtime import bind
 from sbpc.runtime.step import check_autocast, check_stored, check_trained
 
 
-def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequence[Tensor], where: torch.device) -> None:
+def check_step(plan: Plan, module: nn.Module, guards: Guards, leaves: Sequence[Tensor], where: torch.device) -> None:
     """Raises PlanError for arguments of other shapes, another mode, autocast or number, and where gradients are turned off."""
     for port, planned in plan.shapes.items():
         if port.kind == INPUT:
@@ -29,10 +29,10 @@ def check_step(plan: StagedPlan, module: nn.Module, guards: Guards, leaves: Sequ
         raise error
 
 
-def check_weights(plan: StagedPlan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...], where: torch.device) -> None:
+def check_weights(plan: Plan, mine: Iterable[int], values: Mapping[Port, Any], place: tuple[int, ...], where: torch.device) -> None:
     """Raises PlanError for a parameter of this rank's chunks that is no longer as it was planned. place: on the mesh of the stage."""
     trained = {port.name for port in plan.ports.outputs if port.kind == GRADIENT}
-    for chunk in (plan.chunks[at].plan for at in mine):
+    for chunk in (plan.chunks[at] for at in mine):
         for port, planned in chunk.shapes.items():
             if port.kind == PARAMETER:
                 value, layout = values.get(port), chunk.given[port]

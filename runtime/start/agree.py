@@ -15,12 +15,10 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans import plan_file
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged import staged_file
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.start import process_groups
 
 
-def agree(plan: Plan | Programs | StagedPlan) -> None:
+def agree(plan: Plan | Programs) -> None:
     """Compares by digest what the ranks are about to run. Every rank must call this at the same point.
 
     Raises PlanError that says which ranks differ in what, MeshError if the nodes do not hold the ranks as the mesh needs it.
@@ -30,18 +28,17 @@ def agree(plan: Plan | Programs | StagedPlan) -> None:
     check_nodes(plan.mesh, [each["node"] for each in everywhere])
 
 
-def identity(plan: Plan | Programs | StagedPlan) -> dict[str, str]:
+def identity(plan: Plan | Programs) -> dict[str, str]:
     """Returns what must be the same on all ranks: versions, mesh, and digests of what is run and of what its order depends on, by name."""
     same = {"torch": torch.__version__, "sbpc": installed(), "mesh": str(plan.mesh)}
     if isinstance(plan, Programs):
         return same | {"file": plan.digest}
-    content = staged_file.encode(plan) if isinstance(plan, StagedPlan) else plan_file.encode(plan)
-    stages = content.get(staged_file.STAGES, {})
-    parts = [chunk["plan"] for chunk in stages["chunks"]] if stages else [content]
+    content = plan_file.encode(plan)
+    parts = content["chunks"]
     for item in (item for part in parts for item in part["graph"]):
         item.pop("stack_trace", None)  # where the source lies may differ from node to node
-    options = [{key: value for key, value in each["options"].items() if key != "guards"} for each in (content, *parts)]
-    asked = options, [stages.get(key) for key in ("axis", "schedule", "count", "in_loop")]
+    options = {key: value for key, value in content["options"].items() if key != "guards"}
+    asked = options, content["loop"] and [content["loop"][key] for key in ("count", "in_loop")]
     return same | {
         "model": digest([[part["graph"], part["constants"]] for part in parts]),
         "layouts": digest([[part["choices"], part["aliases"], part["outputs"]] for part in parts]),

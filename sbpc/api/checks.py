@@ -16,7 +16,6 @@ from sbpc.errors import PinError, PlanError, SbpcError, check_kinds, is_number, 
 from sbpc.graph.ports import PARAMETER
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.passes.stages.plan_stages import mesh_of_stage
 from sbpc.plans.options import BYTES, OBJECTIVES, OPTIMIZER_STATE, RECOMPUTE, Options
 from sbpc.plans.staged.schedules import chunks_in
 
@@ -89,7 +88,7 @@ def checked(mesh: Mesh | None, train: bool = True, **asked: Any) -> Options:
 
 def check_staged(mesh: Mesh, train: bool, options: Options) -> None:
     """Raises SbpcError for what cannot be asked of a plan with stages."""
-    mesh_of_stage(mesh, options.stages)
+    mesh.without(options.stages)
     if not train:
         raise SbpcError("stages= is for training\n  Plan the forward alone without it.")
     if options.objective == BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,18 @@ from torch import nn
 
 from sbpc.api.planning import Task
 from sbpc.errors import PlanError
-from sbpc.graph.ports import INPUT, OUTPUT
+from sbpc.graph.ports import INPUT, OUTPUT, Port
 from sbpc.graph.pytree import unflatten
 from sbpc.graph.rewrite import rebuild
+from sbpc.mesh.mesh import Mesh
 from sbpc.passes.annotate import annotate
-from sbpc.passes.pipeline import Stages, make_plan
-from sbpc.passes.verify import verify_annotated, verify_assigned, verify_boxed, verify_captured
-from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.plan_file import Decoder, decode
+from sbpc.passes.pipeline import REWRITER, Stages, laid_out
+from sbpc.passes.verify import verify_annotated, verify_boxed, verify_captured
+from sbpc.plans.chunk import Assignment, Chunk
+from sbpc.plans.plan import Plan
+from sbpc.plans.plan_file import NAMED, Decoder, decode
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged import staged_file
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.loaded_loop import mistakes
 from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 
@@ -41,7 +43,7 @@ def load(path: str | Path) -> Any:
     """
     decoder = decode(path)
     with decoder.reading():
-        return staged_file.decode(decoder, plan_in) if staged_file.STAGES in decoder.body else plan_in(decoder)
+        return plan_in(decoder)
 
 
 def load_module(
@@ -67,31 +69,55 @@ def load_module(
     return module_of(load_exported(path, step), weights_beside(path) if weights is None else weights, executor, device)
 
 
-def load_exported(path: str | Path, step: str | None = None) -> Programs | StagedPlan:
-    """Returns what a rank runs of an exported file: the programs of one step, or a plan with stages, which writes those of its chunks."""
-    if staged_file.STAGES not in decode(path).body:
+def load_exported(path: str | Path, step: str | None = None) -> Programs | Plan:
+    """Returns what a rank runs of an exported file: the programs of one step, or the plan of a loop, which writes those of its chunks."""
+    if decode(path).body["loop"] is None:
         return load_programs(path, step)
     if step not in (None, TRAIN):
         raise PlanError(f"{path} holds stages of a pipeline, which train\n  Export a plan without stages for the forward alone.")
-    plan: StagedPlan = load(path)
+    plan: Plan = load(path)
     return plan
 
 
 def plan_in(decoder: Decoder) -> Plan:
     """Returns the plan in what a file holds, checked."""
-    mesh = decoder.mesh()
-    gm = annotate(decoder.graph(decoder.body))
-    choices, aliases, outputs = decoder.assignment(gm, mesh.axes)
-    body = decoder.body
-    options = decoder.options()
-    if options.dynamic is not None:
-        name_dims(gm, mesh, options.dynamic)
-    assignment = Assignment(choices, aliases, tuple(outputs))
-    plan = make_plan(gm, mesh, assignment, float(body["lower_bound"]), options, Stages())
-    plan.serial_bound = float(body["serial_bound"])
-    check_loaded(plan)
-    plan.again = partial(again, plan)
+    mesh, options, loop, body = decoder.mesh(), decoder.options(), decoder.loop(), decoder.body
+    inner = mesh if loop is None else mesh.without(options.stages)
+    chunks = [chunk_in(each, inner, options.dynamic if loop is None else None) for each in decoder.chunks(inner.axes)]
+    in_loop = frozenset(Port(*each) for each in body["loop"]["in_loop"]) if loop is not None else frozenset[Port]()
+    plan = Plan(mesh, chunks, options, float(body["lower_bound"]), loop, in_loop, float(body["serial_bound"]))
+    if loop is None:
+        if len(chunks) != 1 or any(getattr(chunks[0], key) for key in NAMED) or chunks[0].ports != decoder.ports():
+            raise decoder.fail("a step of one program that is not one chunk")
+        verify_boxed(plan.boxed, mesh)
+        plan.again = partial(again, plan)
+    else:
+        for mistake in mistakes(plan, loop):
+            raise decoder.fail(mistake)
+        plan.verify()
+    str(plan)
     return plan
+
+
+def chunk_in(decoder: Decoder, mesh: Mesh, dynamic: Mapping[str, Any] | None) -> Chunk:
+    """Returns a chunk in what a file holds, checked. mesh: of a stage. dynamic: names of dims."""
+    gm = annotate(decoder.graph(decoder.body))
+    assignment = Assignment(*decoder.assignment(gm))
+    if dynamic is not None:
+        name_dims(gm, mesh, dynamic)
+    verify_captured(gm)
+    verify_annotated(gm)
+    laid_out(gm, assignment, mesh, Stages())
+    ports = gm.meta["ports"]
+    names = [port.name for port in ports.inputs if port.kind == INPUT]
+    if names != [str(number) for number in range(len(names))]:
+        raise PlanError(f"inputs named {names}\n  Plan anew.")
+    unflatten(ports.results, [None] * sum(port.kind == OUTPUT for port in ports.outputs))
+    unflatten(ports.arguments, [None] * len(names))
+    named: dict[str, Any] = decoder.named()
+    chunk = Chunk(mesh, gm, assignment, REWRITER, **named)
+    verify_boxed(chunk.unscheduled, mesh)
+    return chunk
 
 
 def again(plan: Plan, **other: Any) -> Plan:
@@ -99,18 +125,3 @@ def again(plan: Plan, **other: Any) -> Plan:
     asked = replace(plan.options, **{"microbatches": None, "panels": None, "forms": {}, **other})
     about = {name: getattr(plan.options, name) for name in ABOUT}
     return Task(rebuild(plan.graph), Stages(), about).plan(plan.mesh, asked)
-
-
-def check_loaded(plan: Plan) -> None:
-    """Checks a plan that came from a file as far as its boxed graph, and what its report reads."""
-    verify_captured(plan.graph)
-    verify_annotated(plan.graph)
-    verify_assigned(plan.graph, plan.assignment, plan.mesh)
-    names = [port.name for port in plan.ports.inputs if port.kind == INPUT]
-    if names != [str(number) for number in range(len(names))]:
-        raise PlanError(f"inputs named {names}\n  Plan anew.")
-    leaves = [None] * sum(port.kind == OUTPUT for port in plan.ports.outputs)
-    unflatten(plan.ports.results, leaves)
-    unflatten(plan.ports.arguments, [None] * len(names))
-    verify_boxed(plan.boxed, plan.mesh)
-    str(plan)

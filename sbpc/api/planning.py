@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -34,9 +34,9 @@ from sbpc.passes.loop.micro_batches import in_halves, micro_batches
 from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import AUTO, BYTES, Options
-from sbpc.plans.plan import Assignment, Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.plan import Plan
 from sbpc.plans.symbolic_sizes import name_dims
 
 STEP = ("kwargs", "loss", "targets", "train", "dtype", "capture", "dump")  # what `prepare` takes
@@ -45,10 +45,6 @@ FEW_CALLS = 1_500  # of a graph that is tried in two micro-batches, or in panels
 log = logging.getLogger("sbpc")
 
 
-@overload
-def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
-@overload
-def plan(model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
 @with_options
 def plan(
     model: nn.Module,
@@ -63,7 +59,7 @@ def plan(
     capture: str = "light",
     dump: str | Path | None = None,
     **options: Any,
-) -> Plan | StagedPlan:
+) -> Plan:
     """Returns the plan of one step of `model(*args, **kwargs)` on `mesh`: the fastest layouts, with a bound and a proof.
 
     model and args may be on the meta device: no op is computed, nothing is allocated. A model that returns a scalar is its own
@@ -102,11 +98,7 @@ def plan(
     return task.planned(mesh, asked)
 
 
-@overload
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: str, **options: Any) -> StagedPlan: ...
-@overload
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, *, stages: None = None, **options: Any) -> Plan: ...
-def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan | StagedPlan:
+def baseline(name: str, model: nn.Module, args: Sequence[Any], mesh: Mesh, **options: Any) -> Plan:
     """Returns the plan that an expert would make by hand, under the same cost model. options are those of `sbpc.plan`.
 
     "data"              every axis splits the batch, parameters are whole
@@ -138,7 +130,7 @@ class Task:
     stages: Stages
     about: dict[str, Any]  # what every plan's options say: the model's name and modes, train, autocast
 
-    def planned(self, mesh: Mesh, options: Options) -> Plan | StagedPlan:
+    def planned(self, mesh: Mesh, options: Options) -> Plan:
         """Returns the plan with stages along an axis; without one that of a loop, where micro-batches are asked for and the step is one."""
         if options.stages is not None or (self.about["train"] and may_loop(options)):
             try:

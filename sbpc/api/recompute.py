@@ -16,9 +16,8 @@ from sbpc.graph.operands import is_late
 from sbpc.graph.ports import GRADIENT, PARAMETER
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.schedule.choice import overlapped
-from sbpc.plans.memory import Life
-from sbpc.plans.memory_curve import GRADIENTS, OPTIMIZER, PARAMETERS, memory_curve
-from sbpc.plans.options import FULL, NONE, OPTIMIZER_STATE, SELECTIVE
+from sbpc.plans.memory_curve import GRADIENTS, OPTIMIZER, PARAMETERS
+from sbpc.plans.options import FULL, NONE, SELECTIVE
 from sbpc.plans.plan import Plan
 
 log = logging.getLogger("sbpc")
@@ -82,13 +81,12 @@ def reachable(plan: Plan) -> float:
 
     So far a plan under a limit may go without computing anything again.
     """
-    boxed, mesh, optimizer = plan.unscheduled, plan.mesh, plan.options.optimizer
-    curve = memory_curve(Life.of(boxed, mesh), boxed, mesh, optimizer)
+    curve = replace(plan, options=plan.options.in_order).memory_curve()
     others = [sizes for name, sizes in curve.groups.items() if name not in (PARAMETERS, GRADIENTS, OPTIMIZER)]
     held = max(map(sum, zip(*others)))
     sizes = {port.name: value.nbytes for port, value in plan.shapes.items() if port.kind == PARAMETER}
     trained = sum(sizes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
-    return held + (sum(sizes.values()) + (1 + OPTIMIZER_STATE[optimizer]) * trained) / mesh.ranks
+    return held + (sum(sizes.values()) + (1 + plan.options.copies) * trained) / plan.mesh.ranks
 
 
 def first_step(rungs: Sequence[tuple[str, float]], blocks: int, memory: float) -> int:

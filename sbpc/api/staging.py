@@ -20,23 +20,23 @@ from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.recompute import blocks_of
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.passes.pipeline import Stages, finish, make_plan, searched
+from sbpc.passes.pipeline import Stages, finish, make_chunk, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
 from sbpc.passes.stages.cut import cut
-from sbpc.passes.stages.plan_stages import chunks_of, mesh_of_stage, staged
+from sbpc.passes.stages.plan_stages import chunks_of, staged
 from sbpc.passes.stages.zero import Zero, groups_of
+from sbpc.plans.chunk import Assignment
 from sbpc.plans.options import AUTO, FULL, NONE, SECONDS, SELECTIVE, SERIAL, Options
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.loop_formula import check_names
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 SPARING = "megatron+sp"  # the expert whose layouts take fewest bytes
 
 
 @uncollected()
-def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> StagedPlan:
+def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> Plan:
     """Returns the plan of an annotated step with stages along an axis of `mesh`, or of a loop over micro-batches where that is None."""
     if asked.recompute == AUTO:
         forms = (NONE, SELECTIVE, FULL) if blocks_of(gm) else (NONE,)
@@ -68,17 +68,15 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
         except (LayoutError, PinError, PlanError):  # the scheme does not fit the model, or not beside the pins
             return []
 
-    def made(piece: GraphModule, assignment: Assignment) -> Plan:
-        return make_plan(piece, mesh_of_stage(mesh, axis), assignment, 0.0, options, clocks)
-
+    made = partial(make_chunk, mesh.without(axis), clocks)
     limits = partial(search, options=options, count=count, clocks=clocks)
     with clocks.timed("stages"):
         plan = staged(gm, mesh, asked, solve, spare, limits, made)
     plan.times = clocks.times
     if clocks.dump is not None:
+        assert plan.loop is not None
         clocks.show("loop", plan.loop.body)
-        for at, chunk in enumerate(plan.chunks):
-            clocks.show_plan(chunk.plan, f"chunk{at}_")
+        clocks.show_plan(plan)
     return plan
 
 
@@ -128,38 +126,38 @@ def beside(plan: Plan, asked: Wishes) -> list[Plan]:
         assignments.append(assignment)
     prover.improve_by_computing(mesh, solve)
     bounds: dict[str, Any] = {"lower_bound": prover.bound, "serial_bound": plan.lower_bound, "prover": prover}
-    return [replace(plan, assignment=each, programs={}, **bounds) for each in assignments]
+    return [plan.with_layouts(each, **bounds) for each in assignments]
 
 
 def short_plans(
     loop: Loop, clocks: Stages, about: Mapping[str, Any], inner: Mesh, axis: str, optimizer: str | None, baseline: str | None = None
-) -> tuple[list[str], Callable[[int], StagedPlan]]:
+) -> tuple[list[str], Callable[[int], Plan]]:
     """Returns the blocks of a model, and what makes the plan of its step with each of them a stage along `axis`, all parameters at a level
     of `sbpc.passes.stages.zero`. inner: the mesh of a stage. baseline: the expert to follow. The plan of a level is made once."""
     options = of_body(Options(optimizer=optimizer, baseline=baseline, **about))
     body = rebuild(loop.body)
     body.meta[ONCE] = dict.fromkeys((PARAMETER, GRADIENT), 1 / loop.count)
-    asked = wishes(body, inner, options).nodes
-    plan = finish(body, inner, Wishes(asked, {}), options, clocks, exact=False)  # a search needs no last half percent
+    wished = Wishes(wishes(body, inner, options).nodes, {})
+    plan = finish(body, inner, wished, options, clocks, exact=False)  # a search needs no last half percent
     places = places_of(plan.graph)
     starts, blocks = between_blocks(places), blocks_at(places) or [""]
     pieces = cut(plan.graph, places, starts)
     mesh = Mesh(cluster=inner.cluster, **{axis: len(pieces)}, **dict(zip(inner.axes, inner.sizes)))
     zero = Zero(plan, groups_of(plan.graph), loop.count)
 
-    def made(piece: GraphModule, assignment: Assignment) -> Plan:
-        return make_plan(piece, inner, assignment, 0.0, options, clocks)
+    made = partial(make_chunk, inner, clocks)
+    asked = replace(options, objective=SECONDS, stages=axis, microbatches=loop.count)
 
     @cache
-    def at(level: int) -> StagedPlan:
+    def at(level: int) -> Plan:
         levels = dict.fromkeys(range(len(zero.groups)), level)
-        chunks = chunks_of(replace(plan, assignment=zero.assignment(levels)), pieces, made)
-        return StagedPlan(mesh, axis, loop, chunks, "1f1b", 0.0, zero.in_loop(levels), replace(options, objective=SECONDS))
+        chunks = chunks_of(plan.with_layouts(zero.assignment(levels)), pieces, made)
+        return Plan(mesh, chunks, asked, 0.0, loop, zero.in_loop(levels))
 
     return [blocks[place] for place in (0, *starts)], at
 
 
-def least(forms: Sequence[str], planned: Callable[[str], StagedPlan]) -> StagedPlan:
+def least(forms: Sequence[str], planned: Callable[[str], Plan]) -> Plan:
     """Returns the plan of the first form of recompute with which all stages fit. Raises MemoryLimitError, of that which takes least."""
     errors = []
     for form in forms:

@@ -23,11 +23,10 @@ from sbpc.graph.no_gc import uncollected
 from sbpc.mesh.mesh import Mesh
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute as compute_again
-from sbpc.passes.stages.plan_stages import mesh_of_stage
 from sbpc.plans.options import AUTO, FULL, NONE, SELECTIVE, Options
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.estimate import Estimate, repeated
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 SLOWER, LATE = "at full speed it takes longer than the best row", "the seconds of the search were over"
 TOO_LARGE = "it does not fit into the memory"
@@ -66,12 +65,12 @@ class StrategyRow:
     bubble_seconds: float
     recompute_seconds: float
     memory: dict[str, int]
-    make: Callable[[], StagedPlan] = field(repr=False)
+    make: Callable[[], Plan] = field(repr=False)
     lower_bound: float = 0.0
     refused: tuple[Refused, ...] = field(default=(), repr=False)
 
     @functools.cached_property
-    def plan(self) -> StagedPlan:
+    def plan(self) -> Plan:
         """The plan of this strategy."""
         return self.make()
 
@@ -88,7 +87,7 @@ class Search:
     recompute: str
     seconds: float
     loops: dict[tuple[str, int], Loop] = field(default_factory=dict)
-    plans: dict[Any, tuple[list[str], Callable[[int], StagedPlan]]] = field(default_factory=dict)
+    plans: dict[Any, tuple[list[str], Callable[[int], Plan]]] = field(default_factory=dict)
 
     @uncollected()
     def rows(self, candidates: Sequence[Candidate], progress: Progress | None = None) -> list[StrategyRow]:
@@ -164,11 +163,11 @@ class Search:
                 if self.fits(way):
                     break
 
-    def short_plans(self, each: Candidate, form: str, baseline: str | None) -> tuple[list[str], Callable[[int], StagedPlan]]:
+    def short_plans(self, each: Candidate, form: str, baseline: str | None) -> tuple[list[str], Callable[[int], Plan]]:
         """Returns the blocks of the short model and what plans it, the same for all numbers of stages."""
         key = each.mesh.sizes[1:], each.microbatches, form, baseline
         if key not in self.plans:
-            inner = mesh_of_stage(each.mesh, PIPE)
+            inner = each.mesh.without(PIPE)
             asked = self.short.stages, self.short.about, inner, PIPE, self.optimizer, baseline
             self.plans[key] = short_plans(self.loop(form, each.microbatches), *asked)
         return self.plans[key]
@@ -180,7 +179,7 @@ class Search:
             self.loops[form, count] = loop_of(compute_again(gm, forms_of(gm, form)), count)
         return self.loops[form, count]
 
-    def planned(self, each: Candidate, form: str) -> StagedPlan:
+    def planned(self, each: Candidate, form: str) -> Plan:
         """Returns the plan of a row."""
         task = self.task()
         asked = Options(optimizer=self.optimizer, memory=self.memory, stages=PIPE, schedule=each.schedule, **task.about)

@@ -15,7 +15,6 @@ from sbpc.errors import SbpcError
 from sbpc.inspect.tables import Report, quantity
 from sbpc.inspect.trace import Comparison
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import MEASURED, PREDICTED, save_trace
@@ -28,7 +27,7 @@ TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of wh
 class TracedSteps:
     """Takes the steps of a module: the first one warms up, the last ones run with time stamps, those between without."""
 
-    def __init__(self, module: nn.Module, plan: Plan | StagedPlan, steps: int) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, steps: int) -> None:
         check_steps(steps)
         self.step: Any = module.step
         self.module, self.plan, self.plain = module, plan, steps - min(TRACED, steps - 2)
@@ -39,7 +38,7 @@ class TracedSteps:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step. All ranks take the time at the same steps."""
         if len(self.seconds) == self.plain:
-            record: Any = stages_recorded if isinstance(self.plan, StagedPlan) else recorded
+            record: Any = stages_recorded if self.plan.loop is not None else recorded
             self.recorder = self.recording.enter_context(record(self.module))
         start = now()
         result = self.step(*args, **kwargs)
@@ -60,7 +59,7 @@ class TracedSteps:
 
     def sides(self) -> tuple[list[Event], list[Event]]:
         """Returns what this rank was predicted to do, and what it did in the step of median length."""
-        if isinstance(self.plan, StagedPlan):
+        if self.plan.loop is not None:
             assert isinstance(self.recorder, StageRecorder), "no step was measured"
             return stage_events(self.plan, self.recorder.stage), self.recorder.events()
         assert isinstance(self.recorder, Recorder), "no step was measured"

@@ -11,11 +11,12 @@ from sbpc.errors import PlanError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import INPUT, PARAMETER, placeholders
 from sbpc.inspect.graph_text import bytes_sent
-from sbpc.inspect.report import AnyPlan, boxings, mesh_of, numberless, plans_in, some
+from sbpc.inspect.report import boxings, numberless, some
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.states import B
 from sbpc.plans.options import BYTES
+from sbpc.plans.plan import Plan
 
 SHOWN = 20  # rows of values and of collectives in the text; all others are counted in a last row
 CLOSE = 1e-9  # figures that differ by a smaller fraction are equal
@@ -89,18 +90,18 @@ class Diff:
         return self.report.html()
 
 
-def diff(one: AnyPlan, other: AnyPlan) -> Diff:
+def diff(one: Plan, other: Plan) -> Diff:
     """Returns what differs between two plans. Raises PlanError if they are of different models.
 
     Of plans of which one alone has stages, values are not compared: the other has them for the whole batch, not for a micro-batch.
     """
-    if not isinstance(other, AnyPlan):
+    if not isinstance(other, Plan):
         raise PlanError(f"a plan is compared with a {type(other).__name__}\n  Give another plan of the same model.")
     if not one.parameters.keys() & other.parameters.keys() and one.parameters.keys() | other.parameters.keys():
         raise PlanError("the plans are of different models: no parameter has the same name\n  Compare plans of one model.")
     plans = one, other
-    alike = mesh_of(one).axes == mesh_of(other).axes
-    both = type(one) is type(other)
+    alike = one.inner.axes == other.inner.axes
+    both = (one.loop is None) == (other.loop is None)
     values, modules = zip(*(value_layouts(plan, alike) if both else ({}, {}) for plan in plans))
     homes = [{name: text(home, alike) for name, home in plan.parameters.items()} for plan in plans]
     asked = {name: (mine, asked_of(other)[name]) for name, mine in asked_of(one).items() if mine != asked_of(other)[name]}
@@ -109,7 +110,7 @@ def diff(one: AnyPlan, other: AnyPlan) -> Diff:
     )  # fmt: skip
 
 
-def asked_of(plan: AnyPlan) -> dict[str, str]:
+def asked_of(plan: Plan) -> dict[str, str]:
     """Returns what was asked for, by name, as texts."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(plan.mesh.axes, plan.mesh.sizes))
     asked = {name: getattr(plan.options, name) for name in ASKED}
@@ -124,11 +125,11 @@ def text(layout: Layout, alike: bool) -> str:
     return str(layout) if alike or any(state != B for state in layout.states) else "whole"
 
 
-def value_layouts(plan: AnyPlan, alike: bool) -> tuple[dict[str, str], dict[str, str]]:
+def value_layouts(plan: Plan, alike: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Returns layouts (see `text`) and modules of all values but parameters, by name."""
     layouts: dict[str, str] = {}
     modules: dict[str, str] = {}
-    for each in plans_in(plan):
+    for each in plan.chunks:
         stored = {node for port, node in placeholders(each.graph).items() if port.kind == PARAMETER}
         for node in each.graph.graph.nodes:
             if node not in stored and node.name in each.layouts and node.name not in layouts:  # made by one chunk, read by others
@@ -143,7 +144,7 @@ def differing(both: Sequence[dict[str, str]]) -> dict[str, tuple[str | None, str
     return {name: (one.get(name), other.get(name)) for name in {**one, **other} if one.get(name) != other.get(name)}
 
 
-def figures(one: AnyPlan, other: AnyPlan) -> Iterator[tuple[str, str, float, float]]:
+def figures(one: Plan, other: Plan) -> Iterator[tuple[str, str, float, float]]:
     """Yields name, unit, and the numbers of either plan."""
     mine, others = one.cost, other.cost
     for name, key in (("a step", ""), ("computing", "compute_"), ("communicating", "comm_"), ("exposed", "exposed_")):
@@ -158,7 +159,7 @@ def figures(one: AnyPlan, other: AnyPlan) -> Iterator[tuple[str, str, float, flo
         yield "peak memory" if kind == "total" else kind, "B", mine.memory[kind], others.memory[kind]
 
 
-def traffic(one: AnyPlan, other: AnyPlan) -> Iterator[Traffic]:
+def traffic(one: Plan, other: Plan) -> Iterator[Traffic]:
     """Yields the collectives that are not the same in both plans, the largest difference of bytes first."""
     counted = [traffic_of(plan) for plan in (one, other)]
     rows = [
@@ -169,12 +170,12 @@ def traffic(one: AnyPlan, other: AnyPlan) -> Iterator[Traffic]:
     yield from sorted(rows, key=lambda row: -abs(row.bytes_sent[0] - row.bytes_sent[1]))
 
 
-def traffic_of(plan: AnyPlan) -> dict[tuple[str, str, str, str], tuple[int, float]]:
+def traffic_of(plan: Plan) -> dict[tuple[str, str, str, str], tuple[int, float]]:
     """Returns, by module (with * for numbers), phase, collective and axis, how many collectives there are and what a rank sends.
 
     Of a plan with stages these are the collectives within its stages.
     """
-    mesh = mesh_of(plan)
+    mesh = plan.inner
     found: dict[tuple[str, str, str, str], tuple[int, float]] = {}
     for node, times in boxings(plan):
         step, module = node.meta["step"], numberless(str(node.meta.get("module", "")))

@@ -66,10 +66,10 @@ class Fold:
     rows: int
 
 
-def graph_rows(gm: GraphModule, mesh: Mesh) -> tuple[ValueRow, ...]:
-    """Returns a row for every value of a graph, in its order."""
+def graph_rows(gm: GraphModule, mesh: Mesh, first: int = 0) -> tuple[ValueRow, ...]:
+    """Returns a row for every value of a graph, in its order. first: the number of the first one."""
     names = port_names(gm)
-    numbers = {node: at for at, node in enumerate(gm.graph.nodes)}
+    numbers = {node: at for at, node in enumerate(gm.graph.nodes, first)}
     kinds = {node: port.kind for port, node in placeholders(gm).items()}
     rows = []
     for node in gm.graph.nodes:

@@ -48,13 +48,12 @@ class MapRow:
 def model_map(plan: Plan) -> list[MapRow]:
     """Returns the rows of a model's map, modules before what they hold."""
     root = Part()
-    for port, node in placeholders(plan.graph).items():
-        if port.kind != PARAMETER:
-            continue
-        part = root
-        for name in port.name.split("."):
-            part = part.children.setdefault(name, Part())
-        part.home, part.type, part.bytes = plan.layouts[port.name], tensor_text(node.meta["val"]), local_bytes(node, plan.mesh)
+    for chunk in plan.chunks:
+        for port, node in placeholders(chunk.graph, PARAMETER).items():
+            part = root
+            for name in port.name.split("."):
+                part = part.children.setdefault(name, Part())
+            part.home, part.type, part.bytes = chunk.layouts[port.name], tensor_text(node.meta["val"]), local_bytes(node, chunk.mesh)
     return rows_of(root, "", 0, 1)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 from markupsafe import Markup
 from sympy.printing.mathml import mathml
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from sbpc.boxing.steps import wire
 from sbpc.graph.operands import value_of
@@ -18,14 +19,13 @@ from sbpc.inspect.graph_rows import ValueRow, graph_rows
 from sbpc.inspect.model_map import MapRow, model_map
 from sbpc.inspect.page_charts import curves, memory, timeline
 from sbpc.inspect.page_graph import TITLES, Folded, fold, origins
-from sbpc.inspect.page_stages import chunk_rows, schedule, stage_memory
+from sbpc.inspect.page_stages import chunk_row, schedule, stage_memory
 from sbpc.inspect.picture import HUES, clean, template
-from sbpc.inspect.report import AnyPlan, boxings, chips_of, collectives, least, mesh_of, numberless
+from sbpc.inspect.report import boxings, chips_of, collectives, least, numberless, spans
 from sbpc.inspect.tables import quantity
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.plans.options import BYTES, NONE
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.timeline import Event
 
 FORMULAS = 6  # collectives whose bytes are typeset, those that send most
@@ -39,16 +39,15 @@ ABOUT = {
 
 
 def page_html(
-    plan: AnyPlan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
+    plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], losses: Mapping[str, Sequence[float]] | None = None,
     measured: Sequence[Event] = (),
 ) -> str:  # fmt: skip
-    """Returns the page of a plan: of one with stages the schedule, memory and chunks by stage, of others the model, time, memory and graph.
+    """Returns the page of a plan: its model, time, memory and graph; of a loop also the schedule and the chunks.
 
     alternatives: by name of a parameter. losses: by name of a run, the loss of every step. measured: the events of a step that ran.
     """
-    about = of_stages(plan, measured) if isinstance(plan, StagedPlan) else of_graph(plan, alternatives, measured)
+    about, mesh = about_plan(plan, alternatives, measured), plan.inner
     titles = [*(["Losses"] if losses else []), *about["titles"]]
-    mesh = mesh_of(plan)
     page = {
         "model": clean(plan.options.model), "mesh": str(plan.mesh), "axes": list(zip(mesh.axes, mesh.sizes)),
         "asked": asked(plan), "notes": [clean(note) for note in plan.notes], "remarks": [clean(each) for each in plan.remarks],
@@ -59,49 +58,71 @@ def page_html(
     return template("page.html.j2").render(page)
 
 
-def of_graph(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]) -> dict[str, Any]:
-    """Returns what the template draws of a plan without stages alone."""
-    mesh, cost = plan.mesh, plan.cost
-    rows = graph_rows(plan.boxed, mesh)
+def about_plan(plan: Plan, alternatives: Mapping[str, Sequence[Alternative]], measured: Sequence[Event]) -> dict[str, Any]:
+    """Returns what the template draws below the figures."""
+    cost, looped = plan.cost, plan.loop is not None
+    graphs = drawn(plan)
+    rows = [row for graph in graphs for row in graph.rows]
     folded = fold(rows)
-    curve = memory(plan.memory_curve(), mesh.cluster.memory)
-    places = {node.name: folded.shown[at] for at, node in enumerate(plan.boxed.graph.nodes)}
+    curve = memory(plan.memory_curve(), plan.mesh.cluster.memory)
+    places = {key: folded.shown[row] for graph in graphs for key, row in graph.places.items()}
     for moment in curve["moments"]:
-        moment.append(places.get(moment[2]))
+        moment.append(places.get(moment[2] if looped else f"0 {moment[2]}"))
+    titles = ["Model", *(["Schedule", "Chunks"] if looped else []), "Collectives", *([] if looped else ["Time"]), "Memory", "Graph", "Cost"]
     return {
-        "titles": ["Model", "Collectives", "Time", "Memory", "Graph", "Cost"], "schedule": None, "formulas": formulas(plan),
+        "titles": titles, "schedule": schedule(plan, measured) if looped else None,
+        "formulas": [] if looped else formulas(plan),  # in a loop they take as long as the plan; see plan.cost.bytes_expr
         "map": [map_row(row, alternatives) for row in model_map(plan)],
         "homes": {str(layout): chips_of(layout) for layout in plan.parameters.values()}, "curve": curve,
-        "timeline": timeline(plan.timeline(), places, measured), "groups": groups(plan, rows, folded), "of_section": TITLES, "about": ABOUT,
+        "timeline": None if looped else timeline(plan.timeline(), {key.split()[1]: row for key, row in places.items()}, measured),
+        "groups": groups(plan, graphs, rows, folded), "of_section": TITLES, "about": ABOUT,
         "values": len(rows), "shown": sum(len(group.rows) for group in folded.groups),
-        "data": embedded(page_data(plan, rows, folded, curve)), "legend": legend(rows),
+        "data": embedded(page_data(plan, graphs, folded, curve)), "legend": legend(rows),
         "overlaps": cost.exposed_seconds < cost.comm_seconds,
-    }  # fmt: skip
-
-
-def of_stages(plan: StagedPlan, measured: Sequence[Event]) -> dict[str, Any]:
-    """Returns what the template draws of a plan with stages, or of a loop, alone."""
-    cost = plan.cost
-    return {
-        "titles": ["Schedule", "Memory", "Chunks", "Collectives", "Cost"], "schedule": schedule(plan, measured),
-        "formulas": [],  # in a loop they take as long as the plan; see plan.cost.bytes_expr
-        "memory": stage_memory(plan), "chunks": [chunk_rows(plan, at) for at in range(len(plan.chunks))],
+        "memory": stage_memory(plan), "chunks": [chunk_row(plan, at) for at in range(len(plan.chunks))] if looped else [],
         "bubble": f"{100 * cost.bubble_seconds / cost.seconds:.1f} %" if cost.seconds else "0 %",
     }  # fmt: skip
 
 
-def asked(plan: AnyPlan) -> list[str]:
+@dataclass(frozen=True)
+class Drawn:
+    """A graph on the page: that of a chunk, and of those that cost the same. title: says which, empty where there is but one. places: by
+    chunk and name of a node, the number of its row."""
+
+    title: str
+    gm: GraphModule
+    rows: Sequence[ValueRow]
+    places: dict[str, int]
+
+
+def drawn(plan: Plan) -> list[Drawn]:
+    """Returns the boxed graphs of a plan; chunks that are alike have one."""
+    alike: dict[Any, list[int]] = {}
+    for at, part in enumerate(plan.parts):
+        alike.setdefault(id(part.program), []).append(at)
+    found, start = list[Drawn](), 0
+    for first, *others in alike.values():
+        gm = plan.boxed if plan.loop is None else plan.chunks[first].unscheduled
+        rows = graph_rows(gm, plan.inner, start)
+        title = f"Chunk {first}{f', and {spans(others)} alike' if others else ''}" if len(plan.chunks) > 1 else ""
+        names = [(node.name, row.at) for node, row in zip(gm.graph.nodes, rows)]
+        found.append(Drawn(title, gm, rows, {f"{at} {name}": row for at in (first, *others) for name, row in names}))
+        start += len(rows)
+    return found
+
+
+def asked(plan: Plan) -> list[str]:
     """Returns what was asked of the plan, as short texts."""
     options = plan.options
     texts = [f"{plan.mesh.ranks} ranks", f"cluster {plan.mesh.cluster.name}", "training" if options.train else "forward alone"]
-    texts += [plan.way] if isinstance(plan, StagedPlan) else []
+    texts += [plan.way] if plan.way else []
     texts += [f"{name} {getattr(options, name)}" for name in ("dtype", "optimizer", "baseline") if getattr(options, name)]
     texts += [f"recompute {options.recompute}"] if options.recompute != NONE else []
     texts += [f"at most {quantity(options.memory, 'B')} a rank"] if options.memory is not None else []
     return [clean(text) for text in (*texts, *(f"pin {name} = {layout}" for name, layout in options.pin.items()))]
 
 
-def cards(plan: AnyPlan) -> list[dict[str, Any]]:
+def cards(plan: Plan) -> list[dict[str, Any]]:
     """Returns the figures: a title, a number, what it means, and its parts as (name, text, percent)."""
     cost, mesh = plan.cost, plan.mesh
     unit, device, total = "B" if cost.objective == BYTES else "s", mesh.cluster.memory, cost.memory["total"]
@@ -156,9 +177,9 @@ def map_row(row: MapRow, alternatives: Mapping[str, Sequence[Alternative]]) -> d
     return vars(row) | {"label": clean(row.label), "name": clean(row.name), "home": home, "bytes": size, "others": others}
 
 
-def traffic(plan: AnyPlan) -> list[dict[str, Any]]:
+def traffic(plan: Plan) -> list[dict[str, Any]]:
     """Returns collectives by module, phase, kind and axis, those that take longest first, with their part of the longest."""
-    found, mesh = dict[tuple[str, str, str, str], list[float]](), mesh_of(plan)
+    found, mesh = dict[tuple[str, str, str, str], list[float]](), plan.inner
     for node, times in boxings(plan):
         step, value = node.meta["step"], node.meta["val"]
         rounds, sent = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
@@ -179,9 +200,9 @@ def module_of(node: Node) -> str:
     return str(value_of(node)[0].meta.get("module", node.meta.get("module", "")))
 
 
-def links(plan: AnyPlan) -> list[tuple[str, str, str]]:
+def links(plan: Plan) -> list[tuple[str, str, str]]:
     """Returns, by axis over which anything is sent, how long a message takes at least, and the bandwidth."""
-    found, mesh = {}, mesh_of(plan)
+    found, mesh = {}, plan.inner
     for step in (node.meta["step"] for node, _ in boxings(plan)):
         if all(mesh.sizes[axis] == 1 for axis in step.axes):
             continue
@@ -204,11 +225,10 @@ def formulas(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def groups(plan: Plan, rows: Sequence[ValueRow], folded: Folded) -> list[dict[str, Any]]:
+def groups(plan: Plan, graphs: Sequence[Drawn], rows: Sequence[ValueRow], folded: Folded) -> list[dict[str, Any]]:
     """Returns the groups of the graph as the template draws them."""
     most = max((row.sent for row in rows), default=0.0) or 1.0
-    axes = plan.mesh.axes
-    drawn = []
+    axes, titles, found = plan.inner.axes, {row.at: graph.title for graph in graphs for row in graph.rows}, []
     for group in folded.groups:
         values = [
             {"at": row.at, "kind": row.kind, "name": clean(row.name), "type": row.type, "states": row.states, "order": row.order,
@@ -220,8 +240,11 @@ def groups(plan: Plan, rows: Sequence[ValueRow], folded: Folded) -> list[dict[st
         ]  # fmt: skip
         times = len(group.blocks)
         names = list(dict.fromkeys(group.blocks)) if times > 1 else []
-        drawn.append({"section": group.section, "label": clean(group.label), "times": times, "blocks": names, "rows": values})
-    return drawn
+        found.append({
+            "title": titles[group.rows[0].at], "section": group.section, "label": clean(group.label), "times": times, "blocks": names,
+            "rows": values,
+        })  # fmt: skip
+    return found
 
 
 def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
@@ -232,9 +255,9 @@ def legend(rows: Sequence[ValueRow]) -> list[tuple[str, str]]:
     return [(state, meaning[state[0]].format(state[2:-1] or "sum")) for state in ordered]
 
 
-def page_data(plan: Plan, rows: Sequence[ValueRow], folded: Folded, curve: Mapping[str, Any]) -> dict[str, Any]:
+def page_data(plan: Plan, graphs: Sequence[Drawn], folded: Folded, curve: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the page holds as JSON: the figures of the plan, and what its script shows of a value."""
-    about = origins(plan.boxed)
+    about = [origin for graph in graphs for origin in origins(graph.gm)]
     lines = {line: at for at, line in enumerate(dict.fromkeys(line for line, _ in about))}
     rules = {rule: at for at, rule in enumerate(dict.fromkeys(rule for _, rule in about))}
     shown = [row for group in folded.groups for row in group.rows]

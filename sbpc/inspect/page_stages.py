@@ -1,18 +1,17 @@
-"""What a page tells of stages: the schedule with its bubbles, memory by stage, chunks with their parameters."""
+"""What a page tells of stages: the schedule with its bubbles, memory by stage, chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sbpc.graph.ports import PARAMETER
 from sbpc.inspect.picture import clean
-from sbpc.inspect.report import chips_of, numberless, some, span_of
+from sbpc.inspect.report import span_of
 from sbpc.inspect.tables import quantity
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.plans.staged.staged_timeline import actions_of, measured_actions
 from sbpc.plans.timeline import Event, makespan
 
@@ -21,7 +20,7 @@ ONCE = {BEFORE: "what is done before the loop", AFTER: "what is done after the l
 ROOM = 16.0  # units of a bar in which a number can be read
 
 
-def schedule(plan: StagedPlan, measured: Sequence[Event] = ()) -> dict[str, Any]:
+def schedule(plan: Plan, measured: Sequence[Event] = ()) -> dict[str, Any]:
     """Returns the schedule: a lane for each stage, bars with the number of the micro-batch; where there is none is a bubble.
 
     measured: the events of a step that rank 0 ran, whose lane is the last.
@@ -39,7 +38,7 @@ def schedule(plan: StagedPlan, measured: Sequence[Event] = ()) -> dict[str, Any]
     }  # fmt: skip
 
 
-def bar(plan: StagedPlan, event: Event, y: Any, scale: float) -> dict[str, Any]:
+def bar(plan: Plan, event: Event, y: Any, scale: float) -> dict[str, Any]:
     """Returns the bar of what a chunk does. scale: units a second."""
     width, chunk, batch = scale * (event.end - event.start), int(event.module.split()[1]), event.name.partition(event.kind)[2]
     what = ONCE.get(event.kind, f"{event.phase} of micro-batch {batch}")
@@ -51,7 +50,7 @@ def bar(plan: StagedPlan, event: Event, y: Any, scale: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stage_memory(plan: StagedPlan) -> list[dict[str, Any]]:
+def stage_memory(plan: Plan) -> list[dict[str, Any]]:
     """Returns by stage its bytes by kind, as percents of those of the busiest stage."""
     by_stage = [plan.memory_of(stage) for stage in range(plan.stages)]
     most = max(each["total"] for each in by_stage) or 1
@@ -62,22 +61,11 @@ def stage_memory(plan: StagedPlan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def chunk_rows(plan: StagedPlan, at: int) -> dict[str, Any]:
-    """Returns a chunk with its parameters, as the template draws it."""
+def chunk_row(plan: Plan, at: int) -> dict[str, Any]:
+    """Returns a chunk as the template draws it."""
     chunk, part = plan.chunks[at], plan.parts[at]
-    shapes = {port.name: value for port, value in chunk.plan.shapes.items() if port.kind == PARAMETER}
-    alike: dict[tuple[str, str, str], list[str]] = {}  # names that differ in numbers of layers alone
-    for name, layout in chunk.plan.parameters.items():
-        kind = f"{str(shapes[name].dtype).removeprefix('torch.')}{list(shapes[name].shape)}"
-        alike.setdefault((numberless(name), kind, str(layout)), []).append(name)
-    rows = []
-    for (_, kind, _), names in alike.items():
-        *states, order = chips_of(chunk.plan.parameters[names[0]])
-        size = quantity(sum(part.homes[name] for name in names), "B")
-        rows.append({"name": clean(some(names)), "type": kind, "states": states, "order": order, "times": len(names), "bytes": size})
     return {
-        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)),
-        "forward": quantity(part.program(RUNS[FORWARD]).seconds, "s"),
-        "backward": quantity(part.program(RUNS[BACKWARD]).seconds, "s"), "rows": rows,
+        "number": at, "stage": plan.owners[at], "modules": clean(span_of(chunk)), "bytes": quantity(sum(part.homes.values()), "B"),
+        "forward": quantity(part.program(RUNS[FORWARD]).seconds, "s"), "backward": quantity(part.program(RUNS[BACKWARD]).seconds, "s"),
         "receives": clean(", ".join(chunk.receives.values())), "sends": clean(", ".join(chunk.sends.values())),
     }  # fmt: skip

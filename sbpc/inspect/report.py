@@ -7,22 +7,19 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sbpc.boxing.steps import WIRE, wire
 from sbpc.inspect.tables import Report, Table, quantity
 from sbpc.mesh.layout import Layout
-from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Cost
 from sbpc.plans.options import BYTES
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_programs import Chunk
+from sbpc.plans.staged.loop_formula import calls_of
 from sbpc.plans.staged.pipeline_cost import RUNS
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD
-from sbpc.plans.staged.stage_parts import parts_of
-from sbpc.plans.staged.staged_plan import StagedPlan
 
-AnyPlan = Plan | StagedPlan
 IDEAL = (
     "cluster   'ideal': a byte costs as much as a flop. It predicts no real machine; name one (h100, or a file),\n"
     "          or measure yours with `sbpc profile`"
@@ -33,15 +30,15 @@ FIGURES = (
 )  # fmt: skip
 
 
-def report(plan: AnyPlan) -> Report:
+def report(plan: Plan) -> Report:
     """Returns what is told of a plan."""
-    tables = [parameter_table(plan), collective_table(plan), *([chunk_table(plan)] if isinstance(plan, StagedPlan) else [])]
+    tables = [parameter_table(plan), collective_table(plan), *([chunk_table(plan)] if plan.loop is not None else [])]
     told = [*figure_lines(plan), *(f"LOUD      {note}" for note in plan.notes), *(f"note      {remark}" for remark in plan.remarks)]
-    way = f", {plan.way}" if isinstance(plan, StagedPlan) else ""
-    return Report(f"{plan.options.model} on {plan.mesh}: {plan.mesh.ranks} ranks{way}", (), tables, told)
+    way = [f"{plan.mesh.ranks} ranks", *([plan.way] if plan.way else [])]
+    return Report(f"{plan.options.model} on {plan.mesh}: {', '.join(way)}", (), tables, told)
 
 
-def figure_lines(plan: AnyPlan) -> list[str]:
+def figure_lines(plan: Plan) -> list[str]:
     """Returns lines about seconds, bound, flops, bytes and memory."""
     cost, mesh = plan.cost, plan.mesh
     share = 100 * cost.flops / cost.flops_one_device if cost.flops_one_device else 0.0
@@ -56,7 +53,7 @@ def figure_lines(plan: AnyPlan) -> list[str]:
         *recompute_lines(cost),
         f"proof     no {least(plan)}: the gap is {100 * cost.gap:.2f} %{serial}",
         f"flops     {quantity(cost.flops, '')} a rank, {share:.1f} % of {whole}",
-        *([f"sent      {sent or 'nothing'} by the busiest rank"] if isinstance(plan, StagedPlan) else []),
+        *([f"sent      {sent or 'nothing'} by the busiest rank"] if plan.loop is not None else []),
         "memory    " + ", ".join(f"{quantity(size, 'B')} {kind}" for kind, size in cost.memory.items()),
     ]
     if cost.memory["total"] > mesh.cluster.memory:
@@ -72,16 +69,16 @@ def recompute_lines(cost: Cost) -> list[str]:
     return [again] if cost.recompute_seconds else []
 
 
-def least(plan: AnyPlan) -> str:
+def least(plan: Plan) -> str:
     """Returns what no plan does, by the bound."""
     bound = plan.cost.lower_bound
-    if isinstance(plan, StagedPlan):
+    if plan.loop is not None:
         return f"layouts of {'these stages' if plan.axis else 'this loop'} take less than {bound:.3g} s"
     does = f"sends less than {bound:,.0f} bytes a rank" if plan.cost.objective == BYTES else f"takes less than {bound:.3g} s"
     return f"plan{' with these pins' if plan.options.pin else ''} {does}"
 
 
-def parameter_table(plan: AnyPlan) -> Table:
+def parameter_table(plan: Plan) -> Table:
     """Returns parameters with their shapes and homes. Those that differ only in numbers of layers are one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     alike: Counter[str] = Counter()
@@ -132,36 +129,17 @@ def chips_of(layout: Layout) -> list[str]:
     return [*map(str, layout.states), " ".join(str(layout).split()[count:])]
 
 
-def plans_in(plan: AnyPlan) -> list[Plan]:
-    """Returns the plan itself, or those of its chunks."""
-    return [chunk.plan for chunk in plan.chunks] if isinstance(plan, StagedPlan) else [plan]
-
-
-def mesh_of(plan: AnyPlan) -> Mesh:
-    """Returns the mesh on which layouts are: of a plan with stages that of one stage."""
-    return plan.inner if isinstance(plan, StagedPlan) else plan.mesh
-
-
-def boxings(plan: AnyPlan, stages: Container[int] | None = None) -> Iterator[tuple[Node, int]]:
+def boxings(plan: Plan, stages: Container[int] | None = None) -> Iterator[tuple[Node, int]]:
     """Yields the boxings of a plan that send, and how often each runs in a step; where `stages` are named, those of these stages alone."""
-    if not isinstance(plan, StagedPlan):
-        yield from ((node, 1) for node in sends(plan.boxed))
-        return
-    for chunk, stage in zip(plan.chunks, plan.owners):
-        if stages is None or stage in stages:
-            parts = parts_of(chunk.plan.unscheduled, plan.in_loop)
-            yield from ((node, plan.times_of(parts[node])) for node in sends(chunk.plan.unscheduled))
+    for programs, stage in zip(plan.programs, plan.owners):
+        for nodes, times in calls_of(plan, programs, plan.count) if stages is None or stage in stages else ():
+            yield from ((node, times) for node in nodes if "step" in node.meta and node.meta["step"].collective in WIRE)
 
 
-def sends(gm: GraphModule) -> list[Node]:
-    """Returns the boxings of a graph that send."""
-    return [node for node in gm.graph.nodes if "step" in node.meta and node.meta["step"].collective in WIRE]
-
-
-def collectives(plan: AnyPlan) -> dict[tuple[str, str], tuple[int, float]]:
+def collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     """Returns by axis and collective how many there are, and the bytes that a rank sends; with stages, those of the busiest one."""
-    totals, mesh = dict[tuple[str, str], tuple[int, float]](), mesh_of(plan)
-    for node, times in boxings(plan, (plan.busiest,) if isinstance(plan, StagedPlan) else None):
+    totals, mesh = dict[tuple[str, str], tuple[int, float]](), plan.inner
+    for node, times in boxings(plan, (plan.busiest,)):
         step, value = node.meta["step"], node.meta["val"]
         rounds, each = wire(step, tuple(value.shape), value.element_size(), mesh.sizes)
         if rounds:
@@ -170,14 +148,14 @@ def collectives(plan: AnyPlan) -> dict[tuple[str, str], tuple[int, float]]:
     return dict(sorted(totals.items()))
 
 
-def collective_table(plan: AnyPlan) -> Table:
+def collective_table(plan: Plan) -> Table:
     """Returns the table of collectives by axis, with how many there are and the bytes that a rank sends."""
     rows = [(*key, str(count), f"{sent:,.0f}") for key, (count, sent) in collectives(plan).items()]
     heads = ("axis", "collective", "count", "bytes sent per rank")
     return Table("collectives", heads, rows or [("none", "", "", "0")], ("axis", "collective"))
 
 
-def chunk_table(plan: StagedPlan) -> Table:
+def chunk_table(plan: Plan) -> Table:
     """Returns the chunks of the model with what each takes for a micro-batch."""
     rows = [
         (str(at), str(plan.owners[at]), span_of(chunk), quantity(part.program(RUNS[FORWARD]).seconds, "s"),
@@ -194,7 +172,7 @@ def span_of(chunk: Chunk) -> str:
     return f"{named[0]} to {named[-1]}" if named else "no module"
 
 
-def plan_json(plan: AnyPlan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """Returns the report as JSON values."""
     return {
         "mesh": dict(zip(plan.mesh.axes, plan.mesh.sizes)),
@@ -208,18 +186,18 @@ def plan_json(plan: AnyPlan) -> dict[str, Any]:
         "times": plan.times,
         "notes": list(plan.notes),
         "remarks": list(plan.remarks),
-        **(stages_json(plan) if isinstance(plan, StagedPlan) else {"formula": str(plan.cost.expr)}),
+        **(stages_json(plan) if plan.loop is not None else {"formula": str(plan.cost.expr)}),
     }
 
 
-def stages_json(plan: StagedPlan) -> dict[str, Any]:
+def stages_json(plan: Plan) -> dict[str, Any]:
     """Returns what the report tells of stages and chunks."""
     return {
         "stages": plan.axis, "schedule": plan.schedule, "microbatches": plan.count,
         "memory_by_stage": [plan.memory_of(stage) for stage in range(plan.stages)],
         "chunks": [
             {"stage": plan.owners[at], "modules": span_of(chunk), "forward_seconds": part.program(RUNS[FORWARD]).seconds,
-             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.plan.parameters),
+             "backward_seconds": part.program(RUNS[BACKWARD]).seconds, "parameters": list(chunk.parameters),
              "receives": list(chunk.receives.values()), "sends": list(chunk.sends.values())}
             for at, (chunk, part) in enumerate(zip(plan.chunks, plan.parts))
         ],

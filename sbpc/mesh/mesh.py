@@ -69,6 +69,17 @@ class Mesh:
         """Returns the rank that stands at `coordinates`."""
         return functools.reduce(lambda total, item: total * item[0] + item[1], zip(self.sizes, coordinates), 0)
 
+    def without(self, axis: str | None) -> Mesh:
+        """Returns the mesh of one stage where stages are along an axis: all others, or one rank; without an axis the whole mesh.
+
+        Raises MeshError if there is no such axis.
+        """
+        if axis is None:
+            return self
+        at = self.axis(axis)
+        sizes = {name: size for number, (name, size) in enumerate(zip(self.axes, self.sizes)) if number != at}
+        return Mesh(cluster=self.cluster, **(sizes or {axis: 1}))
+
     def axis(self, name: str) -> int:
         """Returns the number of the axis called `name`. Raises MeshError if there is none."""
         if not isinstance(name, str) or name not in self.axes:

@@ -143,27 +143,27 @@ OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES)
 })  # fmt: skip
 FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest
-STEP = {"torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS}
-WHOLE = {
-    **STEP, **GRAPH, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS, "lower_bound": NUMBER,
-    "serial_bound": NUMBER,
+NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
+CHUNK = record({
+    **GRAPH, "ports": PORTS, "choices": table(choice), "aliases": many(row(IDENTIFIER, INTEGER, NAME)), "outputs": LAYOUTS,
+    "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED,
+})  # fmt: skip
+LOOP = record({
+    "count": COUNT, "in_loop": many(row(NAME, NAME)), "joins": many(either(INTEGER, NAME)), "before": record(GRAPH),
+    "after": record(GRAPH), "inputs": table(row(NAME, INTEGER, either(NONE, INTEGER))),
+    "shapes": many(row(one_of(*INPUTS), NAME, TENSOR)),
+})  # fmt: skip
+PLAN = {
+    "torch": NAME, "mesh": many(row(IDENTIFIER, RANKS)), "cluster": FIGURES, "ports": PORTS, "options": OPTIONS, "lower_bound": NUMBER,
+    "serial_bound": NUMBER, "chunks": many(CHUNK), "loop": either(NONE, LOOP),
 }  # fmt: skip
-PLAN = record(WHOLE)
-PROGRAMS = WHOLE | {
+PROGRAMS = PLAN | {
     "programs": table(many(record(PROGRAM))), "ranks": many(INTEGER), "given": LAYOUTS, "left": LAYOUTS, "inputs": many(VALUE),
     "outputs": many(VALUE), "traces": many(TEXT),
 }  # fmt: skip
 EXPORTED = record(PROGRAMS | {"steps": table(record(PROGRAMS))})
-NAMED = many(row(one_of(*INPUTS, *OUTPUTS), NAME, either(INTEGER, NAME)))  # ports of a chunk, with what they stand for
-CHUNK = record({"plan": PLAN, "arguments": NAMED, "results": NAMED, "receives": NAMED, "sends": NAMED})
-STAGED = record(STEP | {"stages": record({
-    "axis": either(NONE, NAME), "schedule": NAME, "count": COUNT, "in_loop": many(row(NAME, NAME)), "bound": NUMBER,
-    "serial_bound": NUMBER, "joins": many(either(INTEGER, NAME)), "before": record(GRAPH), "after": record(GRAPH),
-    "inputs": table(row(NAME, INTEGER, either(NONE, INTEGER))),
-    "shapes": many(row(one_of(*INPUTS), NAME, TENSOR)), "chunks": many(CHUNK),
-})})  # fmt: skip
 
 
 def misfit(body: dict[str, Any]) -> str | None:
-    """Returns the first place in the body of a file that no plan, exported file or plan with stages has so; None if there is none."""
-    return (STAGED if "stages" in body else EXPORTED if "programs" in body else PLAN)(body)
+    """Returns the first place in the body of a file that no plan or exported file has so; None if there is none."""
+    return (EXPORTED if "programs" in body else record(PLAN))(body)

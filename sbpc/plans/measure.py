@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,40 +16,26 @@ from sbpc.graph.operands import operands, value_of
 from sbpc.mesh.cluster import collective_seconds
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.cost import Cost, Kernel, Terms, Transfer, kernel_work
+from sbpc.plans.cost import Kernel, Transfer, kernel_work
 from sbpc.rules.binding import flat_outputs
 
 
-def measure(
-    boxed: GraphModule, mesh: Mesh, memory: Mapping[str, int], lower_bound: float, objective: str = "seconds",
-    makespan: float | None = None, serial_bound: float = 0.0, memory_of: Callable[[Sequence[Any]], Any] = lambda sizes: None,
-) -> Cost:  # fmt: skip
-    """Returns the cost of one step of a boxed graph in the terms that `assign` minimises.
-
-    memory: see `memory_totals`. lower_bound, makespan, serial_bound: see `Cost`. memory_of: see `Terms`.
-    """
+def kernels_and_transfers(nodes: Iterable[Node]) -> tuple[Counter[Kernel], Counter[Kernel], Counter[Transfer]]:
+    """Returns the kernels of some nodes of a boxed graph, those of them that compute a value again, and the transfers."""
     calls: dict[Any, list[Node]] = {}
     transfers: Counter[Transfer] = Counter()
-    for node in boxed.graph.nodes:
+    for node in nodes:
         if "step" in node.meta:
             transfers[transfer_of(node)] += 1
         elif "choice" in node.meta and node.op == "call_function":
             calls.setdefault(kernel_key(node), []).append(node)
     kernels: Counter[Kernel] = Counter()
-    again: Counter[Kernel] = Counter()  # of these, those that compute a value again
-    for nodes in calls.values():
-        kernel = kernel_of(nodes[0])
-        kernels[kernel] += len(nodes)
-        again[kernel] += sum(map(is_recomputed, nodes))
-    moving = {t: count for t, count in transfers.items() if wire(t.step, t.shape, t.itemsize, mesh.sizes)[0]}
-    compute, flops, flops_one_device = compute_totals(kernels, mesh)
-    comm, bytes_sent = comm_totals(moving, mesh)
-    terms = Terms(mesh, tuple(kernels.items()), tuple(moving.items()), boxed.meta.get("dynamic", {}), memory_of)
-    cost = Cost(
-        compute, comm, flops, flops_one_device, bytes_sent, dict(memory), lower_bound, objective, makespan,
-        min(serial_bound, compute + comm), compute_totals(again, mesh)[0], terms_of=lambda: terms,
-    )  # fmt: skip
-    return replace(cost, lower_bound=min(lower_bound, cost.paid))
+    again: Counter[Kernel] = Counter()
+    for alike in calls.values():
+        kernel = kernel_of(alike[0])
+        kernels[kernel] += len(alike)
+        again[kernel] += sum(map(is_recomputed, alike))
+    return kernels, again, transfers
 
 
 def kernel_key(node: Node) -> Any:

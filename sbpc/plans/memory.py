@@ -24,43 +24,11 @@ from sbpc.boxing.lower import lower
 from sbpc.boxing.steps import Step
 from sbpc.graph.about import is_boxing
 from sbpc.graph.operands import is_sum, nodes_in, operands
-from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
-from sbpc.plans.options import OPTIMIZER_STATE
 
 POSITION = 8  # bytes of a rank's position on one axis
 WHOLE = torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default  # copy all memory that their first operand is a view of
-
-
-def memory_totals(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> dict[str, int]:
-    """Returns bytes on the busiest rank by what they are for; "total" is the peak over the step. life: that of the boxed graph.
-
-    gradients: those of all trained parameters, which the optimizer's step reads together. activations: all that is alive
-    between forward and backward but parameters. temporaries: what the peak holds beyond all these.
-    """
-    stored = parameter_bytes(boxed, mesh)
-    parameters, gradients = sum(stored.values()), trained_bytes(boxed, stored)
-    state = optimizer_bytes(boxed, mesh, optimizer)
-    total = state + max(life.peak, parameters + gradients)
-    activations = life.saved - parameters if life.saved else 0
-    totals = {"parameters": parameters, "gradients": gradients, "optimizer": state, "activations": activations}
-    return {**totals, "temporaries": max(0, total - sum(totals.values())), "total": total}
-
-
-def optimizer_bytes(boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> int:
-    """Returns the bytes that an optimizer keeps on the busiest rank."""
-    return OPTIMIZER_STATE[optimizer] * trained_bytes(boxed, parameter_bytes(boxed, mesh))
-
-
-def parameter_bytes(boxed: GraphModule, mesh: Mesh) -> dict[str, int]:
-    """Returns the bytes of every parameter on the busiest rank."""
-    return {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed, PARAMETER).items()}
-
-
-def trained_bytes(boxed: GraphModule, stored: dict[str, int]) -> int:
-    """Returns the bytes of the trained ones of some parameters."""
-    return sum(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT)
 
 
 def local_bytes(node: Node, mesh: Mesh) -> int:

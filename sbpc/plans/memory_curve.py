@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders, results
-from sbpc.mesh.mesh import Mesh
-from sbpc.plans.memory import POSITION, Life, local_bytes, phase_of
-from sbpc.plans.options import OPTIMIZER_STATE
+from sbpc.graph.ports import BUFFER, PARAMETER, SEED, results
+from sbpc.plans.memory import POSITION, Life, phase_of
+from sbpc.plans.planned import PlannedStep
+from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
+from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
+from sbpc.plans.staged.part_memory import arrivals, bytes_at
+from sbpc.plans.staged.schedules import STEP
+from sbpc.plans.staged.stage_parts import PARTS, Parts
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS = (
     "parameters", "gradients", "optimizer", "activations", "gathered copies", "inputs",
 )  # fmt: skip
 GROUPS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, COPIES, INPUTS)
+GROUP_OF = {SAVED: ACTIVATIONS, HANDED: ACTIVATIONS, GATHERED: COPIES, ADDED: GRADIENTS, LEFT: GRADIENTS, HOME: GRADIENTS}
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Held:
 class MemoryCurve:
     """Bytes alive on the busiest rank at every moment of a step; a moment is a call.
 
-    calls: by moment the name of the node of the boxed graph that runs; the last moment is the optimizer's step, "". phases: by moment.
+    calls: by moment the name of the node of the boxed graph that runs, in a loop behind that of the action; the last moment is the
+    optimizer's step, "". phases: by moment.
     groups: by name of a group, its bytes at every moment; they sum to `bytes`. peak: the moment at which most is alive. held: what is
     alive there, the largest first.
     """
@@ -58,59 +67,96 @@ class MemoryCurve:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def memory_curve(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None) -> MemoryCurve:
-    """Returns the curve of a step. life: that of the boxed graph."""
-    groups = groups_of(life, boxed)
-    born = {storage: at for at, moment in enumerate(life.moments) for storage, _ in moment.makes}
+@dataclass(frozen=True)
+class Piece:
+    """The curve of one program. calls: by moment. alive: by group its bytes, besides what is there before. life, start: of its calls, and
+    the first of these. groups: by storage."""
+
+    calls: list[Node]
+    alive: dict[str, np.ndarray]
+    life: Life
+    start: int
+    groups: list[str]
+
+
+def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
+    """Returns the curve of a step on a rank of a stage."""
+    parts = {at: plan.parts[at] for at, owner in enumerate(plan.owners) if owner == stage}
+    trained = sum(part.trained for part in parts.values())
+    stored = {PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()), OPTIMIZER: plan.options.copies * trained}
+    always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
+    known, found = functools.cache(functools.partial(piece, plan)), list[tuple[str, Counter[tuple[str, str]], Piece]]()
+    for (which, at, first, flying, once), (_, action) in zip(plan.moments(stage), plan.order(stage)):
+        held = Counter[tuple[str, str]]()
+        for (chunk, kind), times in [*flying.items(), *((each, 1) for each in once)]:
+            held[GROUP_OF[kind], f"{kind} of chunk {chunk}" if len(parts) > 1 else kind] += times * parts[chunk].held(kind)
+        found.append(("" if action.kind == STEP else f"{action} ", held, known(at, which, first)))
+    rows = {group: list[np.ndarray]() for group in GROUPS}
+    for _, held, each in found:
+        for group in GROUPS:
+            rows[group].append(each.alive[group] + always[group] + sum(size for (name, _), size in held.items() if name == group))
+    at_end = always + Counter({GRADIENTS: trained})  # while the optimizer steps
+    alive = {group: np.concatenate([*pieces, [at_end[group]]]).astype(np.int64) for group, pieces in rows.items()}
+    peak = int(np.argmax(sum(alive.values())))
+    calls = [(before + node.name, phase_of(node)) for before, _, each in found for node in each.calls]
+    names, phases = zip(*calls, ("", OPTIMIZER))
+    held_there = sorted(held_at(plan, stage, found, peak, trained), key=lambda each: -each.bytes)
+    return MemoryCurve(names, phases, {group: tuple(each.tolist()) for group, each in alive.items()}, peak, tuple(held_there))
+
+
+def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, trained: int) -> Iterator[Held]:
+    """Yields what is alive at a moment of a step."""
+    for at, (part, owner) in enumerate(zip(plan.parts, plan.owners)):
+        if owner == stage:
+            yield from (Held(name, PARAMETERS, name.rpartition(".")[0], size) for name, size in part.homes.items() if size)
+            chunk = plan.chunks[at]
+            for port, value in chunk.shapes.items():
+                if port.kind in (BUFFER, SEED) and (size := bytes_at(value, chunk.given[port], chunk.mesh)):
+                    yield Held(port.name, INPUTS, port.name.rpartition(".")[0], size)
+    if state := plan.options.copies * trained:
+        yield Held(OPTIMIZER, OPTIMIZER, "", state)
+    for _, held, each in found:
+        if moment < len(each.calls):
+            yield from (Held(name, group, "", size) for (group, name), size in held.items() if size)
+            for storage in each.life.alive(each.start + moment):
+                if each.groups[storage] and each.life.size[storage]:
+                    owner = each.life.owner[storage]
+                    yield Held(owner.name, each.groups[storage], str(owner.meta.get("module", "")), each.life.size[storage])
+            return
+        moment -= len(each.calls)
+    yield Held(GRADIENTS, GRADIENTS, "", trained)
+
+
+def piece(plan: PlannedStep, at: int, which: Parts, first: bool) -> Piece:
+    """Returns the curve of a program of a chunk. first: whether its gradients are the first ones."""
+    programs = plan.programs[at]
+    program = programs.program(which, not (first and (which == PARTS or programs.makes(which))))
+    life = programs.life if which == PARTS else Life.of(program.gm, programs.chunk.mesh)
+    there, beside = arrivals(programs, which, program.gm)
+    groups = ["" if owner in there else group for owner, group in zip(life.owner, groups_of(life, programs, program))]
+    start = next((at for at, moment in enumerate(life.moments) if moment.node not in there), len(life.moments))
     ends = len(life.moments)
     change = {group: np.zeros(ends + 1, dtype=np.int64) for group in GROUPS}
-    for storage, at in born.items():
-        change[groups[storage]][at] += life.size[storage]
-        change[groups[storage]][int(min(life.last[storage] + 1, ends))] -= life.size[storage]
-    alive = {group: np.cumsum(each) for group, each in change.items()}
-    alive[INPUTS][:ends] += POSITION * len(mesh.axes)
-    stored, trained = stored_bytes(boxed, mesh)
-    state = OPTIMIZER_STATE[optimizer] * trained
-    alive[OPTIMIZER][:] = state
-    alive[PARAMETERS][ends], alive[GRADIENTS][ends] = stored, trained
-    at_peak = int(np.argmax(sum(alive.values())))
-    held = [Held(OPTIMIZER, OPTIMIZER, "", state)] if state else []
-    if at_peak == ends:
-        held += [Held(PARAMETERS, PARAMETERS, "", stored), Held(GRADIENTS, GRADIENTS, "", trained)]
-    else:
-        names = {node: port.name for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
-        held += [held_by(life, storage, groups[storage], names) for storage in life.alive(at_peak) if life.size[storage]]
-    calls = (*(moment.node.name for moment in life.moments), "")
-    phases = (*(phase_of(moment.node) for moment in life.moments), OPTIMIZER)
-    rows = {group: tuple(each.tolist()) for group, each in alive.items()}
-    return MemoryCurve(calls, phases, rows, at_peak, tuple(sorted(held, key=lambda each: -each.bytes)))
+    for made, moment in enumerate(life.moments):
+        for storage, size in moment.makes:
+            if groups[storage]:
+                change[groups[storage]][max(made, start)] += size
+                change[groups[storage]][int(min(life.last[storage] + 1, ends))] -= size
+    alive = {group: np.cumsum(each)[start:ends] for group, each in change.items()}
+    come = sum(bytes_at(programs.chunk.shapes[port], programs.chunk.given[port], programs.chunk.mesh) for port in beside)
+    alive[INPUTS] += POSITION * len(programs.chunk.mesh.axes) + come
+    return Piece([moment.node for moment in life.moments[start:]], alive, life, start, groups)
 
 
-def groups_of(life: Life, boxed: GraphModule) -> list[str]:
+def groups_of(life: Life, programs: ChunkPrograms, program: Program) -> list[str]:
     """Returns the group of every storage, by what made it and what it is left as."""
-    ports = {node: port for port, node in placeholders(boxed).items()}
-    parameters = {node.name for node, port in ports.items() if port.kind == PARAMETER}
+    parameters = {name for port, name in programs.fixed.items() if port.kind == PARAMETER}
     groups = []
     for owner in life.owner:
-        if owner.op == "placeholder":
-            groups.append(PARAMETERS if owner.name in parameters else INPUTS)
-        else:
-            groups.append(COPIES if owner.meta.get("of") in parameters else ACTIVATIONS)
-    for port, node in zip(boxed.meta["ports"].outputs, results(boxed)):
-        for storage in life.values[node] if port.kind == GRADIENT and node is not None else ():
+        copied = owner.op != "placeholder" and owner.meta.get("of") in parameters
+        groups.append(INPUTS if owner.op == "placeholder" else COPIES if copied else ACTIVATIONS)
+    gradients = {*programs.home.values(), *programs.accumulated.values()}
+    for name, node in zip(program.gives, results(program.gm)):
+        for storage in life.values[node] if name in gradients and node is not None else ():
             groups[storage] = GRADIENTS if groups[storage] == ACTIVATIONS else groups[storage]
     return groups
-
-
-def stored_bytes(boxed: GraphModule, mesh: Mesh) -> tuple[int, int]:
-    """Returns the bytes of all parameters, and of those that are trained."""
-    stored = {port.name: local_bytes(node, mesh) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
-    return sum(stored.values()), sum(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT)
-
-
-def held_by(life: Life, storage: int, group: str, names: Mapping[Node, str]) -> Held:
-    """Returns what a storage holds. names: of parameters, by node."""
-    owner = life.owner[storage]
-    name = names.get(owner, owner.name)
-    module = name.rpartition(".")[0] if owner in names else str(owner.meta.get("module", ""))
-    return Held(name, group, module, life.size[storage])

@@ -11,26 +11,15 @@ from typing import Any
 
 import sympy
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from sbpc.boxing.steps import Step
-from sbpc.graph.ports import GRADIENT, PARAMETER, placeholders
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import dims_at
-from sbpc.plans.memory import POSITION, WHOLE, Life
-from sbpc.plans.options import OPTIMIZER_STATE
+from sbpc.plans.memory import WHOLE, Life
 
 Sizes = Sequence[sympy.Symbol]  # of the axes of the mesh
-
-
-def memory_formula(life: Life, boxed: GraphModule, mesh: Mesh, optimizer: str | None, sizes: Sizes) -> sympy.Expr:
-    """Returns `memory_totals(...)["total"]` as a formula. life: that of the boxed graph. sizes: the symbols of the axes."""
-    always = POSITION * len(mesh.axes)
-    peaks = [always + total(each) for each in largest(moments_of(life, storage_formulas(life, mesh, sizes)))]
-    stored = {port.name: bytes_of(node, 0, mesh, sizes) for port, node in placeholders(boxed).items() if port.kind == PARAMETER}
-    trained = sympy.Add(*(stored[port.name] for port in boxed.meta["ports"].outputs if port.kind == GRADIENT))
-    return OPTIMIZER_STATE[optimizer] * trained + sympy.Max(*dict.fromkeys([*peaks, sympy.Add(*stored.values()) + trained]), evaluate=False)
 
 
 def moments_of(life: Life, size: Sequence[Any]) -> list[Mapping[Any, Any]]:

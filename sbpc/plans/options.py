@@ -68,10 +68,10 @@ class Options:
         None,
         "how many equal parts of the batch the step works on. Numbers are those of the whole batch: means, counts of targets, batch "
         "statistics and random numbers. With a number above 1 the step is a loop: `module.step(*args)` takes the whole batch on every "
-        "rank, gradients add up and go home once, and the plan is an `sbpc.plans.staged.staged_plan.StagedPlan` of one stage, whose "
-        "formulas have the number as `m`. A step is written out part by part, as a `Plan`, where it has no loss, where its parts need each "
-        'other (batch norm), or with inputs=, outputs=, spread=, panels= or objective="bytes". None is two parts side by side where the '
-        "simulated step is shorter by 2 % so, else 1; spaces of many layouts are not tried.",
+        "rank, gradients add up and go home once, and formulas have the number as `m`. A step is written out part by part where it has no "
+        'loss, where its parts need each other (batch norm), or with inputs=, outputs=, spread=, panels= or objective="bytes"; '
+        "`plan.loop` is then None. None is two parts side by side where the simulated step is shorter by 2 % so, else 1; spaces of many "
+        "layouts are not tried.",
     )
     panels: int | None = option(
         None,
@@ -81,9 +81,9 @@ class Options:
     )
     stages: str | None = option(
         None,
-        'the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe". The plan is then an '
-        "`sbpc.plans.staged.staged_plan.StagedPlan`: layouts are those on the other axes. None is no pipeline. With stages, microbatches "
-        "is by default the largest divisor of the batch up to four for each stage.",
+        'the axis of the mesh along which the model is cut into stages of a pipeline, such as "pipe": `plan.chunks` are its pieces, and '
+        "layouts are those on the other axes. None is no pipeline. With stages, microbatches is by default the largest divisor of the "
+        "batch up to four for each stage.",
     )
     schedule: str = option(
         "1f1b",

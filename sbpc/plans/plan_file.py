@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import keyword
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from sbpc._compat import OpOverload
-from sbpc.errors import PlanError, SbpcError, check_kinds, printable, read_json, shown
+from sbpc.errors import PlanError, SbpcError, check_kinds, printable
 from sbpc.graph.about import ORIGIN, PANEL_OF, about
 from sbpc.graph.ports import Port, Ports
 from sbpc.graph.pytree import harmless
@@ -25,110 +22,66 @@ from sbpc.mesh.cluster import Cluster
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.file_graph import Bounds, check_graph, may_call
-from sbpc.plans.file_schema import DTYPES, misfit
+from sbpc.plans.file_schema import DTYPES
 from sbpc.plans.options import Options
+from sbpc.plans.plan_bytes import NAMESPACES, read
+from sbpc.plans.staged.loop import Loop, Source
 from sbpc.rules.choices import Candidates, Choice
 from sbpc.rules.registry import TABLE
 
 if TYPE_CHECKING:
+    from sbpc.plans.chunk import Chunk
     from sbpc.plans.plan import Plan
 
-FORMAT = "sbpc plan"
-VERSION = 2
-NAMESPACES = ("aten", "prims", "sbpc")
 WAIT = "_c10d_functional.wait_tensor.default"
 STARTED = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES = (WAIT, *(f"_c10d_functional.{name}.default" for name in STARTED))
 TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 SAVED_META = *ORIGIN, PANEL_OF
-
-
-def save(plan: Plan, path: Path) -> None:
-    """Writes a plan to a file that `decode` reads."""
-    write(encode(plan), path)
-
-
-def write(content: dict[str, Any], path: Path) -> None:
-    """Writes a file's content. A temporary file is moved into place, so that a reader never sees half a plan.
-
-    Raises PlanError for what `read` would refuse, such as a parameter with a line end in its name, or an op that it may not call.
-    """
-    for call in calls_in(content):
-        space, *names = call["target"].split(".")
-        if space in NAMESPACES and not may_call(functools.reduce(getattr, names, getattr(torch.ops, space))):
-            what = f"a file may not call {call['target']}, as %{call['name']} does in {call.get('module') or 'the model'}"
-            raise PlanError(f"{what}\n  Give the op a rule by sbpc.rule, there where the file is read, too.")
-    body = json.dumps(content, separators=(",", ":"), sort_keys=True)
-    try:
-        wrong = misfit(read_json(body))
-    except ValueError as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise PlanError(f"the plan cannot be written: {wrong.removeprefix('.')}\n  Give what bears this name another one.")
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory")
-        temporary = path.with_name(path.name + ".part")
-        temporary.write_text(json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest}) + "\n" + body + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise PlanError(f"the plan cannot be written: {error}\n  Name a file in a folder that exists.") from error
-
-
-def calls_in(content: Any) -> Iterator[dict[str, Any]]:
-    """Yields the calls of all graphs in a file's content."""
-    if isinstance(content, dict) and content.get("op") == "call_function":
-        yield content
-    elif isinstance(content, (dict, list)):
-        for item in content.values() if isinstance(content, dict) else content:
-            yield from calls_in(item)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Returns the body of a plan's file. Raises PlanError if it is no plan, is damaged, or is of another version."""
-    no_plan, todo = f"{path} is no plan", "\n  Write one with plan.save."
-    try:
-        first, _, body = path.read_bytes().decode().partition("\n")
-        head = read_json(first)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{no_plan}: {error}{todo}") from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise PlanError(no_plan + todo)
-    if head.get("version") != VERSION:
-        raise PlanError(f"{path} has version {shown(head.get('version'))}, this sbpc reads {VERSION}\n  Plan anew.")
-    if not body.endswith("\n") or hashlib.sha256(body[:-1].encode()).hexdigest() != head.get("sha256"):
-        raise PlanError(f"{path} is damaged: its checksum does not match\n  Copy it again, or plan anew.")
-    try:
-        content = read_json(body)
-    except ValueError as error:
-        raise PlanError(f"{no_plan}: {error}{todo}") from error
-    if not isinstance(content, dict):
-        raise PlanError(no_plan + todo)
-    wrong = misfit(content)
-    if wrong is not None:
-        raise PlanError(f"{path}: {wrong.removeprefix('.')}\n  Plan anew with this version of sbpc and torch.")
-    return content
+NAMED = ("arguments", "results", "receives", "sends")  # what a chunk says of its ports
 
 
 def encode(plan: Plan) -> dict[str, Any]:
     """Returns a plan as JSON values."""
-    assignment = plan.assignment
     return {
         "torch": torch.__version__,
         "mesh": list(zip(plan.mesh.axes, plan.mesh.sizes)),
         "cluster": plan.mesh.cluster.figures(),
-        **encode_graph(plan.graph),
         "ports": asdict(plan.ports),
+        "options": encode_options(plan.options),
+        "lower_bound": plan.lower_bound,
+        "serial_bound": plan.serial_bound,
+        "chunks": [encode_chunk(chunk) for chunk in plan.chunks],
+        "loop": None if plan.loop is None else encode_loop(plan.loop, plan.in_loop),
+    }
+
+
+def encode_chunk(chunk: Chunk) -> dict[str, Any]:
+    """Returns a chunk as JSON values: its graph, its layouts, and lists of ports with what they stand for."""
+    assignment = chunk.assignment
+    return {
+        **encode_graph(chunk.graph),
+        "ports": asdict(chunk.ports),
         "choices": {
             name: [[s.text, s.factor] for s in c.signatures] + [list(c.order)]
             for name, c in assignment.choices.items()
         },
         "aliases": [[name, index, str(layout)] for (name, index), layout in assignment.aliases.items()],
         "outputs": encode_layouts(assignment.outputs),
-        "lower_bound": plan.lower_bound,
-        "serial_bound": plan.serial_bound,
-        "options": encode_options(plan.options),
+        **{key: [[*astuple(port), what] for port, what in getattr(chunk, key).items()] for key in NAMED},
+    }
+
+
+def encode_loop(loop: Loop, in_loop: Iterable[Port]) -> dict[str, Any]:
+    """Returns as JSON values what is done around the micro-batches. in_loop: see `Plan`."""
+    return {
+        "count": loop.count,
+        "in_loop": sorted(map(list, map(astuple, in_loop))),
+        "before": encode_graph(loop.before),
+        "after": encode_graph(loop.after),
+        "inputs": {name: list(astuple(source)) for name, source in loop.inputs.items()},
+        "joins": list(loop.joins),
+        "shapes": [[*astuple(port), encode_value(value)] for port, value in loop.shapes.items()],
     }
 
 
@@ -207,8 +160,26 @@ def encode_constant(gm: GraphModule, node: Node) -> Any:
 class Decoder:
     """Reads the parts of a plan's file. Every mistake in the file is a PlanError."""
 
-    def __init__(self, body: dict[str, Any], path: Path) -> None:
-        self.body, self.path, self.made = body, path, dict[Any, Any]()
+    def __init__(self, body: dict[str, Any], path: Path, axes: Sequence[str] = (), made: dict[Any, Any] | None = None) -> None:
+        self.body, self.path, self.axes = body, path, axes or [name for name, _ in body["mesh"]]
+        self.made = {} if made is None else made  # what calls give, see `check_graph`
+
+    def chunks(self, axes: Sequence[str]) -> list[Decoder]:
+        """Returns what reads the chunks of a plan. axes: of the mesh of a stage."""
+        return [Decoder(chunk, self.path, axes, self.made) for chunk in self.body["chunks"]]
+
+    def loop(self) -> Loop | None:
+        """Returns the loop of a plan over micro-batches, without the graph that these run; None if it has none."""
+        if (body := self.body["loop"]) is None:
+            return None
+        shapes = {Port(kind, name): self.value(value) for kind, name, value in body["shapes"]}
+        inputs = {str(name): Source(*source) for name, source in body["inputs"].items()}
+        before, after = self.bare_graph(body["before"]), self.bare_graph(body["after"])
+        return Loop(body["count"], None, before, after, inputs, tuple(body["joins"]), self.ports(), shapes)
+
+    def named(self) -> dict[str, dict[Port, Any]]:
+        """Returns what a chunk says of its ports."""
+        return {key: {Port(kind, name): what for kind, name, what in self.body[key]} for key in NAMED}
 
     def fail(self, what: str) -> PlanError:
         """Returns the error for a file whose content makes no sense."""
@@ -271,7 +242,7 @@ class Decoder:
             node.meta["val"] = self.value(item["val"])
             if "part" in item:
                 layout, whole = item["part"]
-                node.meta["sbp"] = Layout.parse(layout, [name for name, _ in self.body["mesh"]])
+                node.meta["sbp"] = Layout.parse(layout, self.axes)
                 node.meta |= {"whole_shape": tuple(whole), "local_shape": tuple(node.meta["val"].shape)}
         return node
 
@@ -349,8 +320,7 @@ class Decoder:
 
     def layouts(self, key: str) -> list[Layout | None]:
         """Returns the layouts that `encode_layouts` gave."""
-        axes = [name for name, _ in self.body["mesh"]]
-        return [None if text is None else Layout.parse(text, axes) for text in self.body[key]]
+        return [None if text is None else Layout.parse(text, self.axes) for text in self.body[key]]
 
     def choice(self, text: list[Any], candidates: Candidates, name: str) -> Choice:
         """Returns the choice of a node, found again among its candidates."""
@@ -361,16 +331,14 @@ class Decoder:
             raise self.fail(f"%{name} has no signature {missing[0]} here")
         return Choice(tuple(known[part, factor] for part, factor in parts), tuple(order))
 
-    def assignment(
-        self, gm: GraphModule, axes: tuple[str, ...]
-    ) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], list[Layout | None]]:
-        """Returns choices, aliases and output layouts for an annotated graph."""
+    def assignment(self, gm: GraphModule) -> tuple[dict[str, Choice], dict[tuple[str, int], Layout], tuple[Layout | None, ...]]:
+        """Returns choices, aliases and output layouts for the annotated graph of a chunk."""
         choices = {}
         for node in gm.graph.nodes:
             if "candidates" in node.meta:
                 choices[node.name] = self.choice(self.body["choices"][node.name], node.meta["candidates"], node.name)
-        aliases = {(name, index): Layout.parse(text, axes) for name, index, text in self.body["aliases"]}
-        return choices, aliases, self.layouts("left" if "left" in self.body else "outputs")  # "outputs" of a file with programs are values
+        aliases = {(name, index): Layout.parse(text, self.axes) for name, index, text in self.body["aliases"]}
+        return choices, aliases, tuple(self.layouts("outputs"))
 
 
 def decode(path: str | Path) -> Decoder:

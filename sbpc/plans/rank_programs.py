@@ -26,7 +26,7 @@ from sbpc.graph.pytree import plain
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.states import REDUCE
-from sbpc.plans import plan_file
+from sbpc.plans import plan_bytes, plan_file
 from sbpc.plans.options import Options
 from sbpc.plans.plan_file import Decoder
 from sbpc.plans.step_programs import EARLY, FORWARD, JOINT, LATE, PIECES, SAVED, StepPrograms, names_of
@@ -54,6 +54,7 @@ class Programs:
     kinds: dict[str, tuple[GraphModule, ...]]
     ranks: tuple[int, ...]
     digest: str
+    loop: None = None
 
     def program(self, name: str, rank: int) -> GraphModule:
         """Returns a program of `rank`, see `StepPrograms`. Raises PlanError if there is no such rank."""
@@ -70,13 +71,13 @@ def save(plan: Plan, path: Path, inference: Plan | None = None) -> None:
     """Writes a plan with its programs, and besides those of a plan for inference."""
     if inference is not None and (inference.options.train or not plan.options.train):
         raise PlanError("a file holds one plan for training and one for inference\n  Plan the second with train=False.")
-    plan_file.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
+    plan_bytes.write(encode(plan) | {"steps": {} if inference is None else {"inference": encode(inference)}}, path)
 
 
 def encode(plan: Plan) -> dict[str, Any]:
     """Returns a plan with the programs of all its ranks as JSON values."""
     made, first = StepPrograms(plan), dict[Any, int]()  # by class, its first rank
-    classes = [plan.shape_class(rank) for rank in range(plan.mesh.ranks)]
+    classes = [plan.chunk.shape_class(rank) for rank in range(plan.mesh.ranks)]
     for rank, key in enumerate(classes):
         first.setdefault(key, rank)
     programs = {name: [plan_file.encode_graph(made.program(name, rank)) for rank in first.values()] for name in names_of(plan.ports)}

@@ -76,7 +76,7 @@ class StepPrograms:
         """Returns a program of a rank; ranks with equal local shapes share it."""
         if name == JOINT or name not in names_of(self.plan.ports):
             return self.plan.local_at(rank)
-        plan, key = self.plan, (name, self.plan.shape_class(rank))
+        plan, key = self.plan, (name, self.plan.chunk.shape_class(rank))
         if key not in self.made:
             self.made[key] = plan.rewriter.localize(self.cut_out(PIECES[name]), plan.mesh, plan.mesh.coordinates(rank))
         return self.made[key]

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.mesh.cluster import named_cluster
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.measure.measure_device import device_figures
 from sbpc.runtime.trace import recorded
 from tests import models
@@ -116,7 +115,7 @@ def bench(name: str, cluster: Cluster, ways: list[str], rounds: int) -> None:
         print(f"  {way:14} {1e3 * took:8.2f} ms, {bytes_held}, predicted / measured {plan.cost.seconds / took:.3f}")
     held = plan.cost.memory["total"] - plan.cost.memory["optimizer"]
     print(f"  predicted {1e3 * plan.cost.seconds:8.2f} ms, {held / 1e9:7.3f} GB; with the published figures {1e3 * published.cost.seconds:.2f} ms")
-    if not isinstance(plan, StagedPlan):
+    if plan.loop is None:
         by_op(plan, sbpc.parallelize(model, plan, device="cuda"), args)
 
 

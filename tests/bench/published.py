@@ -31,10 +31,10 @@ from sbpc.api.staging import short_plans
 from sbpc.mesh.cluster import Cluster, named_cluster
 from sbpc.passes.loop.body import loop_of
 from sbpc.passes.loop.recompute import recompute
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ProgramCost
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.estimate import repeated
-from sbpc.plans.staged.staged_plan import StagedPlan
 from tests.bench.zoo import tokens
 
 SEQ, VOCAB = 2048, 51_200
@@ -101,7 +101,7 @@ def rows_of(tables: dict[str, Any]) -> list[dict[str, Any]]:
 class Measured:
     """The plan of a row's model with two blocks, each a stage, how often each stands in a row, and their programs."""
 
-    plan: StagedPlan
+    plan: Plan
     times: list[int]
     programs: list[ChunkPrograms]
 
@@ -116,7 +116,7 @@ def measured(row: dict[str, Any], objective: str) -> Measured:
     mesh = inner(mesh_of(row, named_cluster("a100")))
     blocks, plan_at = short_plans(loop, task.stages, task.about, mesh, "pipe", "adamw", baseline)
     times = [block_times({"blocks": row["L"]}, block) for block in blocks]
-    return Measured(plan_at(0), times, [ChunkPrograms(chunk.plan, (), objective == "seconds") for chunk in plan_at(0).chunks])
+    return Measured(plan_at(0), times, [ChunkPrograms(chunk, (), objective == "seconds") for chunk in plan_at(0).chunks])
 
 
 def mesh_of(row: dict[str, Any], cluster: Cluster) -> Mesh:

@@ -13,7 +13,6 @@ from sbpc.cli.target import Target
 from sbpc.errors import SbpcError
 from sbpc.graph.pytree import flatten
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.exported import inputs_beside, weights_beside
 from sbpc.runtime.state.weight_files import Weights, save_weights, weights_of
 
@@ -37,17 +36,13 @@ def run(options: argparse.Namespace) -> int:
     with quiet(options):
         planned, target = plan_of(options, options.target)
         plans = {"train" if planned.options.train else "inference": planned}
-        if isinstance(planned, StagedPlan):
-            edges = planned.verify()
-            planned.export(options.output)
-        else:
-            if "train" in plans:
-                plans["inference"] = plan_inference(planned, target, options)
-            edges = sum(each.verify() for each in plans.values())
-            planned.export(options.output, plans["inference"] if "train" in plans else None)
+        if planned.options.train and planned.loop is None:
+            plans["inference"] = plan_inference(planned, target, options)
+        edges = sum(each.verify() for each in plans.values())
+        planned.export(options.output, plans.get("inference") if planned.options.train else None)
         beside = [] if options.no_weights else write_beside(Path(options.output), target)
     files = [options.output, *map(str, beside)]
-    programs = {name: each.stages if isinstance(each, StagedPlan) else len(each.programs) for name, each in plans.items()}
+    programs = {name: each.stages if each.loop is not None else len(each.programs[0].local) for name, each in plans.items()}
     if options.json:
         print_json({"files": files, "ranks": planned.mesh.ranks, "programs": programs, "verified_edges": edges})
         return 0

@@ -40,7 +40,6 @@ from sbpc.graph.ports import INPUT, Port
 from sbpc.graph.pytree import flatten, unflatten
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.staged_plan import StagedPlan
 from sbpc.runtime.exported import inputs_beside, module_of, weights_beside
 from sbpc.runtime.module import parallelize
 from sbpc.runtime.start import process_groups
@@ -189,7 +188,7 @@ def train_job(job: Job, options: argparse.Namespace, first: bool) -> dict[str, A
 
     traced = None
     if options.trace:
-        assert isinstance(job.plan, Plan | StagedPlan)
+        assert isinstance(job.plan, Plan)
         traced = TracedSteps(job.module, job.plan, options.steps - start)
     run: Any = traced or job.module.step
     figures: dict[str, Any] = {"start": start}
@@ -226,7 +225,7 @@ class Job:
     """What a rank runs. module: as this rank runs it. batch: the arguments of a step by its number. batches: how many differ."""
 
     module: nn.Module
-    plan: Plan | Programs | StagedPlan
+    plan: Plan | Programs
     batch: Callable[[int], Batch]
     batches: int = 1
 
@@ -257,7 +256,7 @@ def job_of_file(options: argparse.Namespace, executor: str) -> Job:
     return Job(module, programs, *batches_of(programs, tensors))
 
 
-def batches_of(programs: Plan | Programs | StagedPlan, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
+def batches_of(programs: Plan | Programs, tensors: dict[str, torch.Tensor]) -> tuple[Callable[[int], Batch], int]:
     """Returns the arguments of every step, and how many steps differ, from tensors named "0", "1", ...
 
     A tensor with a further first dim holds one batch after another. Raises PlanError if they do not fit the programs.
@@ -276,7 +275,7 @@ def batches_of(programs: Plan | Programs | StagedPlan, tensors: dict[str, torch.
 
     def batch(step: int) -> Batch:
         whole = [tensor[step % batches] if batched[port] else tensor for port, tensor in given.items()]
-        if isinstance(programs, StagedPlan):  # every rank gives the whole batch
+        if programs.loop is not None:  # every rank gives the whole batch
             return unflatten(programs.ports.arguments, whole)
         shards = [programs.given[port].shard(tensor, sizes, coordinates) for port, tensor in zip(ports, whole)]
         return unflatten(programs.ports.arguments, shards)

@@ -17,7 +17,7 @@ from sbpc.inspect.picture import graph_svg
 from sbpc.inspect.python_text import python_text
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.staged_plan import StagedPlan
+from sbpc.plans.staged.stage_parts import PARTS
 
 STAGES = ("annotated", "boxed", "local")
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             plan.save_page(options.html, trace=options.trace)
     if options.json:
         shown = [{"values": [row.as_json() for row in graph_rows(gm, mesh)]} for _, gm, mesh in graphs]
-        values = {"chunks": shown} if isinstance(plan, StagedPlan) else shown[0]
+        values = {"chunks": shown} if plan.loop is not None else shown[0]
         print_json({"stage": options.stage, "axes": list(plan.mesh.axes), **values, "svg": options.svg, "html": options.html})
     elif options.svg or options.html:
         print(f"written   {', '.join(file for file in (options.svg, options.html) if file)}")
@@ -74,24 +74,22 @@ Titled = tuple[str, GraphModule, Mesh]
 def graphs_at(plan: Any, options: argparse.Namespace) -> list[Titled]:
     """Returns the graph of the stage that the options name, with its title and mesh; for a plan with stages one of every chunk."""
     title = title_of(plan, options)
-    if not isinstance(plan, StagedPlan):
-        return [(title, graph_at(plan, options.stage, options.rank), plan.mesh)]
     if not 0 <= options.rank < plan.mesh.ranks:
-        raise PlanError(f"rank {options.rank} of a mesh of {plan.mesh.ranks} ranks\n  Name one that there is.")
+        raise PlanError(f"rank {options.rank} of a mesh of {plan.mesh.ranks} ranks\n  Ranks are 0 to {plan.mesh.ranks - 1}.")
     stage = plan.stage_of(options.rank)
     place = plan.ranks_of(stage).index(options.rank)
     return [
-        (f"{title}, chunk {at} on stage {owner}", graph_at(chunk.plan, options.stage, place), plan.inner)
-        for at, (chunk, owner) in enumerate(zip(plan.chunks, plan.owners))
+        (title if plan.loop is None else f"{title}, chunk {at} on stage {owner}", graph_at(plan, at, options.stage, place), plan.inner)
+        for at, owner in enumerate(plan.owners)
         if options.stage != "local" or owner == stage
     ]
 
 
-def graph_at(plan: Plan, stage: str, rank: int) -> GraphModule:
-    """Returns the graph of a plan at a stage, for "local" that of a rank."""
+def graph_at(plan: Plan, chunk: int, stage: str, rank: int) -> GraphModule:
+    """Returns the graph of a chunk at a stage, for "local" that of a rank."""
     if stage == "local":
-        return plan.local_at(rank)
-    return plan.graph if stage == "annotated" else plan.boxed
+        return plan.programs[chunk].local_at(PARTS, True, rank)
+    return plan.chunks[chunk].graph if stage == "annotated" else plan.programs[chunk].program(PARTS).gm
 
 
 def titled_text(gm: GraphModule, mesh: Mesh, title: str) -> str:

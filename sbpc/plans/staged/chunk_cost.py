@@ -15,23 +15,28 @@ from sbpc._compat import tree_leaves
 from sbpc.graph.about import is_recomputed
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholders
-from sbpc.plans.measure import comm_totals, compute_totals, kernel_of, layout_at, sum_kernel, transfer_of
-from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_programs import Chunk, ChunkPrograms
+from sbpc.plans.chunk import Chunk
+from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
+from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.part_memory import Kept, bytes_at, rise
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline, works
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
+from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline
 
 GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What a program costs. seconds: from its start to its end. compute, comm: those in which it computes, and its links are busy.
-    flops, flops_one_device: of a rank, and of one device doing it all. again: seconds of computing values again. sent: bytes by axis."""
+    """What a program costs.
+
+    seconds: from its start to its end. busy: those in which it computes, longer where collectives run beside. compute, comm: what kernels
+    and collectives take by themselves. flops, flops_one_device: of a rank, and of one device doing it all. again: seconds of computing
+    values again. sent: bytes by axis.
+    """
 
     seconds: float = 0.0
+    busy: float = 0.0
     compute: float = 0.0
     comm: float = 0.0
     flops: float = 0.0
@@ -42,75 +47,75 @@ class ProgramCost:
     @classmethod
     def of(cls, chunk: ChunkPrograms, which: Parts) -> ProgramCost:
         """Measures the program of some parts."""
-        gm, mesh = chunk.program(which).gm, chunk.plan.mesh
+        gm, mesh = chunk.program(which).gm, chunk.chunk.mesh
         events = timeline(gm, mesh)
-        busy = busy_seconds(events)
-        moved = Counter(transfer_of(node) for node in gm.graph.nodes if "step" in node.meta)
-        kernels = Counter(kernel_of(n) for n in gm.graph.nodes if "choice" in n.meta and n.op == "call_function")
-        again = sum(work.seconds for node, work in works(gm, mesh).items() if is_recomputed(node))
-        compute, comm = busy[COMPUTE], sum(seconds for stream, seconds in busy.items() if stream != COMPUTE)
-        flops = compute_totals(kernels, mesh)[1:]
-        return cls(makespan(events), compute, comm, *flops, again, Counter(comm_totals(moved, mesh)[1]))
+        kernels, again, transfers = kernels_and_transfers(gm.graph.nodes)
+        compute, flops, one_device = compute_totals(kernels, mesh)
+        comm, sent = comm_totals(transfers, mesh)
+        again_seconds, _, _ = compute_totals(again, mesh)
+        return cls(makespan(events), busy_seconds(events)[COMPUTE], compute, comm, flops, one_device, again_seconds, Counter(sent))
 
 
 @dataclass(frozen=True)
 class ChunkCost:
     """What a chunk costs on the busiest rank.
 
-    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. added: of gradients
-    while they add up. left: of those that add up in their home; a program that brings the first ones home keeps no others. kept: see
-    `Kept`. program: by parts of a step, what the program costs that runs these. rise: the most bytes that this has alive besides what
-    is there before; whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to others.
+    homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held: the bytes of a kind
+    that stays while other programs run: those of `Kept`, ADDED (gradients while they add up) or LEFT (those that add up in their home; a
+    program that brings the first ones home keeps no others). program: by parts of a step, what the program costs that runs these.
+    rise: the most bytes that this has alive besides what is there before, and those of them between its forward and its backward;
+    whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to others.
     """
 
     homes: dict[str, int]
     trained: int
     buffers: int
-    added: int
-    left: int
-    kept: Kept
+    held: Callable[[str], int]
     program: Callable[[Parts], ProgramCost]
-    rise: Callable[[Parts, bool], int]
-    adds: float
-
-    def held(self, kind: str) -> int:
-        """Returns the bytes of a kind that stays while other programs run: those of `Kept`, or ADDED or LEFT."""
-        return int(getattr(self if kind in (ADDED, LEFT) else self.kept, kind))
+    rise: Callable[[Parts, bool], tuple[int, int]]
+    adds: Callable[[], float]
 
     @classmethod
-    def of(cls, plan: Plan, in_loop: Container[Port], overlaps: bool = True) -> ChunkCost:
-        """Measures a chunk by its plan. in_loop: what is boxed for every micro-batch. overlaps: whether anything runs beside computing."""
-        return cls.by(ChunkPrograms(plan, in_loop, overlaps))
+    def of(cls, chunk: Chunk, in_loop: Container[Port], overlaps: bool = True) -> ChunkCost:
+        """Measures a chunk. in_loop: what is boxed for every micro-batch. overlaps: whether anything runs beside computing."""
+        return cls.by(ChunkPrograms(chunk, in_loop, overlaps))
 
     @classmethod
-    def by(cls, chunk: ChunkPrograms) -> ChunkCost:
+    def by(cls, programs: ChunkPrograms) -> ChunkCost:
         """Measures a chunk by its programs."""
-        plan = chunk.plan
-        stored = {port: bytes_at(value, plan.given[port], plan.mesh) for port, value in plan.shapes.items()}
+        chunk = programs.chunk
+        stored = {port: bytes_at(value, chunk.given[port], chunk.mesh) for port, value in chunk.shapes.items()}
         homes = {port.name: size for port, size in stored.items() if port.kind == PARAMETER}
         buffers = sum(size for port, size in stored.items() if port.kind in (BUFFER, SEED))
-        trained = sum(homes[port.name] for port in plan.ports.outputs if port.kind == GRADIENT)
-        sums = dict.fromkeys(chunk.homes.values())
-        size = {node: bytes_at(node.meta["val"], layout_at(node), plan.mesh) for node in sums}
-        left = sum(size[node] for node in sums if node in chunk.homes)
+        trained = sum(homes[port.name] for port in chunk.ports.outputs if port.kind == GRADIENT)
+
+        @functools.cache
+        def kept() -> dict[str, int]:
+            size = {node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh) for node in dict.fromkeys(programs.homes.values())}
+            left = sum(size[node] for node in size if node in programs.homes)
+            return {**vars(Kept.by(programs)), ADDED: sum(size.values()), LEFT: left}
 
         @functools.cache
         def program(which: Parts) -> ProgramCost:
-            return ProgramCost.of(chunk, which) if which else ProgramCost()
+            return ProgramCost.of(programs, which) if which else ProgramCost()
 
         @functools.cache
-        def most(which: Parts, first: bool) -> int:
-            return rise(chunk, which, chunk.program(which, not first).gm)
+        def most(which: Parts, first: bool) -> tuple[int, int]:
+            return rise(programs, which, programs.program(which, not first).gm)
+
+        def adds() -> float:
+            return compute_totals(Counter(map(sum_kernel, dict.fromkeys(programs.homes.values()))), chunk.mesh)[0]
 
         return cls(
-            homes, trained, buffers, sum(size.values()), left, Kept.by(chunk), lambda which: program(chunk.of(which)),
-            lambda which, first: most(which, first and bool(chunk.makes(which))),
-            compute_totals(Counter(map(sum_kernel, sums)), plan.mesh)[0],
+            homes, trained, buffers, lambda kind: int(kept()[kind]), lambda which: program(programs.of(which)),
+            lambda which, first: most(which, first and (which == PARTS or bool(programs.makes(which)))), functools.cache(adds),
         )  # fmt: skip
 
 
 def costs_of(chunks: Sequence[Chunk], in_loop: Container[Port], programs: Sequence[ChunkPrograms]) -> list[ChunkCost]:
     """Returns what chunks of one model cost. Those that are alike, as equal blocks are, are measured once."""
+    if len(chunks) == 1:
+        return [ChunkCost.by(programs[0])]
     known, costs, numbers = dict[Hashable, ChunkCost](), list[ChunkCost](), Numbers()
     for at, chunk in enumerate(chunks):
         key = likeness(chunk, in_loop, numbers)
@@ -136,8 +141,8 @@ class Numbers:
 
 def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashable:
     """Returns what is equal for chunks that cost the same: calls in order, with shapes, layouts and what is in the loop, but no names."""
-    number = {node: at for at, node in enumerate(chunk.graph.graph.nodes)}
-    kinds = {node: (port.kind, port in in_loop) for port, node in placeholders(chunk.graph).items()}
+    number = {node: at for at, node in enumerate(chunk.bare.graph.nodes)}
+    kinds = {node: (port.kind, port in in_loop) for port, node in placeholders(chunk.bare).items()}
     choices, aliases = chunk.assignment.choices, chunk.assignment.aliases
 
     def about(node: Node) -> Hashable:
@@ -149,7 +154,7 @@ def likeness(chunk: Chunk, in_loop: Container[Port], numbers: Numbers) -> Hashab
         return called, read, values, node.meta.get("phase"), *layouts, is_recomputed(node)
 
     ends = [(port.kind, port in in_loop, layout) for port, layout in chunk.left.items()]
-    return tuple(map(about, chunk.graph.graph.nodes)), tuple(ends)
+    return tuple(map(about, chunk.bare.graph.nodes)), tuple(ends)
 
 
 def together(costs: Sequence[ChunkCost]) -> ChunkCost:
@@ -163,24 +168,21 @@ def together(costs: Sequence[ChunkCost]) -> ChunkCost:
             if side in which and main in which:
                 seconds = beside(costs, which, side)
         sent = sum((one.sent for one in each), Counter[str]())
-        compute, comm, flops, whole, again = (
-            sum(getattr(one, name) for one in each) for name in ("compute", "comm", "flops", "flops_one_device", "again")
-        )
-        return ProgramCost(seconds, compute, comm, flops, whole, again, sent)
+        names = "busy", "compute", "comm", "flops", "flops_one_device", "again"
+        return ProgramCost(seconds, sent=sent, **{name: sum(getattr(one, name) for one in each) for name in names})
 
     @functools.cache
-    def most(which: Parts, first: bool) -> int:
-        left = [
-            (FORWARD in which) * cost.kept.saved + (BEFORE in which) * cost.kept.gathered + (AFTER in which) * cost.kept.home
-            + (first and WEIGHTS in which) * (cost.left if AFTER in which else cost.added)
-            for cost in costs
-        ]  # fmt: skip
-        return sum(left) + max(cost.rise(which, first) - stays for cost, stays in zip(costs, left))
+    def most(which: Parts, first: bool) -> tuple[int, int]:
+        kinds = {SAVED: FORWARD in which, GATHERED: BEFORE in which, HOME: AFTER in which}
+        kinds[LEFT if AFTER in which else ADDED] = first and WEIGHTS in which
+        left = [sum(cost.held(kind) for kind, stays in kinds.items() if stays) for cost in costs]
+        return sum(left) + max(cost.rise(which, first)[0] - stays for cost, stays in zip(costs, left)), 0
 
     homes = {"": sum(sum(cost.homes.values()) for cost in costs)}
-    kept = Kept(*(sum(getattr(cost.kept, name) for cost in costs) for name in ("gathered", "saved", "handed", "home")))
-    trained, buffers, added, left = (sum(getattr(cost, name) for cost in costs) for name in ("trained", "buffers", "added", "left"))
-    return ChunkCost(homes, trained, buffers, added, left, kept, program, most, sum(cost.adds for cost in costs))
+    return ChunkCost(
+        homes, sum(cost.trained for cost in costs), sum(cost.buffers for cost in costs),
+        functools.cache(lambda kind: sum(cost.held(kind) for cost in costs)), program, most, lambda: sum(cost.adds() for cost in costs),
+    )  # fmt: skip
 
 
 def beside(costs: Sequence[ChunkCost], which: Parts, side: str) -> float:

@@ -11,14 +11,11 @@ import functools
 from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from sbpc.graph.about import about
-from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import ADD, is_sum
 from sbpc.graph.ports import (
     BUFFER,
@@ -29,93 +26,16 @@ from sbpc.graph.ports import (
     SEED,
     TANGENT,
     Port,
-    Ports,
     outputs,
     placeholders,
     results,
 )
 from sbpc.graph.rewrite import Copies, called
-from sbpc.mesh.layout import Layout
+from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import dims_at, layout_at
-from sbpc.plans.plan import Assignment, Plan
+from sbpc.plans.memory import Life
 from sbpc.plans.staged.schedules import INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts, calls_in, parts_of, summand
-
-T = TypeVar("T")
-
-
-@dataclass
-class Chunk:
-    """One chunk of the model: its plan on the mesh of a stage, made on first use, and what its ports stand for.
-
-    graph: at global shapes; assignment: its layouts; made: makes the plan of these. arguments: by input, the name of the body's input.
-    results: by output, the number of the body's output. receives, sends: by port, the name of the value that crosses between chunks.
-    """
-
-    graph: GraphModule
-    assignment: Assignment
-    made: Callable[[GraphModule, Assignment], Plan]
-    arguments: dict[Port, str]
-    results: dict[Port, int]
-    receives: dict[Port, str]
-    sends: dict[Port, str]
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The plan of the chunk, annotated and verified when it is first asked for: of equal chunks most never are."""
-        with uncollected():
-            return self.made(self.graph, self.assignment)
-
-    @property
-    def ports(self) -> Ports:
-        """What goes into and comes out of the chunk."""
-        return self.graph.meta["ports"]
-
-    @property
-    def left(self) -> dict[Port, Layout | None]:
-        """By port of an output: the layout in which it is left."""
-        return dict(zip(self.ports.outputs, self.assignment.outputs))
-
-    @functools.cached_property
-    def parts(self) -> dict[Node, str]:
-        """By node of the graph its part of a step."""
-        return parts_of(self.graph)
-
-    @functools.cached_property
-    def sends_late(self) -> frozenset[Port]:
-        """The ports of what the backward sends."""
-        return frozenset(port for port, node in outputs(self.graph) if port in self.sends and self.parts[node] == INPUTS)
-
-    def value(self, port: Port) -> Tensor:
-        """Returns a tensor without data like an output."""
-        node = results(self.graph)[self.ports.outputs.index(port)]
-        assert node is not None
-        value: Tensor = node.meta["val"]
-        return value
-
-    def joined(self, port: Port, count: int, how: Any) -> Tensor:
-        """Returns a tensor of the shape of an output, joined over `count` micro-batches as `how` says."""
-        value = self.value(port)
-        shape = [size * count if at == how and how != "same" else size for at, size in enumerate(value.shape)]
-        return torch.empty(shape, dtype=value.dtype)
-
-
-class OnUse(Sequence[T]):
-    """So many items, each made when it is first asked for."""
-
-    def __init__(self, count: int, make: Callable[[int], T]) -> None:
-        self.size, self.make, self.made = count, make, dict[int, T]()
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, at: Any) -> Any:
-        place = range(self.size)[at]
-        if isinstance(place, range):
-            return [self[each] for each in place]
-        if place not in self.made:
-            self.made[place] = self.make(place)
-        return self.made[place]
 
 
 @dataclass(frozen=True)
@@ -136,30 +56,57 @@ class Program:
 class ChunkPrograms:
     """The programs of a chunk, made on first use.
 
-    plan: that of the chunk. in_loop: see `parts_of`. overlaps: whether collectives run beside computing. parts: by node of the boxed graph.
+    in_loop: see `parts_of`. overlaps: whether collectives run beside computing. budget: see `schedule`. parts: by node of the boxed graph.
     homes: by node in which a gradient ends, the node whose values add up. accumulated, home: by port of a gradient, their names.
     fixed, own: by port of what all micro-batches read, and of what each has of its own, the name. outputs: by port of an OUTPUT.
     """
 
-    def __init__(self, plan: Plan, in_loop: Container[Port], overlaps: bool) -> None:
-        self.plan, self.overlaps = plan, overlaps
-        gm = plan.unscheduled
-        self.parts = parts_of(gm, in_loop)
-        gradients = dict(outputs(gm, GRADIENT))
-        self.homes = {node: summand(node, self.parts) for node in gradients.values()}
-        self.home = {port: node.name for port, node in gradients.items()}
-        self.accumulated = {port: self.homes[node].name for port, node in gradients.items()}
-        self.outputs = {port: node.name for port, node in outputs(gm, OUTPUT)}
-        self.ends = {node for port, node in outputs(gm) if port.kind != GRADIENT or self.parts[node] == AFTER}
-        self.fixed = {port: node.name for port, node in placeholders(gm, PARAMETER, BUFFER, SEED).items()}
-        self.own = {port: node.name for port, node in placeholders(gm, INPUT, TANGENT).items()}
-        self.calls = {part: calls_in(self.parts, (part,)) for part in PARTS}
+    def __init__(self, chunk: Chunk, in_loop: Container[Port], overlaps: bool, budget: Callable[[], float | None] = lambda: None) -> None:
+        self.chunk, self.in_loop, self.overlaps, self.budget = chunk, in_loop, overlaps, budget
         self.known = dict[tuple[Parts, bool], Program]()
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
 
+    @functools.cached_property
+    def parts(self) -> dict[Node, str]:
+        return parts_of(self.chunk.unscheduled, self.in_loop)
+
+    @functools.cached_property
+    def homes(self) -> dict[Node, Node]:
+        return {node: summand(node, self.parts) for _, node in outputs(self.chunk.unscheduled, GRADIENT)}
+
+    @functools.cached_property
+    def home(self) -> dict[Port, str]:
+        return {port: node.name for port, node in outputs(self.chunk.unscheduled, GRADIENT)}
+
+    @functools.cached_property
+    def accumulated(self) -> dict[Port, str]:
+        return {port: self.homes[node].name for port, node in outputs(self.chunk.unscheduled, GRADIENT)}
+
+    @functools.cached_property
+    def outputs(self) -> dict[Port, str]:
+        return {port: node.name for port, node in outputs(self.chunk.unscheduled, OUTPUT)}
+
+    @functools.cached_property
+    def ends(self) -> set[Node]:
+        """The nodes in which programs end."""
+        return {node for port, node in outputs(self.chunk.unscheduled) if port.kind != GRADIENT or self.parts[node] == AFTER}
+
+    @functools.cached_property
+    def fixed(self) -> dict[Port, str]:
+        return {port: node.name for port, node in placeholders(self.chunk.unscheduled, PARAMETER, BUFFER, SEED).items()}
+
+    @functools.cached_property
+    def own(self) -> dict[Port, str]:
+        return {port: node.name for port, node in placeholders(self.chunk.unscheduled, INPUT, TANGENT).items()}
+
+    @functools.cached_property
+    def calls(self) -> dict[str, list[Node]]:
+        """By part its calls."""
+        return {part: calls_in(self.parts, (part,)) for part in PARTS}
+
     def of(self, which: Iterable[str]) -> Parts:
-        """Returns those of some parts that have any call."""
-        return tuple(part for part in which if self.calls[part])
+        """Returns those of some parts that have any call; all of them where they are the whole step."""
+        return PARTS if which == PARTS else tuple(part for part in which if self.calls[part])
 
     @functools.cached_property
     def before(self) -> frozenset[str]:
@@ -176,28 +123,46 @@ class ChunkPrograms:
         return frozenset(node.name for node in self.homes.values() if self.parts[node] in which)
 
     def program(self, which: Parts, adding: bool = True) -> Program:
-        """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients that it makes."""
+        """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients that it makes; that
+        of the whole step adds nothing."""
         which = self.of(which)
+        adding = adding and which != PARTS
         if (which, adding) not in self.known:
-            if adding:
+            if which == PARTS:
+                self.known[which, adding] = whole(self.chunk, self.scheduled(self.chunk.unscheduled))
+            elif adding:
                 program = extracted(self, which)
-                boxed = self.plan.rewriter.schedule(program.gm, self.plan.mesh, None) if self.overlaps else program.gm
-                self.known[which, adding] = replace(program, gm=boxed)
+                self.known[which, adding] = replace(program, gm=self.scheduled(program.gm))
             else:
                 self.known[which, adding] = without_sums(self, which, self.program(which))
         return self.known[which, adding]
 
+    def scheduled(self, boxed: GraphModule) -> GraphModule:
+        """Returns a boxed graph in the order in which it runs."""
+        return self.chunk.rewriter.schedule(boxed, self.chunk.mesh, self.budget()) if self.overlaps else boxed
+
     def local_at(self, which: Parts, adding: bool, rank: int) -> GraphModule:
         """Returns the program of a rank. Behind the placeholders of `program` come those of its position on each axis."""
-        mesh, key = self.plan.mesh, (self.of(which), adding, self.plan.shape_class(rank))
+        mesh, key = self.chunk.mesh, (self.of(which), adding and which != PARTS, self.chunk.shape_class(rank))
         if key not in self.local:
-            self.local[key] = self.plan.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
+            self.local[key] = self.chunk.rewriter.localize(self.program(which, adding).gm, mesh, mesh.coordinates(rank))
         return self.local[key]
+
+    @functools.cached_property
+    def life(self) -> Life:
+        """What is alive at every moment of the whole step."""
+        return Life.of(self.program(PARTS).gm, self.chunk.mesh)
+
+
+def whole(chunk: Chunk, gm: GraphModule) -> Program:
+    """Returns the program of all parts of a step: the scheduled graph `gm`, with the ports of the chunk."""
+    reads = tuple(node.name for node in placeholders(gm).values())
+    return Program(gm, reads, (), (), tuple("" if node is None else node.name for node in results(chunk.unscheduled)))
 
 
 def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     """Returns the program of some parts, in the order of the chunk's graph. It adds its gradients to sums as soon as they are there."""
-    gm, parts, body = chunk.plan.unscheduled, chunk.parts, calls_in(chunk.parts, which)
+    gm, parts, body = chunk.chunk.unscheduled, chunk.parts, calls_in(chunk.parts, which)
     inside, summed = set(body), dict.fromkeys(chunk.homes.values())
     made = [node for node in summed if parts[node] in which]
     boxed = {used for node in body if parts[node] == AFTER for used in node.all_input_nodes if used in summed}

@@ -12,10 +12,10 @@ import numpy as np
 from sbpc.errors import PlanError
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.options import Options
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ChunkCost, together
 from sbpc.plans.staged.pipeline_cost import RUNS, Pipeline
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, Arrival, owners
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 STEADY = 3  # micro-batches for each stage, from which on each further one takes the same
 
@@ -30,7 +30,7 @@ class Estimate(Pipeline):
     count: int
     parts: Sequence[ChunkCost]
     arrivals: Sequence[Sequence[Arrival]]
-    bound: float = 0.0
+    lower_bound: float = 0.0
     options: Options = field(default_factory=Options)
 
     @property
@@ -47,7 +47,7 @@ class Estimate(Pipeline):
 
 
 def repeated(
-    plan: StagedPlan, times: Sequence[int], mesh: Mesh, axis: str, schedule: str, count: int, bound: float = 0.0
+    plan: Plan, times: Sequence[int], mesh: Mesh, axis: str, schedule: str, count: int, bound: float = 0.0
 ) -> Estimate:  # fmt: skip
     """Returns the estimate of a model with as many blocks in a row as `times` says by chunk of a plan with one chunk a stage.
 

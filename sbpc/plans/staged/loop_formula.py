@@ -5,30 +5,34 @@ The batch is `batch`, unless `dynamic=` of `sbpc.plan` names it: an input of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 from torch.fx import GraphModule, Node
 
+from sbpc.boxing.steps import wire
 from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
-from sbpc.plans.measure import dims_at, kernel_of, layout_at, sum_kernel, transfer_of
+from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
-from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ADDED, LEFT
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
 from sbpc.plans.staged.part_memory import Kept, arrivals
 from sbpc.plans.staged.pipeline_cost import Pipeline
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
+from sbpc.plans.staged.schedules import STEP
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.symbolic_sizes import name_dims, symbol
 
+T = TypeVar("T")
 M, BATCH = "m", "batch"
 
 
@@ -72,24 +76,33 @@ def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: C
 
     chunks: those of the busiest stage, with symbolic dims if `numbers` has any. largest: gives those of the one that takes most bytes.
     """
-    m, mesh = symbol(M), next(iter(chunks.values())).plan.mesh
-    kernels, transfers = dict[Kernel, Any](), dict[Transfer, Any]()
-    for chunk in chunks.values():
-        for node in dict.fromkeys(chunk.homes.values()):
+    m, kernels, transfers = symbol(M), dict[Kernel, Any](), dict[Transfer, Any]()
+    for programs in chunks.values():
+        for nodes, times in calls_of(plan, programs, m):
+            found, _, moved = kernels_and_transfers(nodes)
+            add(kernels, found, times)
+            add(transfers, moved, times)
+        for node in dict.fromkeys(programs.homes.values()) if plan.schedule != STEP else ():
             kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
-        for part, nodes in chunk.calls.items():
-            times = sympy.Integer(1) if part in (BEFORE, AFTER) else m
-            for node in nodes:
-                if "step" in node.meta:
-                    moved = transfer_of(node)
-                    transfers[moved] = transfers.get(moved, 0) + times
-                elif "choice" in node.meta and node.op == "call_function":
-                    kernel = kernel_of(node)
-                    kernels[kernel] = kernels.get(kernel, 0) + times
-    return Terms(
-        mesh, tuple(kernels.items()), tuple(transfers.items()), {M: plan.count, **numbers},
-        lambda sizes: memory_formula(plan, largest(), sizes),
-    )  # fmt: skip
+    mesh = next(iter(chunks.values())).chunk.mesh
+    sending = [(each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]]
+    named = numbers if plan.schedule == STEP else {M: plan.count, **numbers}
+    return Terms(mesh, tuple(kernels.items()), tuple(sending), named, lambda sizes: memory_formula(plan, largest(), sizes))
+
+
+def add(known: dict[T, Any], counts: Mapping[T, int], times: Any) -> None:
+    """Adds counts, each so many times, to others."""
+    for each, count in counts.items():
+        known[each] = known.get(each, 0) + count * times
+
+
+def calls_of(plan: Pipeline, programs: ChunkPrograms, count: T) -> Iterator[tuple[Iterable[Node], T | int]]:
+    """Yields the calls of a chunk with how often each runs in a step. count: of micro-batches, a number or a formula."""
+    if plan.schedule == STEP:
+        yield programs.program(PARTS).gm.graph.nodes, 1
+        return
+    for part, nodes in programs.calls.items():
+        yield nodes, 1 if part in (BEFORE, AFTER) else count
 
 
 def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]) -> sympy.Expr:
@@ -102,10 +115,12 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
     for moment in plan.moments(stage):
         flying = {key: times for key, times in moment.flying.items() if times}
         more = symbol(M) - plan.count if plan.schedule == "gpipe" else 0
-        held = sympy.Add(*((times + more) * of[at].held(kind) for (at, kind), times in sorted(flying.items())))
-        held += sympy.Add(*(of[at].held(kind) for at, kind in moment.once))
+        held = sympy.Add(*((times + more) * of[at].kept[kind] for (at, kind), times in sorted(flying.items())))
+        held += sympy.Add(*(of[at].kept[kind] for at, kind in moment.once))
         for rise in of[moment.chunk].rises(moment.which, moment.first) if moment.which else [sympy.Integer(0)]:
             peaks[held + rise] = None
+    if plan.schedule == STEP:  # what the optimizer's step reads together
+        peaks[sympy.Add(*(each.trained for each in of.values()))] = None
     most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])
     copies = plan.options.copies
     stored = sympy.Add(*(each.stored + copies * each.trained for each in of.values()))
@@ -116,25 +131,26 @@ class ChunkMemory:
     """What a chunk holds on the busiest rank, as formulas in the sizes of axes and the dims of its graph; see `ChunkCost`."""
 
     def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
-        self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.plan.mesh
-        self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.plan.unscheduled).items()}
-        self.kept = Kept.by(chunk, lambda life: storage_formulas(life, self.mesh, sizes), self.given.__getitem__)
+        self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.chunk.mesh
+        self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.chunk.unscheduled).items()}
         self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind in (PARAMETER, BUFFER, SEED)))
-        ends = [port for port in chunk.plan.ports.outputs if port.kind == GRADIENT]
+        ends = [port for port in chunk.chunk.ports.outputs if port.kind == GRADIENT]
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
-        sums = {
-            node: node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, sizes, dims_at(node))
-            for node in dict.fromkeys(chunk.homes.values())
-        }
-        self.added, self.left = sympy.Add(*sums.values()), sympy.Add(*(sums[node] for node in sums if node in chunk.homes))
 
-    def held(self, kind: str) -> Any:
-        """Returns the bytes of a kind that stays while other programs run."""
-        return getattr(self if kind in (ADDED, LEFT) else self.kept, kind)
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """Bytes by kind of what stays while other programs run."""
+        sums = {
+            node: node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, self.sizes, dims_at(node))
+            for node in dict.fromkeys(self.chunk.homes.values())
+        }
+        kept = Kept.by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.given.__getitem__)
+        left = sympy.Add(*(sums[node] for node in sums if node in self.chunk.homes))
+        return {**vars(kept), ADDED: sympy.Add(*sums.values()), LEFT: left}
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
-        gm = self.chunk.program(which, not (first and self.chunk.makes(which))).gm
+        gm = self.chunk.program(which, not (first and (which == PARTS or self.chunk.makes(which)))).gm
         life = Life.of(gm, self.mesh)
         size = storage_formulas(life, self.mesh, self.sizes)
         there, beside = arrivals(self.chunk, which, gm)
@@ -143,13 +159,13 @@ class ChunkMemory:
         return [always + total(moment) - rest for moment in largest(moments_of(life, size)) or [{}]]
 
 
-def with_dims(plan: Plan, source: GraphModule) -> Plan:
-    """Returns a chunk's plan, boxed anew, whose graph has the symbolic dims that values of the same names have in `source`."""
+def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:
+    """Returns a chunk, boxed anew, whose graph has the symbolic dims that values of the same names have in `source`."""
     known = {node.name: node for node in source.graph.nodes}
-    for node in plan.graph.graph.nodes:
+    for node in chunk.graph.graph.nodes:
         if node.op != "output" and node.name in known:
             take_dims(node, known[node.name])
-    return replace(plan, programs={})
+    return replace(chunk, bare=chunk.graph, ready=None)
 
 
 def take_dims(node: Node, source: Node) -> None:

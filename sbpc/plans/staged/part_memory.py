@@ -15,7 +15,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import POSITION, Life
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
 Place = tuple[str, int]  # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 
@@ -44,12 +44,12 @@ class Kept:
         late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
         for number, (port, name) in enumerate(chunk.own.items()):
             places[name] = "", number
-            number_of = bytes_at(chunk.plan.shapes[port], chunk.plan.given[port], chunk.plan.mesh)
+            number_of = bytes_at(chunk.chunk.shapes[port], chunk.chunk.given[port], chunk.chunk.mesh)
             size["", number] = number_of if given is None else given(port)
 
         def run(part: str) -> Any:
             program = chunk.program((part,))
-            life = Life.of(program.gm, chunk.plan.mesh)
+            life = Life.of(program.gm, chunk.chunk.mesh)
             sizes = life.size if size_of is None else size_of(life)
             stored = placeholders(program.gm).values()
             there = {life.values[node][0]: places.get(name) for name, node in zip((*program.reads, *program.sums), stored)}
@@ -74,13 +74,16 @@ class Kept:
         return cls(gathered, saved, handed, run(AFTER))
 
 
-def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> int:
-    """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch."""
-    life, (there, beside) = Life.of(gm, chunk.plan.mesh), arrivals(chunk, which, gm)
-    about = ((chunk.plan.shapes[port], chunk.plan.given[port]) for port in beside)
-    come = sum(bytes_at(*each, chunk.plan.mesh) for each in about)
-    peak = max(life.peak, POSITION * len(chunk.plan.mesh.axes))  # the second where nothing runs
-    return peak + come - sum(size for size, node in zip(life.size, life.owner) if node in there)
+def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]:
+    """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch, and
+    how many of such it has just before its backward begins."""
+    life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
+    there, beside = arrivals(chunk, which, gm)
+    about = ((chunk.chunk.shapes[port], chunk.chunk.given[port]) for port in beside)
+    come = sum(bytes_at(*each, chunk.chunk.mesh) for each in about)
+    peak = max(life.peak, POSITION * len(chunk.chunk.mesh.axes))  # the second where nothing runs
+    before = sum(size for size, node in zip(life.size, life.owner) if node in there)
+    return peak + come - before, life.saved and life.saved - before
 
 
 def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from sbpc.mesh.mesh import Mesh
@@ -12,10 +13,10 @@ from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules
 from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
-from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, Arrival, actions_of
-from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
+from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, STEP, WEIGHTS, Action, Arrival, actions_of
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
-RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,)}  # by kind of action
+RUNS = {FORWARD: (FORWARD,), BACKWARD: (INPUTS, WEIGHTS), INPUTS: (INPUTS,), WEIGHTS: (WEIGHTS,), STEP: PARTS}  # by kind of action
 
 
 class Moment(NamedTuple):
@@ -40,7 +41,7 @@ class Pipeline:
     axis: str | None
     options: Options
     schedule: str
-    bound: float
+    lower_bound: float
     serial_bound: float = 0.0
     count: int
     parts: Sequence[ChunkCost]
@@ -71,7 +72,7 @@ class Pipeline:
         kind, at, batch = action
         arrivals = self.arrivals[at] if kind != WEIGHTS else ()
         found = [self.acting(late, source, batch) for source, late, read_late, _ in arrivals if read_late == (kind != FORWARD)]
-        if kind != FORWARD:
+        if kind not in (FORWARD, STEP):
             found.append(action.of_kind(INPUTS if kind == WEIGHTS else FORWARD))
         return list(dict.fromkeys(found))
 
@@ -146,6 +147,8 @@ class Pipeline:
     def apart(self) -> dict[tuple[str, int], None]:
         """What is done once and not with an action, in order: BEFORE or AFTER, and the chunk."""
         inside = {(part, action.chunk) for action, which in self.merged.items() for part in which}
+        if self.schedule == STEP:
+            return {}
         return {(part, at): None for part in (BEFORE, AFTER) for at in range(len(self.parts)) if (part, at) not in inside}
 
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
@@ -190,10 +193,10 @@ class Pipeline:
         """
         chunk, cluster = self.parts[action.chunk], self.mesh.cluster
         program = chunk.program(self.runs(action))
-        compute = min(program.compute, program.seconds)
+        compute = min(program.busy, program.seconds)
         comes = sum(self.sending(need, action) for need in self.needs(action))
         adds = WEIGHTS in self.runs(action) and action.micro_batch > 0
-        beside = cluster.taken * comes + cluster.start * self.messages[action] + (chunk.adds if adds else 0.0)
+        beside = cluster.taken * comes + cluster.start * self.messages[action] + (chunk.adds() if adds else 0.0)
         return compute + beside, program.seconds - compute
 
     @functools.cached_property
@@ -221,17 +224,22 @@ class Pipeline:
     @functools.cached_property
     def cost(self) -> Cost:
         """Seconds, bytes and memory of a step."""
+        return self.costs()
+
+    def costs(self) -> Cost:
+        """Measures a step."""
         stages, busy, most = range(self.stages), self.busy, self.busiest
         seconds = max(end + self.single(stage, AFTER) for stage, end in enumerate(self.last_ends()))
         compute, communicate, again = (self.totals(most, name) for name in ("compute", "comm", "again"))
         flops = max(self.totals(stage, "flops") for stage in stages)
-        bubble, bound = max(0.0, seconds - busy[most]), min(self.bound, seconds)
+        bubble = max(0.0, seconds - busy[most])
         compute = min(compute, seconds)  # a stage that shares cores is faster while others wait
-        serial_bound = min(self.serial_bound, compute + communicate)
-        return Cost(
-            compute, communicate, flops, self.flops_one_device, self.bytes_sent, self.memory, bound, self.options.objective, seconds,
-            serial_bound, again, bubble, self.terms_of(most),
+        serial_bound = min(self.serial_bound or self.lower_bound, compute + communicate)
+        cost = Cost(
+            compute, communicate, flops, self.flops_one_device, self.bytes_sent, self.memory, self.lower_bound, self.options.objective,
+            seconds if self.overlaps or self.schedule != STEP else None, serial_bound, again, bubble, self.terms_of(most),
         )  # fmt: skip
+        return replace(cost, lower_bound=min(self.lower_bound, cost.paid))
 
     @property
     def flops_one_device(self) -> float:
@@ -242,10 +250,15 @@ class Pipeline:
         """Returns what makes the terms of the formulas of a stage's cost; None where nothing is known of its kernels."""
         return None
 
+    @property
+    def fullest(self) -> int:
+        """The stage that takes most bytes."""
+        return max(range(self.stages), key=lambda stage: self.memory_of(stage)["total"])
+
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """The bytes that a rank of the stage that takes most has, by kind."""
-        return max((self.memory_of(stage) for stage in range(self.stages)), key=lambda each: each["total"])
+        return self.memory_of(self.fullest)
 
     def last_ends(self) -> list[float]:
         """Returns by stage when its last action ends."""
@@ -254,7 +267,8 @@ class Pipeline:
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over all that its chunks run."""
         mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        adds = sum(self.parts[at].adds for at in mine) * (self.count - 1) if which in ("seconds", "compute") else 0.0
+        added = self.count > 1 and which in ("seconds", "compute")
+        adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
         return adds + sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
 
     @functools.cached_property
@@ -274,46 +288,43 @@ class Pipeline:
             sent[self.axis] += self.count * sum(size for (source, *_), size in self.sent.items() if self.owners[source] == stage)
         return sent
 
-    def times_of(self, part: str) -> int:
-        """Returns how often a part runs in a step."""
-        return 1 if part in (BEFORE, AFTER) else self.count
-
     def memory_of(self, stage: int) -> dict[str, int]:
         """Returns the bytes that a rank of a stage takes, by kind; "total" is the peak of the step.
 
-        Activations are those of the micro-batches in flight, and gradients are there from a chunk's first backward on: not every kind
-        has its most at the peak.
+        Activations are those of the micro-batches in flight, and what one program has alive between its forward and its backward.
+        Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond all these.
         """
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
-        parts = {at: self.parts[at] for at in mine}
+        mine = [self.parts[at] for at, owner in enumerate(self.owners) if owner == stage]
+        summed = self.schedule != STEP
         kinds = {
-            "parameters": sum(sum(part.homes.values()) for part in parts.values()),
-            "gradients": sum(part.added for part in parts.values()),
-            "optimizer": self.options.copies * sum(part.trained for part in parts.values()),
+            "parameters": sum(sum(part.homes.values()) for part in mine),
+            "gradients": sum(part.held(ADDED) if summed else part.trained for part in mine),
+            "optimizer": self.options.copies * sum(part.trained for part in mine),
             "activations": 0,
-            "temporaries": sum(part.kept.gathered for part in parts.values()),
         }
-        peak, beside, buffers = 0, 0, sum(part.buffers for part in parts.values())
+        buffers = sum(part.buffers for part in mine)
+        peak = buffers + (0 if summed else kinds["gradients"])  # these while the optimizer steps
         for moment in self.moments(stage):
-            alive, once, more = self.held_at(moment)
-            alive += buffers
-            peak, beside = max(peak, alive + once + more), max(beside, more)
-            kinds["activations"] = max(kinds["activations"], alive)
-        kinds["temporaries"] += beside
-        return kinds | {"total": kinds["parameters"] + kinds["optimizer"] + peak}
+            alive, once, more, saved = self.held_at(moment)
+            peak, kinds["activations"] = max(peak, buffers + alive + once + more), max(kinds["activations"], buffers + alive + saved)
+        total = kinds["parameters"] + kinds["optimizer"] + peak
+        return kinds | {"temporaries": max(0, total - sum(kinds.values())), "total": total}
 
-    def held_at(self, moment: Moment) -> tuple[int, int, int]:
-        """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program adds at its most."""
+    def held_at(self, moment: Moment) -> tuple[int, int, int, int]:
+        """Returns the bytes of the micro-batches in flight, those of what else a stage holds, and what the program adds at its most and
+        between its forward and its backward."""
         alive = sum(times * self.parts[at].held(kind) for (at, kind), times in moment.flying.items())
         once = sum(self.parts[at].held(kind) for at, kind in moment.once)
-        return alive, once, self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else 0
+        return alive, once, *(self.parts[moment.chunk].rise(moment.which, moment.first) if moment.which else (0, 0))
 
     def moments(self, stage: int) -> Iterator[Moment]:
-        """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs."""
+        """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all was one program."""
         mine = [at for at, owner in enumerate(self.owners) if owner == stage]
         flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
         for which, (_, at, _) in self.order(stage):
             yield Moment(which, at, at not in begun, flying, once)
+            if which == PARTS:
+                return
             if FORWARD in which:
                 flying[at, SAVED] += 1
             if INPUTS in which:

@@ -13,6 +13,7 @@ from sbpc._compat import torch_zbv_order
 from sbpc.errors import PlanError, SbpcError, VerifyError
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # I and W: the backward of what a stage received, then that of its weights
+STEP = "S"  # the action, and the schedule, of a step that is one program: of one chunk and one micro-batch
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}  # how many chunks of the model each stage has, where that is not said
 INTERLEAVED = "interleaved"  # may say how many: "interleaved:3"
 MOST_CHUNKS = 1024
@@ -68,6 +69,8 @@ def owners(schedule: str, stages: int) -> list[int]:
     >>> owners("interleaved", 2), owners("zbv", 2)
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
+    if schedule == STEP:
+        return [0]
     there = list(range(stages))
     return there + there[::-1] if schedule == "zbv" else there * chunks_in(schedule)
 
@@ -80,6 +83,8 @@ def actions_of(schedule: str, stages: int, count: int) -> list[list[Action]]:
 
     Raises PlanError if the schedule cannot have so few micro-batches.
     """
+    if schedule == STEP:
+        return [[Action(STEP, 0, 0)]]
     if schedule == "zbv":
         try:
             order = torch_zbv_order(stages, count, owners(schedule, stages))

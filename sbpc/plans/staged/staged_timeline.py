@@ -1,4 +1,4 @@
-"""What the ranks of a plan with stages, or of a loop, are predicted to do, and when. plan: a `StagedPlan`."""
+"""What the ranks of a plan are predicted to do, and when. plan: a `Plan`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sbpc.plans.staged.schedules import FORWARD, Action
+from sbpc.plans.staged.schedules import FORWARD, STEP, Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.plans.timeline import COMPUTE, Event, makespan, timeline
 
@@ -85,7 +85,9 @@ def program_events(plan: Any, chunk: int, which: Parts) -> list[Event]:
 
 
 def moved(event: Event, action: Action, start: float, scale: float = 1.0) -> Event:
-    """Returns an event of an action's program as one of the step."""
+    """Returns an event of an action's program as one of the step; one program needs no name of its action."""
+    if action.kind == STEP:
+        return replace(event, start=start + scale * event.start, end=start + scale * event.end)
     name, bucket = f"{action} {event.name}", event.bucket and f"{action} {event.bucket}"
     return replace(event, start=start + scale * event.start, end=start + scale * event.end, name=name, bucket=bucket)
 

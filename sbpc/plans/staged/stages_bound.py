@@ -20,16 +20,16 @@ from collections.abc import Mapping
 
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.mesh.mesh import Mesh
+from sbpc.plans.chunk import Chunk
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.chunk_cost import ADDED
-from sbpc.plans.staged.chunk_programs import Chunk
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
-from sbpc.plans.staged.staged_plan import StagedPlan
 
 WORK = (FORWARD, INPUTS, WEIGHTS)
 
 
-def stages_bound(plan: StagedPlan, least: Mapping[str, float]) -> float:
+def stages_bound(plan: Plan, least: Mapping[str, float]) -> float:
     """Returns seconds that the schedule of a plan takes at least. least: by name of a call the seconds of its kernel in any layout."""
     parts = [least_of(each, plan.inner, least) for each in plan.chunks]
     longest = max(stage_bound(plan, parts, stage) for stage in range(plan.stages))
@@ -45,7 +45,7 @@ def least_of(chunk: Chunk, mesh: Mesh, least: Mapping[str, float]) -> dict[str, 
     for node, part in chunk.parts.items():
         if part in WORK and node.op == "call_function":  # what another chunk sends has the name of the call that made it
             found[part] += least.get(node.name, 0.0)
-    ends = zip(chunk.ports.outputs, results(chunk.graph))
+    ends = zip(chunk.ports.outputs, results(chunk.bare))
     for value in (node.meta["val"] for node in dict.fromkeys(node for port, node in ends if port.kind == GRADIENT) if node is not None):
         share = value.numel() / mesh.ranks
         found[ADDED] += float(mesh.cluster.kernel_seconds("add", share, 3 * value.element_size() * share))

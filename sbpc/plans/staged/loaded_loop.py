@@ -1,0 +1,97 @@
+"""What the parts of a loop that was read from a file must have in common: each function yields what is wrong, and may rely on what is
+checked before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from itertools import chain
+
+from torch import Tensor
+
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUTS, OUTPUT, PARAMETER, TANGENT, Port, results
+from sbpc.plans.plan import Plan
+from sbpc.plans.staged.crossings import alike, wrong_crossings
+from sbpc.plans.staged.loop import Loop, Source
+from sbpc.plans.staged.schedules import chunks_in, in_turn
+
+JOINS = ("sum", "max", "min", "same")
+
+
+def mistakes(plan: Plan, loop: Loop) -> Iterator[str]:
+    """Yields what is wrong with the loop of a plan. Raises VerifyError if its stages would wait for each other for ever."""
+    yield from chain(wrong_counts(plan, loop), wrong_loop(loop), wrong_chunks(plan, loop), wrong_crossings(plan), wrong_parameters(plan))
+    in_turn(plan.actions, plan.needs)
+
+
+def wrong_counts(plan: Plan, loop: Loop) -> Iterator[str]:
+    """Yields what is wrong with the numbers of micro-batches and of chunks."""
+    if type(loop.count) is not int or loop.count < 1:
+        yield f"{loop.count} micro-batches"
+    if len(plan.chunks) != plan.stages * chunks_in(plan.schedule):
+        yield f"{len(plan.chunks)} chunks for {plan.stages} stages"
+
+
+def wrong_loop(loop: Loop) -> Iterator[str]:
+    """Yields what does not fit in what is done around the loop."""
+    given = {port for port in loop.ports.inputs if port.kind != TANGENT}
+    if set(loop.shapes) != given or not all(isinstance(value, Tensor) for value in loop.shapes.values()):
+        yield "shapes of other ports than the step has"
+    reads = sum(port.kind in (INPUT, BUFFER) for port in loop.ports.inputs)
+    leaves = sum(port.kind != GRADIENT for port in loop.ports.outputs)
+    counts = {"before": (reads, None), "after": (len(loop.joins), leaves)}
+    for (key, (taken, made)), gm in zip(counts.items(), (loop.before, loop.after)):
+        if len(gm.graph.find_nodes(op="placeholder")) != taken or made not in (None, len(results(gm))):
+            yield f"a graph {key} the loop with other inputs or results"
+    for name, source in loop.inputs.items():
+        if not fits(loop, source):
+            yield f"an input of the body that does not fit: {name} is {source}"
+    for how in loop.joins:
+        if how not in JOINS and type(how) is not int:
+            yield f"values joined as {how!r}"
+
+
+def fits(loop: Loop, source: Source) -> bool:
+    """Returns whether an input of the body can come from there."""
+    if source.kind == "argument" and type(source.number) is int:
+        leaf, dim = loop.shapes.get(Port(INPUT, str(source.number))), source.dim
+        inside = type(dim) is int and leaf is not None and 0 <= dim < leaf.dim() and leaf.shape[dim] % loop.count == 0
+        return leaf is not None and (dim is None or inside)
+    if source.kind == "before" and type(source.number) is int:
+        return 0 <= source.number < len(results(loop.before))
+    return source.kind == "index"
+
+
+def wrong_chunks(plan: Plan, loop: Loop) -> Iterator[str]:
+    """Yields ports of chunks that stand for nothing, or for more than one thing."""
+    for at, chunk in enumerate(plan.chunks):
+        ports = chunk.ports
+        taken = [port for port in ports.inputs if port.kind in (INPUT, TANGENT)]
+        left = [port for port in ports.outputs if port.kind == OUTPUT]
+        for side, has in (((chunk.arguments, chunk.receives), taken), ((chunk.results, chunk.sends), left)):
+            if sorted(map(astuple, chain(*side))) != sorted(map(astuple, has)):
+                yield f"chunk {at} has other ports than its plan"
+        late = [port for port in chunk.arguments if port.kind != INPUT]
+        if late or not set(chunk.arguments.values()) <= loop.inputs.keys():
+            yield f"chunk {at} has arguments that the body has not"
+    numbers = sorted(number for chunk in plan.chunks for number in chunk.results.values())
+    if numbers != list(range(len(loop.joins))):
+        yield f"results of the body {numbers}"
+    for chunk in plan.chunks:
+        for port, number in chunk.results.items():
+            how, dims = loop.joins[number], chunk.joined(port, 1, "same").dim()
+            if how not in JOINS and not 0 <= how < dims:
+                yield f"a result of {dims} dims joined along dim {how}"
+
+
+def wrong_parameters(plan: Plan) -> Iterator[str]:
+    """Yields parameters and buffers of chunks that the step has not, or in another shape or layout."""
+    for port in sorted(plan.in_loop, key=str):
+        if port.kind not in (PARAMETER, GRADIENT) or port.name not in plan.parameters:
+            yield f"{port.kind} {port.name} boxed for every micro-batch"
+    for at, chunk in enumerate(plan.chunks):
+        for port, value in chunk.shapes.items():
+            if port.kind in set(INPUTS) - {INPUT, TANGENT} and (port not in plan.shapes or alike(plan.shapes[port]) != alike(value)):
+                yield f"chunk {at} has a {port.kind} {port.name} that the step has not"
+            if port.kind == PARAMETER and chunk.given[port] != plan.parameters[port.name]:
+                yield f"{port.name} is stored in two layouts"
