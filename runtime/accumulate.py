@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,16 @@ T = TypeVar("T")
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # in which sums are held
 
 
-class Collector:
-    """Whether backwards collect gradients, `collects`: they do within `no_sync`."""
+class Sums:
+    """What backwards within `no_sync` have computed of gradients: what their ways home begin with, in order.
 
-    collects = False
+    collects: whether `no_sync` is on. held: by place, in a loop by chunk and name; None for nothing. owner: what ran these backwards.
+    """
+
+    def __init__(self) -> None:
+        self.held: Any = None
+        self.owner: object = None
+        self.collects = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -49,48 +55,43 @@ class Collector:
         finally:
             self.collects = before
 
-
-def within(sums: Collector | None) -> str:
-    """Returns what tells a step within `no_sync` from others."""
-    return " within no_sync" if sums is not None and sums.collects else ""
-
-
-class Sums(Collector):
-    """What backwards within `no_sync` have computed of gradients: what their ways home begin with, in order.
-
-    collects: whether `no_sync` is on. owner: what ran these backwards.
-    """
-
-    def __init__(self) -> None:
-        self.held = list[Tensor]()
-        self.owner: object = None
-
     @property
     def on(self) -> bool:
         """Whether the next backward collects, or ends a collection."""
-        return self.collects or bool(self.held)
+        return self.collects or self.held is not None
 
     def drop(self) -> None:
         """Forgets what has been collected."""
-        self.held = []
+        self.held = None
+
+    def keep(self, owner: object, held: Any) -> None:
+        """Keeps what has been collected, None for nothing."""
+        self.owner, self.held = owner, held
+
+    def taken_by(self, owner: object) -> Any:
+        """Returns what has been collected, None for nothing. Raises PlanError if it is of another plan."""
+        if self.held is not None and self.owner is not owner:
+            raise PlanError(
+                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval),"
+                " or its arguments have other shapes\n"
+                "  Call backward outside of no_sync before that, or module.zero_grad()."
+            )
+        return self.held
 
     def gradients(self, owner: object, bring_home: Callable[[Sequence[Tensor]], T], computed: Sequence[Tensor]) -> T | None:
         """Takes what a backward has computed. Returns what `bring_home` makes of the sums, None while it collects.
 
         Raises PlanError if what has been collected is of another plan.
         """
-        if self.held and self.owner is not owner:
-            raise PlanError(
-                "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval),"
-                " or its arguments have other shapes\n"
-                "  Call backward outside of no_sync before that, or module.zero_grad()."
-            )
-        if self.held:
-            sums = [held.add_(each) for held, each in zip(self.held, computed)]
+        before = self.taken_by(owner)
+        if before is not None:
+            sums = [held.add_(each) for held, each in zip(before, computed)]
         else:
             sums = [each.to(WIDE.get(each.dtype, each.dtype)).contiguous() for each in computed]  # which may be expanded
-        if self.collects:
-            self.owner, self.held = owner, sums
-            return None
-        self.held = []
-        return bring_home([total.to(each.dtype) for total, each in zip(sums, computed)])
+        self.keep(owner, sums if self.collects else None)
+        return None if self.collects else bring_home([total.to(each.dtype) for total, each in zip(sums, computed)])
+
+
+def within(sums: Sums | None) -> str:
+    """Returns what tells a step within `no_sync` from others."""
+    return " within no_sync" if sums is not None and sums.collects else ""

@@ -10,19 +10,34 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sbpc.errors import PlanError
-from sbpc.graph.loss import number_of_loss
-from sbpc.graph.ports import TANGENT
-from sbpc.graph.pytree import flatten, unflatten
-from sbpc.plans.step_programs import JOINT, UNSENT_JOINT
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.module_weights import ModuleWeights
 from sbpc.runtime.step import Runner
 
 STEP = """Runs the whole step, forward and backward, and returns what the forward returns, detached. Gradients are added to `.grad`.
 
-It is `loss = module(*args); loss.backward()`, as one program: work and collectives of the two overlap, so it takes as long as
-`plan.cost.seconds` predicts. The loss is a tensor of one element with a gradient: what is called `loss` in what the forward
-returns, else the result itself, else the first of several. Other results get no gradient. Raises PlanError if there is no loss."""
+It is `loss = module(*args); loss.backward()`, as one program, or in a loop over micro-batches: work and collectives of the two overlap,
+so it takes as long as `plan.cost.seconds` predicts. The loss is a tensor of one element with a gradient: what is called `loss` in what
+the forward returns, else the result itself, else the first of several. Other results get no gradient. Raises PlanError if there is no
+loss. In a loop every rank gives the whole batch, the same on all, and results are the same on every rank."""
+
+
+class AtOnce:
+    """Runs forward and backward of a step at once. handles: tensors whose backward hands out the gradients."""
+
+    how = "forward and backward"
+
+    def __init__(self) -> None:
+        self.handles: list[Tensor] = []
+
+    def run(self, runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        """Returns the results."""
+        del parameters
+        with torch.no_grad():
+            results, gradients = runner.joint(values, sums)
+        if any(leaf.requires_grad for leaf in leaves):
+            self.handles.append(Handed.apply(runner.for_leaves(leaves, gradients), *leaves))
+        return results
 
 
 def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], args: Sequence[Any], kwargs: Any) -> Any:
@@ -30,43 +45,26 @@ def joint_step(runner: Runner, weights: ModuleWeights, random: dict[str, int], a
     if not runner.trains or not torch.is_grad_enabled():
         raise PlanError(
             "the step has no backward here: the plan is for the forward alone, or gradients are turned off\n"
-            "  Call the module itself."
+            "  Call the module itself, or step outside of torch.no_grad()."
         )
-    loss = number_of_loss(runner.plan.ports, runner.shapes)
-    results, structure = flatten(weights.step(runner, random, args, kwargs, JointFunction), "the results")
-    results[loss].backward()
-    return unflatten(structure, [result.detach() for result in results])
+    way = AtOnce()
+    results = weights.step(runner, random, args, kwargs, way)
+    for handle in way.handles:
+        handle.backward()
+    return results
 
 
-def gradients_of_results(runner: Runner) -> list[Tensor]:
-    """Returns this rank's part of the gradient of every result that has one: 1 for the loss, 0 for the others."""
-    loss, found = str(number_of_loss(runner.plan.ports, runner.shapes)), []
-    for port, value in runner.shapes.items():
-        if port.kind == TANGENT:
-            shape = runner.layouts[port].local_shape(value.shape, runner.plan.mesh.sizes, runner.coordinates)
-            found.append(torch.full(shape, float(port.name == loss), dtype=value.dtype, device=runner.where))
-    return found
-
-
-class JointFunction(Function):
-    """One step of a plan as an autograd function whose forward computes the gradients, too; see `StepFunction`."""
+class Handed(Function):
+    """A scalar whose backward hands out gradients that are there already, once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, runner: Runner, sums: Sums, values: list[Tensor], others: list[Tensor], parameters: list[Tensor], *leaves: Tensor
-    ) -> Any:
-        """Runs the program of the whole step for a gradient of one."""
-        for at, gradient in zip(runner.tangents, gradients_of_results(runner)):
-            values.insert(at, gradient)
-        program, first = runner.function(UNSENT_JOINT if sums.on else JOINT), len(runner.results)
-        outputs = program(values)
-        results, computed = outputs[:first], outputs[first:]
-        ctx.gradients = runner.for_leaves(leaves, runner.gradients_of(sums, computed) if sums.on else computed)
-        others += [value for at, value in enumerate(results) if at not in runner.differentiable]
-        return tuple(results[at] for at in runner.differentiable)
+    def forward(ctx: Any, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        """Returns the scalar."""
+        ctx.gradients = gradients
+        return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Hands out the gradients, once."""
+        """Returns the gradients."""
         gradients, ctx.gradients = ctx.gradients, None
-        return None, None, None, None, None, *gradients
+        return None, *gradients

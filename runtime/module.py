@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sbpc._compat import HOOKS, slots
 from sbpc.errors import PlanError
-from sbpc.graph.ports import PARAMETER, Port
+from sbpc.graph.ports import PARAMETER
 from sbpc.graph.random_bits import wrap
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
@@ -24,17 +26,19 @@ from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD
 from sbpc.runtime.executors import executor_of
 from sbpc.runtime.joint_step import STEP, joint_step
 from sbpc.runtime.module_weights import ModuleWeights
-from sbpc.runtime.staged.staged_module import StagedWeights, bind_stages, parallelize_stages
+from sbpc.runtime.staged.loop_runner import LoopRunner
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.agree import agree
 from sbpc.runtime.state import dtensor_optimizers
 from sbpc.runtime.state.deferred_init import Recording, check_agreement, same_start
 from sbpc.runtime.state.dtensors import of_rank_zero, refuse_pickles, sharded, take_state
-from sbpc.runtime.state.members import RANDOM, STAGED, WEIGHTS, members_of
+from sbpc.runtime.state.members import RANDOM, WEIGHTS, members_of
 from sbpc.runtime.step import Runner
-from sbpc.runtime.step_function import StepFunction
+from sbpc.runtime.step_function import Apart
 
+log = logging.getLogger("sbpc")
 RUNNERS = "_sbpc_runners"
+IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 
 
 def parallelize(
@@ -110,10 +114,10 @@ def parallelize(
     process_groups.check_ranks(plan.mesh)
     for each in (plan, *others):
         agree(each)
-    if plan.loop is not None:
-        bind_stages(plan, where.type)
-    else:
+    if plan.axis is None:
         process_groups.bind(plan.mesh)
+    else:
+        process_groups.bind_within(plan.inner, [plan.ranks_of(stage) for stage in range(plan.stages)], where.type)
     if any(isinstance(tensor, DTensor) for tensor in bind.stored(plan, model).values()):
         raise PlanError(
             "the model is parallel already\n  Give the one-device model, then load_state_dict(parallel.state_dict())."
@@ -126,13 +130,11 @@ def parallelize(
     refuse_pickles()
     result = skeleton(model)
     result.__dict__[RANDOM] = {"seed": agreed_seed(where), "step": 0}
-    if plan.loop is not None:
-        runners = [Runner(each, run, where) for each in others]
-        call = vars(parallel_class(type(model), runners))["forward"] if others else None
-        return parallelize_stages(model, plan, value, run, where, result, call)
-    fill(result, plan, value, where)
-    runners = [Runner(each, run, where) for each in (plan, *others)]
+    runners = [(Runner if each.loop is None else LoopRunner)(each, run, where) for each in (plan, *others)]
+    fill(result, runners[0], value)
     result.__class__ = parallel_class(type(model), runners)
+    if plan.axis is not None and not any(each.requires_grad for each in result.parameters()):
+        log.warning(IDLE, plan.stage_of(dist.get_rank()))
     return result
 
 
@@ -180,19 +182,17 @@ def check_plans(model: Any, plan: Any, others: Sequence[Any]) -> None:
     bind.check_module(model)
     for each in (plan, *others):
         bind.check_plan(each)
-    cut = plan.loop is not None and plan.axis is not None
-    if others and (cut or any(each.loop is not None for each in others)):
+    if others and any(each.axis is not None for each in (plan, *others)):
         todo = "Leave also= and evaluate= out; evaluate in another job, from a checkpoint."
-        raise PlanError(f"a module with stages is for training alone, and a loop over micro-batches is no further plan\n  {todo}")
-    homes = plan.parameters if plan.loop is not None else {p.name: each for p, each in plan.given.items() if p.kind == PARAMETER}
+        raise PlanError(f"a module with stages is for training alone, and stages are no further plan\n  {todo}")
     for other in others:
         bind.stored(other, model)
         if other.mesh != plan.mesh:
             raise PlanError(f"one plan is for {plan.mesh}, another for {other.mesh}\n  Plan both for one mesh.")
-        for name, home in homes.items():
-            if other.given.get(Port(PARAMETER, name), home) != home:
+        for name, home in plan.parameters.items():
+            if other.parameters.get(name, home) != home:
                 raise PlanError(
-                    f"{name} is stored in {home} by one plan, in {other.given[Port(PARAMETER, name)]} by the other\n"
+                    f"{name} is stored in {home} by one plan, in {other.parameters[name]} by the other\n"
                     "  Make the other one with pin=plan.parameters."
                 )
 
@@ -208,11 +208,11 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weights = weights_of(self)
-        return weights.step(weights.runner_of(runners, args, kwargs), self.__dict__[RANDOM], args, kwargs, StepFunction)
+        return weights.step(weights.runner_of(runners, args, kwargs), self.__dict__[RANDOM], args, kwargs, Apart)
 
     def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights: ModuleWeights = weights_of(self)
-        return joint_step(weights.runner_of(runners, args, kwargs), weights, self.__dict__[RANDOM], args, kwargs)
+        weights = weights_of(self)
+        return joint_step(weights.runner_of(runners, args, kwargs, at_once=True), weights, self.__dict__[RANDOM], args, kwargs)
 
     def no_sync(self: nn.Module) -> AbstractContextManager[None]:
         return weights_of(self).sums.no_sync()
@@ -223,21 +223,21 @@ def parallel_class(cls: type[nn.Module], runners: list[Runner]) -> type[nn.Modul
 
     step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
     own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNERS: runners}
-    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step) | own)
+    return type(f"Parallel{cls.__name__}", (cls,), members_of(cls, forward, step, runners[0].elsewhere) | own)
 
 
-def training_runner(module: nn.Module) -> Runner:
-    """Returns what runs the programs of the plan of a parallel module. Raises PlanError for a module without one program a step."""
+def runner_of(module: nn.Module) -> Runner:
+    """Returns what runs the plan of a parallel module. Raises PlanError for another module."""
     runners: list[Runner] | None = getattr(type(module), RUNNERS, None)
     if runners is None:
-        what = f"a {type(module).__name__} has no program of its step: it is not parallel, or its plan has stages"
-        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan without stages.")
+        raise PlanError(f"a {type(module).__name__} is not parallel\n  Give what sbpc.parallelize returns.")
     return runners[0]
 
 
 def refuse_unfinished(module: nn.Module) -> None:
     """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
-    if any(weights.sums.held for weights in kept_by(module)):
+    weights = vars(module).get(WEIGHTS)
+    if weights is not None and weights.sums.held:
         raise PlanError(
             "the module keeps gradients of backwards within no_sync, which would be lost\n"
             "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
@@ -246,12 +246,9 @@ def refuse_unfinished(module: nn.Module) -> None:
 
 def steps_run(module: nn.Module) -> int | None:
     """Returns how many training steps a module has run in this process, None if it is not parallel."""
-    return sum(weights.steps for weights in kept_by(module)) if RANDOM in vars(module) else None
-
-
-def kept_by(module: nn.Module) -> list[ModuleWeights | StagedWeights]:
-    """Returns what a parallel module keeps between steps besides its weights."""
-    return [vars(module)[key] for key in (WEIGHTS, STAGED) if key in vars(module)]
+    if RANDOM not in vars(module):
+        return None
+    return vars(module)[WEIGHTS].steps if WEIGHTS in vars(module) else 0
 
 
 def agreed_seed(where: torch.device) -> int:
@@ -277,21 +274,26 @@ def skeleton(module: nn.Module) -> nn.Module:
     return copied(module)
 
 
-def fill(result: nn.Module, plan: Plan | Programs, value: Callable[[str], Tensor], where: torch.device) -> None:
-    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters that are not planned stay whole."""
-    layouts = {port.name: layout for port, layout in plan.given.items() if port.kind == PARAMETER}
-    made: dict[str, Any] = {}
-    homes: dict[str, dict[str, Layout]] = {}
-    for name, table, key in list(slots(result)):
+def fill(result: nn.Module, runner: Runner, value: Callable[[str], Tensor]) -> None:
+    """Replaces the weights of a module by this rank's shards of `value(name)`; parameters of other stages are None, those that are not
+    planned stay whole."""
+    plan, made = runner.plan, dict[str, Any]()
+    own = {port.name: layout for port, layout in runner.layouts.items() if port.kind == PARAMETER}
+    away, homes = plan.parameters.keys() - own.keys(), dict[str, dict[str, Layout]]()
+    places = list(slots(result))
+    for name, table, key in places:
         first, old = plan.ports.tied.get(name, name), table[key]
-        home = layouts.get(first, broadcast(plan.mesh.axes))
+        home = own.get(first, broadcast(plan.inner.axes))
         if first not in made:
             tensor: Any = value(first)
             if isinstance(old, nn.Parameter):
-                tensor = nn.Parameter(sharded(tensor, home, plan.mesh, where), old.requires_grad)
-            made[first] = tensor.to(where)
+                tensor = None if first in away else nn.Parameter(sharded(tensor, home, plan.inner, runner.where), old.requires_grad)
+            made[first] = tensor if tensor is None else tensor.to(runner.where)
         table[key] = made[first]
         if isinstance(made[first], nn.Parameter):
             homes.setdefault(name.rpartition(".")[0], {})[key] = home
     for path, named in homes.items():
-        take_state(result.get_submodule(path), named, plan.mesh, where)
+        take_state(result.get_submodule(path), named, plan.inner, runner.where)
+    elsewhere = [name for name, _, _ in places if plan.ports.tied.get(name, name) in away]
+    if elsewhere:
+        result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in elsewhere])

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from sbpc._compat import HOOKS, local_of, slots
@@ -19,7 +18,7 @@ from sbpc.graph.ports import BUFFER, PARAMETER, Port
 from sbpc.graph.pytree import flatten, plain, unflatten
 from sbpc.runtime import bind
 from sbpc.runtime.accumulate import Sums
-from sbpc.runtime.step import Runner
+from sbpc.runtime.step import Runner, Way
 
 
 @dataclass
@@ -43,33 +42,36 @@ class ModuleWeights:
 
     @classmethod
     def of(cls, module: nn.Module, runners: Sequence[Runner]) -> ModuleWeights:
-        """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan."""
+        """Finds the places in a module. Raises PlanError if it lacks a parameter of the plan on this rank."""
         plan = runners[0].plan
         named = {name: (table, key) for name, table, key in slots(module)}
-        ports = {port.name: port for port in plan.ports.inputs if port.kind in (PARAMETER, BUFFER)}
+        ports = {port.name: port for port in runners[0].takes if port.kind in (PARAMETER, BUFFER)}
         lost = [name for name in ports if name not in named]
         if lost:
             raise PlanError(f"the module no longer has {lost[0]!r}\n  Plan and parallelize the model as it is now.")
         places = {port: named[name] for name, port in ports.items()}
-        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named]
+        tied = [(name, named[name], ports[first]) for name, first in plan.ports.tied.items() if name in named and first in ports]
         guards = {runner: Guards(module, runner.plan.options.guards) for runner in runners}
         return cls(places, tied, dict(module.named_modules()), guards)
 
-    def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+    def runner_of(self, runners: list[Runner], args: Sequence[Any], kwargs: dict[str, Any], at_once: bool = False) -> Runner:
         """Returns the runner of the plan for this call. Raises PlanError if there is none.
 
         It was made in the modes and with the numbers that the submodules have now, and for arguments of these shapes. Among several,
-        it is one that trains if gradients are on.
+        it is one that trains if gradients are on. at_once: whether forward and backward run together, as a loop always runs them.
         """
         modes = [module.training for module in self.submodules.values()]
         if not self.in_mode or modes != self.modes:
             self.in_mode, self.modes = self.of_modes(runners), modes
-        found = self.in_mode
+        found = [runner for runner in self.in_mode if at_once or runner.plan.loop is None]
+        if not found:
+            raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
         if len(found) > 1:  # one alone says itself what does not fit
             leaves, structure = flatten((tuple(args), kwargs), "the arguments")
-            found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
-            if not found:
-                raise other_shapes(self.in_mode, leaves, structure)
+            fitting = [runner for runner in found if runner.fits(leaves, structure)]
+            if not fitting:
+                raise other_shapes(found, leaves, structure)
+            found = fitting
             found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
         errors = []
         for runner in found:
@@ -86,16 +88,14 @@ class ModuleWeights:
             raise bind.other_mode(modes, runners[0].modes & self.submodules.keys())
         return found
 
-    def step(
-        self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], function: type[Function]
-    ) -> Any:
-        """Runs the forward of a module, and records its backward with autograd; see `Runner.run`."""
+    def step(self, runner: Runner, random: dict[str, int], args: Sequence[Any], kwargs: dict[str, Any], way: Way) -> Any:
+        """Runs a step, see `Runner.run`."""
         train = runner.trains and torch.is_grad_enabled()
         given = self.by_port(runner, train)
         for port, leaf in zip(runner.inputs, bind.arguments(runner.plan, args, kwargs)):
             given[port] = runner.shard_of(port, leaf, train)
         self.steps += train
-        return runner.run(given, random, train, function, self.sums)
+        return runner.run(given, random, train, way, self.sums)
 
     def by_port(self, runner: Runner, train: bool) -> dict[Port, Any]:
         """Returns the parameters and buffers by port. Raises PlanError if they are no longer what was planned.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from sbpc._compat import local_of, storage_of, with_local, writes_of
 from sbpc.errors import PlanError
+from sbpc.graph.loss import number_of_loss
 from sbpc.graph.ports import (
     BUFFER,
     GRADIENT,
@@ -45,19 +45,28 @@ from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.state.dtensors import placements
 
 INFERENCE = "inference"
-HOW = {"StepFunction": "forward", "JointFunction": "forward and backward"}  # what runs programs -> what it does
+
+
+class Way(Protocol):
+    """How a step runs that trains."""
+
+    how: str
+
+    def run(self, runner: Any, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        """Returns the results for the values that a program takes. leaves: what gets gradients."""
 
 
 class Runner:
     """Runs a plan's programs on this rank. It holds no weights: they come with every step."""
 
+    elsewhere: Container[str] = ()  # parameters that this rank has, and that another stage counts
+
     def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:
         self.plan, self.executor, self.where = plan, executor, where
-        rank, ports = dist.get_rank(), plan.ports
-        self.coordinates = plan.mesh.coordinates(rank)
+        self.layouts, self.coordinates = self.held()
+        ports, self.shapes = plan.ports, plan.shapes
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
-        self.layouts, self.shapes = plan.given, plan.shapes
-        self.takes = [port for port in ports.inputs if port.kind != TANGENT]
+        self.takes = [port for port in ports.inputs if port.kind != TANGENT and port in self.layouts]
         tangents = [port.name for port in ports.inputs if port.kind == TANGENT]
         self.results = [port for port in ports.outputs if port.kind in (OUTPUT, MUTATION)]
         self.differentiable = [
@@ -66,15 +75,27 @@ class Runner:
         self.gradients = {
             Port(HOMES[port.kind], port.name): port.kind == GRADIENT
             for port in ports.outputs
-            if port.kind in (GRADIENT, INPUT_GRADIENT)
-        }  # in the order of the outputs: what gets a gradient, and whether it is a parameter
-        self.trains = bool(plan.options.train and self.differentiable and self.gradients)
+            if Port(HOMES.get(port.kind, ""), port.name) in self.layouts and port.kind in (GRADIENT, INPUT_GRADIENT)
+        }  # in the order of the outputs: what gets a gradient on this rank, and whether it is a parameter
+        self.trains = bool(plan.options.train and any(port.kind in (GRADIENT, INPUT_GRADIENT) for port in ports.outputs))
         self.parameters = [port for port in self.takes if port.kind == PARAMETER]
         self.tangents = [at for at, port in enumerate(ports.inputs) if port.kind == TANGENT]
-        self.programs = plan if isinstance(plan, Programs) else StepPrograms(plan)
-        self.functions: dict[str, BoxedFunction] = {}
+        self.functions: dict[Any, BoxedFunction] = {}
         self.read_again: list[int] | None = None
-        self.same = SameCalls(plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
+        self.same = self.comparison()
+
+    def held(self) -> tuple[Mapping[Port, Layout], tuple[int, ...]]:
+        """Returns the layouts of what this rank takes in, by port, and its place on their mesh."""
+        return self.plan.given, self.plan.mesh.coordinates(dist.get_rank())
+
+    def comparison(self) -> SameCalls:
+        """Returns what compares the calls of all ranks."""
+        return SameCalls(self.plan.mesh, [self.layouts[port] for port in self.inputs], self.names)
+
+    @functools.cached_property
+    def programs(self) -> Programs | StepPrograms:
+        """The programs by name."""
+        return self.plan if isinstance(self.plan, Programs) else StepPrograms(self.plan)
 
     def function(self, name: str) -> BoxedFunction:
         """Returns a compiled program of `StepPrograms`, or the forward that saves nothing."""
@@ -107,15 +128,13 @@ class Runner:
             for port, leaf in zip(self.inputs, leaves)
         )
 
-    def run(
-        self, given: dict[Port, Any], random: dict[str, int], train: bool, function: type[Function], sums: Sums | None = None
-    ) -> Any:
+    def run(self, given: dict[Port, Any], random: dict[str, int], train: bool, way: Way, sums: Sums | None = None) -> Any:
         """Returns the results, in the model's structure, for parameters, buffers and arguments; it writes the buffers.
 
-        random: counts the steps that draw. function: what runs the programs: `StepFunction`, or `JointFunction` for forward and
-        backward at once. Raises PlanError if the ranks do not make the same call, see `SameCalls`.
+        random: counts the steps that draw. way: what runs the programs of a step that trains. Raises PlanError if the ranks do not make
+        the same call, see `SameCalls`.
         """
-        how = HOW[function.__name__] + within(sums) if train else "without gradients"
+        how = way.how + within(sums) if train else "without gradients"
         arguments = [given[port] for port in self.inputs]
         with self.same.call(how, random, arguments, self.where, train or self.exchanges):
             del arguments
@@ -127,11 +146,8 @@ class Runner:
             check_autocast(self.plan.options.dtype, self.where)
             with no_autocast(self.where):
                 if train:
-                    others: list[Tensor] = []
-                    parameters = [given[port] for port in self.parameters]
-                    leaves = (given[port] for port in self.gradients)
-                    differentiable = function.apply(self, sums or Sums(), values, others, parameters, *leaves)
-                    results = merge(differentiable, others, self.differentiable)
+                    parameters, leaves = ([given[port] for port in ports] for ports in (self.parameters, self.gradients))
+                    results = way.run(self, sums or Sums(), values, parameters, leaves)
                 else:
                     with torch.no_grad():
                         results = list(self.function(INFERENCE)(values))
@@ -141,6 +157,24 @@ class Runner:
                     if port.kind == MUTATION:
                         given[Port(BUFFER, port.name)].copy_(value)
             return bind.outputs(self.plan, named)
+
+    def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Runs forward and backward as one program, for a loss with a gradient of 1. Returns results, and gradients by port."""
+        for at, gradient in zip(self.tangents, self.gradients_of_results):
+            values.insert(at, gradient)
+        outputs, first = self.function(UNSENT_JOINT if sums.on else JOINT)(values), len(self.results)
+        computed = outputs[first:]
+        return list(outputs[:first]), self.gradients_of(sums, computed) if sums.on else computed
+
+    @property
+    def gradients_of_results(self) -> list[Tensor]:
+        """This rank's part of the gradient of every result that has one: 1 for the loss, 0 for the others."""
+        loss, found = str(number_of_loss(self.plan.ports, self.shapes)), []
+        for port, value in self.shapes.items():
+            if port.kind == TANGENT:
+                shape = self.layouts[port].local_shape(value.shape, self.plan.mesh.sizes, self.coordinates)
+                found.append(torch.full(shape, float(port.name == loss), dtype=value.dtype, device=self.where))
+        return found
 
     def gradients_of(self, sums: Sums, computed: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the gradients by port of what UNSENT, or the end of UNSENT_JOINT, gives: None for those that `sums` keeps."""
@@ -183,7 +217,7 @@ class Runner:
     @functools.cached_property
     def local_shapes(self) -> dict[Port, tuple[int, ...]]:
         """Returns the shape of this rank's shard of every parameter, buffer and argument."""
-        sizes = self.plan.mesh.sizes
+        sizes = self.plan.inner.sizes
         return {
             port: self.layouts[port].local_shape(self.shapes[port].shape, sizes, self.coordinates)
             for port in self.takes
@@ -246,12 +280,6 @@ def check_trained(port: Port, value: Tensor, trained: bool) -> None:
             f"parameter {port.name} {now} for a gradient, unlike when it was planned\n"
             "  Call requires_grad_ before sbpc.plan; to leave it as it is for a while, give the optimizer other parameters."
         )
-
-
-def merge(differentiable: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:
-    """Returns the results in order: the differentiable ones at `places`, the others around them."""
-    rest, placed = iter(others), dict(zip(places, differentiable))
-    return [placed[at] if at in placed else next(rest) for at in range(len(differentiable) + len(others))]
 
 
 def check_autocast(planned: str | None, where: torch.device) -> None:

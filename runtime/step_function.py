@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,25 @@ from sbpc.plans.step_programs import BACKWARD, FORWARD, UNSENT
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.step import Runner, no_autocast
+
+
+class Apart:
+    """Runs the forward of a step, and the backward when autograd asks for it."""
+
+    how = "forward"
+
+    @staticmethod
+    def run(runner: Runner, sums: Sums, values: list[Tensor], parameters: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        """Returns the results."""
+        others: list[Tensor] = []
+        differentiable = StepFunction.apply(runner, sums, values, others, parameters, *leaves)
+        return merge(differentiable, others, runner.differentiable)
+
+
+def merge(differentiable: Sequence[Tensor], others: list[Tensor], places: list[int]) -> list[Tensor]:
+    """Returns the results in order: the differentiable ones at `places`, the others around them."""
+    rest, placed = iter(others), dict(zip(places, differentiable))
+    return [placed[at] if at in placed else next(rest) for at in range(len(differentiable) + len(others))]
 
 
 class StepFunction(Function):

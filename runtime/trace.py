@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from sbpc.plans.step_programs import JOINT
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import code
-from sbpc.runtime.module import training_runner
+from sbpc.runtime.module import runner_of
 from sbpc.runtime.prepared import wait
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.direct_exchange import DirectGroup, DirectWork
@@ -287,7 +287,7 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphM
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[Recorder]:
     """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps."""
-    runner = training_runner(module)
+    runner = runner_of(module)
     recorder, plain = Recorder(runner.program(JOINT), clock_of(runner.where)), runner.function(JOINT)
     runner.functions[JOINT] = recorder
     try:

@@ -21,7 +21,7 @@ from sbpc._compat import TorchDispatchMode
 from sbpc.errors import PlanError
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.plans.timeline import sends
-from sbpc.runtime.module import training_runner
+from sbpc.runtime.module import runner_of
 from tests.processes import run_ranks
 
 MESHES: dict[str, dict[str, int]] = {"2": {"d": 2}, "4": {"d": 4}, "2x2": {"d": 2, "t": 2}}
@@ -135,7 +135,7 @@ def traffic(module: Any) -> dict[str, Any]:
     with module.no_sync():
         halves["first halves"] = sent(lambda: by_halves(module, batch(1)))
     module.zero_grad()
-    boxing = gradients_boxing(training_runner(module).plan)  # type: ignore[arg-type]
+    boxing = gradients_boxing(runner_of(module).plan)  # type: ignore[arg-type]
     return found | halves | {"boxing": boxing}
 
 

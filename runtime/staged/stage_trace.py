@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from sbpc.errors import PlanError
 from sbpc.plans.staged.staged_timeline import BUBBLE, moved, phase_of, program_events
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import BoxedFunction
-from sbpc.runtime.staged.staged_module import StageRunner, runner_of
+from sbpc.runtime.module import runner_of
+from sbpc.runtime.staged.loop_runner import LoopRunner
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.trace import Clock, Recorder, Run, clock_of, median
 
@@ -72,7 +74,7 @@ class StampedMail(Mail):
 class StageRecorder:
     """Keeps the moments of every step that a rank runs."""
 
-    def __init__(self, runner: StageRunner) -> None:
+    def __init__(self, runner: LoopRunner) -> None:
         self.plan, self.stage, self.clock = runner.plan, runner.stage, clock_of(runner.where)
         self.steps: list[StepRun] = []
 
@@ -128,11 +130,14 @@ def between(start: float, end: float, waits: Iterable[tuple[float, float]], name
 def stages_recorded(module: nn.Module) -> Iterator[StageRecorder]:
     """While this lasts, `step` of a module with stages takes the time. All ranks are to do this at the same steps, outside of `no_sync`."""
     runner = runner_of(module)
+    if not isinstance(runner, LoopRunner):
+        what = f"a {type(module).__name__} has no stages and no loop over micro-batches"
+        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan that has them.")
     recorder = StageRecorder(runner)
     plain = runner.executor, runner.functions, runner.mail
     runner.executor, runner.functions, runner.mail = recorder.compiled, {}, recorder.mail
     for key in plain[1]:  # what earlier steps ran, before any step is timed
-        runner.function(*key)
+        runner.chunk_function(*key)
     try:
         yield recorder
     finally:

@@ -15,7 +15,7 @@ from sbpc._compat import local_of
 from sbpc.errors import PlanError
 from sbpc.runtime.start.lost_ranks import watched
 
-WEIGHTS, STAGED, RANDOM = "_sbpc_weights", "_sbpc_stages", "_sbpc_random"
+WEIGHTS, RANDOM = "_sbpc_weights", "_sbpc_random"
 CLIP = """Scales the gradients so that their norm is at most `max_norm`, and returns the norm that they had, a 0-dim tensor.
 
 It is `torch.nn.utils.clip_grad_norm_` of all parameters of the model, those on other stages of a pipeline, too, each counted once: the
@@ -57,7 +57,7 @@ def members_of(
 def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies a parallel module with its weights."""
     made = memo[id(self)] = self.__class__.__new__(self.__class__)
-    own = {key: value for key, value in self.__dict__.items() if key not in (WEIGHTS, STAGED)}
+    own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
     made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
     return made
 

@@ -30,7 +30,7 @@ from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import check_weights
 from sbpc.runtime.state.weight_files import place_tensor
 from sbpc.runtime.step import Runner
-from sbpc.runtime.step_function import StepFunction
+from sbpc.runtime.step_function import Apart
 
 log = logging.getLogger("sbpc")
 OPTIONS = {
@@ -81,7 +81,7 @@ def sbpc(gm: GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any]
         if fresh:
             check_weights({port.name.removeprefix("weights."): each for port, each in given.items() if port.kind != INPUT})
             fresh = False
-        return runner.run(given, random, runner.trains and torch.is_grad_enabled(), StepFunction)
+        return runner.run(given, random, runner.trains and torch.is_grad_enabled(), Apart)
 
     return run
 

@@ -55,6 +55,17 @@ class Programs:
     ranks: tuple[int, ...]
     digest: str
     loop: None = None
+    axis: None = None
+
+    @property
+    def inner(self) -> Mesh:
+        """The mesh, on which all is one stage."""
+        return self.mesh
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The home of every parameter by its qualified name."""
+        return {port.name: layout for port, layout in self.given.items() if port.kind == PARAMETER}
 
     def program(self, name: str, rank: int) -> GraphModule:
         """Returns a program of `rank`, see `StepPrograms`. Raises PlanError if there is no such rank."""

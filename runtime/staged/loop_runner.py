@@ -1,123 +1,105 @@
-"""Make of the user's module one that holds this rank's stages of a pipeline, and whose `step` runs them."""
+"""Run a step in a loop over micro-batches on a rank: the chunks of its stage, and the messages between stages."""
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sbpc._compat import local_of, slots, with_local
-from sbpc.errors import PlanError
-from sbpc.graph.guards import Guards
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED_PORT, TANGENT, Port
-from sbpc.graph.random_bits import seed_of_step
+from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, PARAMETER, SEED, TANGENT, Port
 from sbpc.mesh.layout import Layout, broadcast
 from sbpc.plans.plan import Plan
 from sbpc.plans.staged.schedules import Action
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
-from sbpc.runtime import bind
-from sbpc.runtime.accumulate import NO_SYNC, ZERO_GRAD, Collector, within
+from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.staged.stage_run import Joined, StageRun, Values, arrivals, before_loop, micro_batch
-from sbpc.runtime.staged.step_checks import check_step, check_weights
-from sbpc.runtime.start import process_groups
+from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.start.same_calls import SameCalls
-from sbpc.runtime.state.dtensors import sharded, take_state
-from sbpc.runtime.state.members import RANDOM, STAGED, members_of
-from sbpc.runtime.step import no_autocast
+from sbpc.runtime.step import Runner
 
-log = logging.getLogger("sbpc")
-RUNNER = "_sbpc_stage_runner"
-IDLE = "stage %d has no trained parameter: give the optimizer a group, as in AdamW([{'params': [*module.parameters()]}])"
 AHEAD = 2  # actions: gloo sends nothing before the receiver asks for it
-STEP = """Runs the whole step on this rank's stages, micro-batch after micro-batch, and returns what the model returns, detached.
-
-Every rank gives the whole batch, the same on all. Gradients of the whole batch are added to `.grad`. Results are the same on every rank."""
 
 
-class StageRunner:
-    """Runs the chunks of a rank. It holds no weights: they come with every step."""
+class LoopRunner(Runner):
+    """Runs the chunks of a rank. It holds no weights: they come with every step, and the whole batch."""
+
+    plan: Plan
 
     def __init__(self, plan: Plan, executor: Executor, where: torch.device) -> None:
         assert plan.loop is not None
-        self.plan, self.loop, self.executor, self.where = plan, plan.loop, executor, where
+        self.loop, self.stage = plan.loop, plan.stage_of(dist.get_rank())
         self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
-        self.stage = plan.stage_of(dist.get_rank())
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
         self.mine = [at for at, owner in enumerate(plan.owners) if owner == self.stage]
         self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]  # by stage, whom this rank talks to
         self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}  # in its stage's order
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
-        self.positions = [torch.tensor([at], device=where) for at in plan.inner.coordinates(self.place)]
-        self.functions: dict[tuple[int, Parts, bool], BoxedFunction] = {}
-        whole = [broadcast(plan.mesh.axes) for port in self.loop.ports.inputs if port.kind == INPUT]
-        self.same = SameCalls(plan.mesh, whole, self.names, apart=plan.axis is None)
+        counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}  # by the stage that has the first chunk
+        self.elsewhere = frozenset(name for name, stage in counted.items() if stage != self.stage)
+        super().__init__(plan, executor, where)
+
+    def held(self) -> tuple[Mapping[Port, Layout], tuple[int, ...]]:
+        whole = broadcast(self.plan.inner.axes)
+        layouts = {port: whole for port in self.plan.ports.inputs if port.kind in (INPUT, BUFFER, SEED)}
+        chunks = [self.plan.chunks[at] for at in self.mine]
+        layouts |= {port: each for chunk in chunks for port, each in chunk.given.items() if port.kind == PARAMETER}
+        return layouts, self.plan.inner.coordinates(self.place)
+
+    def comparison(self) -> SameCalls:
+        whole = [broadcast(self.plan.mesh.axes)] * len(self.inputs)
+        return SameCalls(self.plan.mesh, whole, self.names, apart=self.plan.axis is None)
 
     def names(self) -> list[str]:
-        """Returns the names of the arguments, in the order of their leaves."""
-        loop = self.loop
-        ports = [port for port in loop.ports.inputs if port.kind in (INPUT, BUFFER)]
-        named = dict(zip(ports, loop.before.graph.find_nodes(op="placeholder")))
-        return [named[Port(INPUT, str(at))].name for at in range(len(self.same.layouts))]
+        ports = [port for port in self.loop.ports.inputs if port.kind in (INPUT, BUFFER)]
+        named = dict(zip(ports, self.loop.before.graph.find_nodes(op="placeholder")))
+        return [named[port].name for port in self.inputs]
 
-    def function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
+    def shard_of(self, port: Port, given: Tensor, train: bool) -> Tensor:
+        return super().shard_of(port, given.full_tensor() if isinstance(given, DTensor) else given, train)
+
+    def chunk_function(self, at: int, which: Parts, adding: bool) -> BoxedFunction:
         """Returns the compiled program of some parts of a chunk."""
         if (at, which, adding) not in self.functions:
             program = self.plan.programs[at].local_at(which, adding, self.place)
             self.functions[at, which, adding] = self.executor(placed(program, self.where))
         return self.functions[at, which, adding]
 
-    def step(
-        self, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums
-    ) -> tuple[dict[Port, Any], dict[str, Tensor]]:
-        """Runs a step. values: parameters of this rank, buffers and the seed. Returns results by port and gradients by name."""
-        with torch.no_grad(), no_autocast(self.where):
-            return Step(self, values, leaves, sums).run()
-
-
-class StageSums(Collector):
-    """What steps within `no_sync` have added up of gradients, by chunk and name. collects: whether `no_sync` is on."""
-
-    def __init__(self) -> None:
-        self.held = dict[int, Values]()
-
-
-@dataclass
-class StagedWeights:
-    """What a module with stages keeps between steps besides its weights. steps: how many have run."""
-
-    guards: Guards
-    sums: StageSums = field(default_factory=StageSums)
-    steps: int = 0
+    def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Runs a step. Returns results, and gradients by port."""
+        results, gradients = Step(self, dict(zip(self.takes, values)), sums).run()
+        asked = [
+            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)]
+            for port, is_parameter in self.gradients.items()
+        ]
+        return [results[port] for port in self.results], asked
 
 
 class Step:
     """One step on this rank."""
 
-    def __init__(self, runner: StageRunner, values: dict[Port, Tensor], leaves: Sequence[Tensor], sums: StageSums) -> None:
-        self.runner, self.plan, self.loop, self.leaves, self.sums = runner, runner.plan, runner.loop, leaves, sums
+    def __init__(self, runner: LoopRunner, given: dict[Port, Tensor], sums: Sums) -> None:
+        self.runner, self.plan, self.loop, self.sums = runner, runner.plan, runner.loop, sums
+        self.leaves = [given[port] for port in runner.inputs]
+        self.held = sums.taken_by(runner) or {}  # by chunk, what steps within `no_sync` have added up of gradients, by name
         self.mail = runner.mail(runner.where)
-        buffers = {port.name: value for port, value in values.items() if port.kind == BUFFER}
-        self.before = before_loop(self.loop, leaves, buffers, runner.where)
+        buffers = {port.name: value for port, value in given.items() if port.kind == BUFFER}
+        self.before = before_loop(self.loop, self.leaves, buffers, runner.where)
         self.joined = Joined(self.loop)
-        self.runs = {at: self.stage_run(at, values) for at in runner.mine}
+        self.runs = {at: self.stage_run(at, given) for at in runner.mine}
 
     def stage_run(self, at: int, values: dict[Port, Tensor]) -> StageRun:
         """Returns a chunk with the values that all micro-batches read."""
         programs, chunk = self.plan.programs[at], self.plan.chunks[at]
-        fixed: dict[str, Any] = {name: local_of(values[port]) for port, name in programs.fixed.items()}
+        fixed: dict[str, Any] = {name: values[port] for port, name in programs.fixed.items()}
         run = StageRun(chunk, programs, fixed, self.runner.positions)
-        run.added = self.sums.held.get(at, {})
+        run.added = self.held.get(at, {})
         return run
 
     def run(self) -> tuple[dict[Port, Any], dict[str, Tensor]]:
@@ -134,7 +116,7 @@ class Step:
             if self.sums.collects:  # the sums go home in a later step
                 which = tuple(part for part in which if part != AFTER)
             self.part(action.chunk, which, action.micro_batch)
-        self.sums.held = {at: run.added for at, run in self.runs.items()} if self.sums.collects else {}
+        self.sums.keep(self.runner, {at: run.added for at, run in self.runs.items()} if self.sums.collects else None)
         gradients = {} if self.sums.collects else self.gradients()
         results = self.results()
         self.mail.finish()
@@ -194,7 +176,7 @@ class Step:
     def part(self, at: int, which: Parts, batch: int) -> None:
         """Runs the program of some parts of a chunk, and sends off what it sends."""
         run = self.runs[at]
-        out = self.runner.function(at, which, run.adds(which))(run.given(which, batch))
+        out = self.runner.chunk_function(at, which, run.adds(which))(run.given(which, batch))
         named = run.take(which, batch, out)
         for port, name in run.programs.outputs.items():
             if name in named:
@@ -268,118 +250,3 @@ class Step:
             for port, number in chunk.results.items():
                 found[number] = self.plan.owners[at], chunk.joined(port, loop.count, loop.joins[number])
         return [found[number] for number in range(len(loop.joins))]
-
-
-def parallelize_stages(
-    model: nn.Module, plan: Plan, value: Callable[[str], Tensor], executor: Executor, where: torch.device, result: nn.Module,
-    others: Callable[..., Any] | None = None,
-) -> nn.Module:  # fmt: skip
-    """Makes `result`, a copy of the model's tree of modules, one that runs this rank's stages. value: the whole tensor of a name.
-
-    others: what a call of the module runs, the programs of further plans; None if there are none.
-    """
-    runner = StageRunner(plan, executor, where)
-    own = {name: layout for at in runner.mine for name, layout in plan.chunks[at].parameters.items()}
-    fill_stages(result, plan, own, value, where)
-    result.__class__ = staged_class(type(model), runner, others or alone)
-    if not any(each.requires_grad for each in result.parameters()):
-        log.warning(IDLE, runner.stage)
-    return result
-
-
-def fill_stages(result: nn.Module, plan: Plan, own: dict[str, Layout], value: Callable[[str], Tensor], where: torch.device) -> None:
-    """Replaces the weights of a module by this rank's shards; parameters of other stages are None. No stage's are whole on all."""
-    made: dict[str, Any] = {}
-    homes: dict[str, dict[str, Layout]] = {}
-    others, names = plan.parameters.keys() - own.keys(), [name for name, _, _ in slots(result)]
-    for name, table, key in list(slots(result)):
-        first, old = plan.ports.tied.get(name, name), table[key]
-        if first not in made:
-            tensor: Any = value(first)
-            if isinstance(old, nn.Parameter):
-                home = own.get(first, broadcast(plan.inner.axes))
-                tensor = None if first in others else nn.Parameter(sharded(tensor, home, plan.inner, where), old.requires_grad)
-            made[first] = tensor if tensor is None else tensor.to(where)
-        table[key] = made[first]
-        if isinstance(made[first], nn.Parameter):
-            homes.setdefault(name.rpartition(".")[0], {})[key] = own.get(first, broadcast(plan.inner.axes))
-    for path, named in homes.items():
-        take_state(result.get_submodule(path), named, plan.inner, where)
-    away = [name for name in names if plan.ports.tied.get(name, name) in others]
-    result.register_load_state_dict_pre_hook(lambda _, state, prefix, *rest: [state.pop(prefix + name, None) for name in away])
-
-
-def alone(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Raises PlanError: there is no program of the forward alone."""
-    raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
-
-
-def staged_class(cls: type[nn.Module], runner: StageRunner, forward: Callable[..., Any]) -> type[nn.Module]:
-    """Returns the subclass of a model's class whose `step` runs stages."""
-    plan, where = runner.plan, runner.where
-    counted = {name: plan.owners[chunks[0]] for name, chunks in plan.shared.items()}  # by the stage that has the first chunk
-    elsewhere = frozenset(name for name, stage in counted.items() if stage != runner.stage)
-
-    def step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in bind.arguments(plan, args, kwargs)]
-        check_step(plan, self, kept_by(self).guards, leaves, where)
-        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
-        values = {port: tensors[port.name] for port in plan.shapes if port.kind in (PARAMETER, BUFFER) and port.name in tensors}
-        check_weights(plan, runner.mine, values, plan.inner.coordinates(runner.place), where)
-        random = self.__dict__[RANDOM]
-        kept = kept_by(self)
-        with runner.same.call(f"forward and backward{within(kept.sums)}", random, leaves, where):
-            if SEED_PORT in plan.shapes:
-                values[SEED_PORT] = torch.tensor(seed_of_step(**random), device=where)
-                random["step"] += 1
-            kept.steps += 1
-            results, gradients = runner.step(values, [leaf.detach() for leaf in leaves], kept.sums)
-            with torch.no_grad():
-                for port, value in results.items():
-                    if port.kind == MUTATION:
-                        tensors[port.name].copy_(value)
-                for name, gradient in gradients.items():
-                    parameter = tensors[name]
-                    made = with_local(parameter, gradient)
-                    parameter.grad = made if parameter.grad is None else parameter.grad + made
-        asked = [(leaves[int(port.name)], value) for port, value in results.items() if port.kind == INPUT_GRADIENT]
-        for leaf, value in asked:
-            torch.autograd.backward(leaf, value.to(leaf.device))
-        return bind.outputs(plan, {port: value for port, value in results.items() if port.kind != GRADIENT})
-
-    def no_sync(self: nn.Module) -> AbstractContextManager[None]:
-        return kept_by(self).sums.no_sync()
-
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        kept_by(self).sums.held = {}
-        cls.zero_grad(self, set_to_none)
-
-    step.__doc__, no_sync.__doc__, zero_grad.__doc__ = STEP, NO_SYNC, ZERO_GRAD
-    own = {"no_sync": no_sync, "zero_grad": zero_grad, RUNNER: runner}
-    return type(f"Staged{cls.__name__}", (cls,), members_of(cls, forward, step, elsewhere) | own)
-
-
-def runner_of(module: nn.Module) -> StageRunner:
-    """Returns what runs the stages of a module. Raises PlanError for a module without any."""
-    runner: StageRunner | None = getattr(type(module), RUNNER, None)
-    if runner is None:
-        what = f"a {type(module).__name__} has no stages and no loop over micro-batches"
-        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan that has them.")
-    return runner
-
-
-def kept_by(module: nn.Module) -> StagedWeights:
-    """Returns what a module keeps between steps."""
-    if STAGED not in vars(module):
-        module.__dict__[STAGED] = StagedWeights(Guards(module, runner_of(module).plan.options.guards))
-    kept: StagedWeights = module.__dict__[STAGED]
-    return kept
-
-
-def bind_stages(plan: Plan, kind: str) -> None:
-    """Makes the process groups of the stages, and the torch DeviceMesh of this rank's. Every rank must call this at the same point."""
-    if plan.axis is None:
-        process_groups.bind(plan.mesh)
-        return
-    stages = [plan.ranks_of(stage) for stage in range(plan.stages)]
-    process_groups.bind_within(plan.inner, stages, kind)
