@@ -63,16 +63,17 @@ class ModuleWeights:
         modes = [module.training for module in self.submodules.values()]
         if not self.in_mode or modes != self.modes:
             self.in_mode, self.modes = self.of_modes(runners), modes
-        found = [runner for runner in self.in_mode if at_once or runner.plan.loop is None]
-        if not found:
-            raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
+        found = self.in_mode
         if len(found) > 1:  # one alone says itself what does not fit
             leaves, structure = flatten((tuple(args), kwargs), "the arguments")
-            fitting = [runner for runner in found if runner.fits(leaves, structure)]
-            if not fitting:
-                raise other_shapes(found, leaves, structure)
-            found = fitting
+            found = [runner for runner in self.in_mode if runner.fits(leaves, structure)]
+            if not found:
+                raise other_shapes(self.in_mode, leaves, structure)
             found.sort(key=lambda runner: runner.trains != torch.is_grad_enabled())
+        if not at_once:
+            found = [runner for runner in found if runner.plan.loop is None]
+            if not found:
+                raise PlanError("a module with micro-batches or stages runs forward and backward together\n  Call module.step(*args).")
         errors = []
         for runner in found:
             if (error := self.guards[runner].broken()) is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import sbpc
@@ -123,3 +124,55 @@ def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
         assert found["errors"] == ERRORS
+
+
+class Squares(nn.Module):
+    """Two layers and a loss; batches are those of `batch`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.down(self.up(x).relu()) - y).square().mean()
+
+
+def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
+    """Loss and gradients of calls that loops and programs of the whole batch run, in modules that have both."""
+    torch.set_default_dtype(torch.float64)
+    model, found = seeded(Squares), []
+    for first, *others in (("loop", "whole", "small"), ("whole", "loop of 16", "small")):
+        module: Any = sbpc.parallelize(model, plans[first], also=[plans[name] for name in others])
+        for rows in (8, 16, 3) if "loop of 16" in others else (8, 3):
+            for way in ("step", "step within no_sync", "backward"):
+                if way == "backward" and rows == 16:
+                    assert "runs forward and backward together" in said(partial(module, *batch(0, 16)))
+                    continue
+                module.zero_grad()
+                if way == "step within no_sync":
+                    with module.no_sync():
+                        module.step(*batch(1, rows))
+                loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
+                found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
+    return found
+
+
+def test_loops_stand_beside_programs_of_the_whole_batch_in_one_module() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, mesh = seeded(Squares), Mesh(x=2)
+    first = sbpc.plan(model, batch(0, 8), mesh, pin={"up.weight": "S(0)"})
+    about = {"pin": first.parameters}
+    plans = {
+        "whole": first, "loop": sbpc.plan(model, batch(0, 8), mesh, microbatches=4, **about),
+        "loop of 16": sbpc.plan(model, batch(0, 16), mesh, microbatches=2, **about), "small": sbpc.plan(model, batch(0, 3), mesh, **about),
+    }  # fmt: skip
+    assert [name for name, plan in plans.items() if plan.loop is not None] == ["loop", "loop of 16"]
+    for found in run_ranks(of_loops, 2, plans):
+        assert len(found) == 14
+        for what, (loss, *gradients) in found:
+            rows = int(what.split()[-1])
+            model.zero_grad()
+            wanted = model(*batch(0, rows))
+            (wanted + (model(*batch(1, rows)) if "no_sync" in what else 0.0)).backward()
+            torch.testing.assert_close(loss, wanted.detach(), msg=what)
+            torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], msg=what)

@@ -23,7 +23,7 @@ import sbpc
 from sbpc import Mesh
 from sbpc.cli.main import main
 from sbpc.errors import CheckpointError, LostRankError, PlanError
-from sbpc.runtime.staged import staged_module
+from sbpc.runtime.staged import loop_runner
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.launch import text_of
 from sbpc.runtime.state.checkpoint import Checkpoints
@@ -260,7 +260,7 @@ def lose_a_rank(plan: Any) -> tuple[str, float]:
     model, args = models.mlp(layers=4)
     module: Any = sbpc.parallelize(model, plan)
     module.step(*args)
-    part, done = staged_module.Step.part, []
+    part, done = loop_runner.Step.part, []
 
     def counted(step: Any, *what: Any) -> None:
         done.append(what)
@@ -268,7 +268,7 @@ def lose_a_rank(plan: Any) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         part(step, *what)
 
-    staged_module.Step.part = counted  # type: ignore[method-assign]
+    loop_runner.Step.part = counted  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(LostRankError) as caught:
         module.step(*args)
