@@ -59,6 +59,8 @@ class Way(Protocol):
 class Runner:
     """Runs a plan's programs on this rank. It holds no weights: they come with every step."""
 
+    stage = 0
+
     elsewhere: Container[str] = ()  # parameters that this rank has, and that another stage counts
 
     def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""Measures a step: runs its program with a time stamp between its nodes, and tells when each of them ran.
+"""Measures a program: runs it with a time stamp between its nodes, as the executor "code" does, and tells when each of them ran.
 
-What runs is the scheduled program of `module.step` as the executor "code" runs it. A stamp takes less than a microsecond.
+A stamp takes less than a microsecond.
 On a GPU, stamps are events on the computing stream. A collective lasts from its start to when its work is done:
 
 - on a GPU, to when the link's stream is through with it;
@@ -15,21 +15,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from sbpc.plans.step_programs import JOINT
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import code
-from sbpc.runtime.module import runner_of
 from sbpc.runtime.prepared import wait
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.direct_exchange import DirectGroup, DirectWork
@@ -190,10 +187,6 @@ class Recorder:
         """Returns the seconds of a run."""
         return self.clock.seconds(run.stamps[0], run.stamps[-1])
 
-    def events(self, predicted: Sequence[Event]) -> list[Event]:
-        """Returns what happened in the run of median length, see `events_of`."""
-        return self.events_of(median(self.runs, self.length), predicted)
-
     def events_of(self, run: Run, predicted: Sequence[Event]) -> list[Event]:
         """Returns what happened in a run, in seconds since it began, in the order of the starts.
 
@@ -282,16 +275,3 @@ def stamped(program: GraphModule, parts: Sequence[Part], clock: Clock) -> GraphM
     graph.call_function(stamp)
     graph.output(results)
     return GraphModule(program, graph)
-
-
-@contextmanager
-def recorded(module: nn.Module) -> Iterator[Recorder]:
-    """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps."""
-    runner = runner_of(module)
-    recorder, plain = Recorder(runner.program(JOINT), clock_of(runner.where)), runner.function(JOINT)
-    runner.functions[JOINT] = recorder
-    try:
-        yield recorder
-    finally:
-        runner.functions[JOINT] = plain
-        recorder.clock.close()

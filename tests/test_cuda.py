@@ -15,10 +15,10 @@ import sbpc
 from sbpc import Mesh
 from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import INSIDE, Event
-from sbpc.runtime.staged.stage_trace import stages_recorded
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.start.same_calls import checksum
-from sbpc.runtime.trace import Recorder, clock_of
+from sbpc.runtime.step_trace import recorded
+from sbpc.runtime.trace import Recorder, clock_of, median
 from tests import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -106,7 +106,7 @@ def check_loop(device: str) -> None:
     plan = sbpc.plan(model, args, Mesh(data=1), microbatches=2)
     module: Any = sbpc.parallelize(model, plan, device=device)
     losses = [module.step(*args).item()]
-    with stages_recorded(module) as recorder:
+    with recorded(module) as recorder:
         losses += [module.step(*args).item() for _ in range(3)]
     events, length = recorder.events(), sorted(map(recorder.length, recorder.steps))[1]
     assert len(set(losses)) == 1
@@ -130,13 +130,13 @@ def check_recorder(where: torch.device) -> None:
         (found,) = recorder([given])
         torch.testing.assert_close(found, given + given @ given)
     predicted = [Event(INSIDE, 0.0, 1.0, start.name, "all_reduce", "", "forward", "data")]
-    events = recorder.events(predicted)
+    run = median(recorder.runs, recorder.length)
+    events = recorder.events_of(run, predicted)
     recorder.clock.close()
     assert sorted(event.kind for event in events) == sorted(["start", "all_reduce", "aten.mm", "wait", "aten.add.Tensor"])
     spans = {event.kind: event for event in events}
     assert 0 == spans["start"].start <= spans["all_reduce"].start <= spans["all_reduce"].end <= spans["wait"].end + 1e-6
-    median = sorted(map(recorder.length, recorder.runs))[1]
-    assert spans["wait"].end <= spans["aten.add.Tensor"].end == pytest.approx(median, rel=1e-3)
+    assert spans["wait"].end <= spans["aten.add.Tensor"].end == pytest.approx(recorder.length(run), rel=1e-3)
     assert all(event.end >= event.start for event in events)
 
 

@@ -163,6 +163,11 @@ def swap(items: list[Any], one: int, other: int) -> None:
     items[one], items[other] = items[other], items[one]
 
 
+def swap_unlike(items: list[Any]) -> None:
+    """Swap the first node and the next one of another shape."""
+    swap(items, 0, next(at for at, item in enumerate(items) if item["val"] != items[0]["val"]))
+
+
 def swap_unequal(items: list[Any]) -> None:
     """Swap the first entry and the next one that is another."""
     swap(items, 0, next(at for at, item in enumerate(items) if item != items[0]))
@@ -193,6 +198,13 @@ FORGED: list[tuple[str, Any]] = [
     ("code in a placeholder", lambda body: body["programs"]["joint"][0]["graph"][0].update(target="x=exec('1')")),
     ("a shape that is not so", lambda body: nodes(body, "aten.mm")[0]["val"].__setitem__(1, [3, 3])),
     ("a pickle for a program", lambda body: body["programs"]["joint"].__setitem__(0, pickle.dumps(Evil(), 0).decode())),
+    ("a program less", lambda body: body["programs"].pop("ending")),
+    ("a program of no name", lambda body: body["programs"].update(other=body["programs"]["ending"])),
+    ("a backward that reads other saved values", lambda body: swap_unlike(body["programs"]["backward"][0]["graph"])),
+    ("a forward that saves less", lambda body: body["programs"]["forward"][0]["graph"][-1]["args"].pop()),
+    ("another forward", lambda body: body["programs"].update(forward=body["programs"]["joint"])),
+    ("a trace that there is not", lambda body: body["traces"].clear()),
+    ("results behind gradients", lambda body: body["ports"]["outputs"].reverse()),
     ("steps of no name", lambda body: body["steps"].update(other=body["steps"].pop("inference"))),
 ]
 
@@ -215,6 +227,24 @@ def test_exported_file_with_a_good_checksum_and_bad_content_is_refused(file: Pat
         broken.write_text(json.dumps(json.loads(head) | {"sha256": digest}) + "\n" + text + "\n")
         with pytest.raises(PlanError):
             print(what, "is taken:", sbpc.load_programs(broken))
+
+
+def test_indices_that_the_forward_has_not_pooled_are_refused_in_the_backward(tmp_path: Path) -> None:
+    path = tmp_path / "model.sbpc"
+    exported(path, "vgg", Mesh(x=2))
+    head, whole = path.read_text().splitlines()
+    body = json.loads(whole)
+    forward = body["programs"]["forward"][0]["graph"]
+    index = next(node for node in forward if node["val"] and node["val"][0] == "int64" and node["target"] == "getitem")
+    assert {"node": index["name"]} in forward[-1]["args"]
+    sbpc.load_programs(path)
+    other = {**index, "name": "indices", "target": "aten.zeros.default", "args": [index["val"][1]], "kwargs": {"dict": {"dtype": {"torch": "int64"}}}}
+    other.pop("part", None)
+    forward[-1]["args"] = [{"node": "indices"} if arg == {"node": index["name"]} else arg for arg in forward[-1]["args"]]
+    forward[forward.index(index)] = other
+    text = json.dumps(body)
+    path.write_text(json.dumps(json.loads(head) | {"sha256": hashlib.sha256(text.encode()).hexdigest()}) + "\n" + text + "\n")
+    assert "its indices are not those of a pooling" in refused(PlanError, lambda: sbpc.load_programs(path))
 
 
 def test_weights_of_another_model_are_refused(file: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sbpc import Mesh, Plan
 from sbpc.errors import MemoryLimitError
 from sbpc.mesh.cluster import CLUSTERS
 from sbpc.passes.memory.live_bytes import STORED
-from sbpc.runtime.one_process.simulate_stages import PipelineSimulation
+from sbpc.runtime.one_process.simulate import LoopSimulation
 from tests import models
 from tests.compare import largest_error
 from tests.models import Model
@@ -263,15 +263,15 @@ def test_every_program_of_every_stage_holds_what_is_predicted(
         model, args, Mesh(pipe=2, data=2), stages="pipe", schedule=schedule, microbatches=count, optimizer=None, objective=objective
     )
     held: list[list[int]] = [[] for _ in range(plan.stages)]
-    count_memory = PipelineSimulation.count
+    count_memory = LoopSimulation.count
 
-    def counted(self: PipelineSimulation, at: int, given: Any, peak: int) -> None:
+    def counted(self: LoopSimulation, at: int, given: Any, peak: int) -> None:
         before, self.peak = self.peak, 0
         count_memory(self, at, given, peak)
         held[plan.owners[at]].append(self.peak)
         self.peak = max(before, self.peak)
 
-    monkeypatch.setattr(PipelineSimulation, "count", counted)
+    monkeypatch.setattr(LoopSimulation, "count", counted)
     assert sbpc.simulate(plan, model, args).peak_memory == plan.cost.memory["total"]
     for stage, counts in enumerate(held):
         stored = plan.memory_of(stage)["parameters"]

@@ -180,6 +180,8 @@ def test_gradients_of_arguments_are_joined() -> None:
     run = sbpc.simulate(plan, layer, (x,))
     layer(x).mean().backward()
     assert plan.loop is not None and relative_error(run.input_gradients[0], x.grad, 1e-6) <= 1e-12
+    with pytest.raises(PlanError, match="1 tangents for 0 differentiable outputs"):  # rather than gradients of another number
+        sbpc.simulate(plan, layer, (x,), tangents=torch.tensor(2.0))
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

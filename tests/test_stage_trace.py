@@ -46,12 +46,12 @@ def measure_all(nets: list[str], plans: list[Any]) -> list[dict[str, Any]]:
 
 def measure(net: str, plan: Any) -> dict[str, Any]:
     """What a rank measures in three steps, and the losses with and without time stamps."""
-    from sbpc.runtime.staged.stage_trace import stages_recorded
+    from sbpc.runtime.step_trace import recorded
 
     model, args = made(net)
     module: Any = sbpc.parallelize(model, plan)
     losses = [module.step(*args).item()]
-    with stages_recorded(module) as recorder:
+    with recorded(module) as recorder:
         losses += [module.step(*args).item() for _ in range(3)]
     losses.append(module.step(*args).item())
     measured = recorder.events()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from sbpc.errors import PlanError, check_kinds
-from sbpc.graph.ports import INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
+from sbpc.graph.ports import BUFFER, INPUT, INPUT_GRADIENT, MUTATION, PARAMETER, SEED, Port
 from sbpc.graph.random_bits import wrap
 from sbpc.plans.plan import Plan
 from sbpc.plans.rank_programs import Programs
+from sbpc.plans.staged.schedules import Action, in_turn
+from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime import bind
-from sbpc.runtime.one_process.lockstep import lockstep
-from sbpc.runtime.one_process.simulate_stages import simulate_stages
+from sbpc.runtime.one_process.lockstep import lockstep, storages
+from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
 
 
 @dataclass
@@ -50,8 +53,8 @@ def simulate(
     """Runs one step of `plan` on all its ranks in this process, without GPUs: the programs that torchrun runs, only collectives swapped.
 
     args are whole, on one device; so is what comes back. Where the plan has a `loss`, they are `(*args, *targets)`. tangents: the
-    gradients of the outputs, ones if not given. seed: of all random numbers; one seed gives the same numbers on every mesh. plan
-    may also be what `sbpc.load_programs` returns. The model is left unchanged.
+    gradients of the outputs, ones if not given; a loop takes none. seed: of all random numbers; one seed gives the same numbers on
+    every mesh. plan may also be what `sbpc.load_programs` returns. The model is left unchanged.
 
     >>> import sbpc, torch
     >>> model, x = torch.nn.Linear(4, 2), torch.ones(6, 4)
@@ -65,10 +68,10 @@ def simulate(
     check_kinds(PlanError, seed=(seed, "an integer"))
     bind.check_guards(model, plan)
     bind.check_modes(model, plan)
+    given = whole_inputs(plan, model, args, kwargs, tangents, seed)
     if plan.loop is not None:
-        return told(plan, model, *simulate_stages(plan, model, args, kwargs, seed))
-    mesh = plan.mesh
-    inputs = shards_of(plan, whole_inputs(plan, model, args, kwargs, tangents, seed))
+        return told(plan, model, *LoopSimulation(plan, given).step())
+    mesh, inputs = plan.mesh, shards_of(plan, given)
     groups = {mesh.group_name(axes): mesh.groups(axes) for axes in mesh.runs()}
     run = lockstep([plan.local_at(rank) for rank in range(mesh.ranks)], inputs, groups)
     results = {
@@ -128,3 +131,124 @@ def own(shard: Tensor) -> Tensor:
     """Returns the shard in memory of its own, as a rank holds it: a view would keep the whole tensor alive, and be strided."""
     whole = shard.untyped_storage().nbytes() > shard.nbytes
     return shard.clone(memory_format=torch.contiguous_format) if whole else shard
+
+
+class LoopSimulation:
+    """All ranks of all stages during a step in a loop.
+
+    given: whole tensors by port. sent: by stage, bytes by axis. peak: most bytes alive on a rank.
+    """
+
+    def __init__(self, plan: Plan, given: Mapping[Port, Tensor]) -> None:
+        assert plan.loop is not None
+        self.plan, self.inner, self.loop, self.stored = plan, plan.inner, plan.loop, given
+        self.leaves = [given[Port(INPUT, str(at))] for at in range(sum(port.kind == INPUT for port in given))]
+        buffers = {port.name: tensor for port, tensor in given.items() if port.kind == BUFFER}
+        self.before = before_loop(self.loop, self.leaves, buffers, torch.device("cpu"))
+        self.groups = {self.inner.group_name(axes): self.inner.groups(axes) for axes in self.inner.runs()}
+        self.joined = Joined(self.loop)
+        self.sent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.stages)]
+        self.peak = 0
+        self.crossing: dict[tuple[str, int], list[Tensor]] = {}
+        self.runs = [[self.stage_run(at, rank) for rank in range(self.inner.ranks)] for at in range(len(plan.chunks))]
+
+    def stage_run(self, at: int, rank: int) -> StageRun:
+        """Returns a chunk on one rank, with its shards of what is stored."""
+        chunk, programs = self.plan.chunks[at], self.plan.programs[at]
+        given, sizes = chunk.given, self.inner.sizes
+        fixed: dict[str, Any] = {
+            name: given[port].shards(self.stored[port], sizes)[rank].clone() for port, name in programs.fixed.items()
+        }
+        return StageRun(chunk, programs, fixed, [torch.tensor([each]) for each in self.inner.coordinates(rank)])
+
+    def step(self) -> tuple[dict[Port, Any], dict[str, float], int]:
+        """Runs the step. Returns its results and gradients, whole; the bytes sent by axis; and the peak of live bytes of a rank."""
+        self.once(BEFORE)
+        for _, action in in_turn(self.plan.actions, self.plan.needs):
+            self.act(action)
+        self.once(AFTER)
+        gradients: dict[Port, Tensor] = {}
+        for at in range(len(self.runs)):
+            for port, shards in self.gradients(at).items():
+                whole = self.plan.chunks[at].given[Port(PARAMETER, port.name)].whole(shards, self.inner.sizes)
+                having = {self.plan.owners[other] for other in self.plan.shared.get(port.name, [])}
+                others = len(having - {self.plan.owners[at]})
+                self.send(at, others * max(shard.nbytes for shard in shards))
+                gradients[port] = gradients[port] + whole if port in gradients else whole
+        axes = dict.fromkeys([*self.plan.mesh.axes, *(axis for sent in self.sent for axis in sent)])
+        results = self.joined.after(self.joined.results(range(len(self.loop.joins)))) | gradients
+        return results, {axis: max(each[axis] for each in self.sent) for axis in axes}, self.peak
+
+    def once(self, part: str) -> None:
+        """Runs what chunks do once and with no action."""
+        for each, at in sorted(self.plan.apart):
+            if each == part:
+                self.run((part,), at, 0)
+
+    def gradients(self, at: int) -> dict[Port, list[Tensor]]:
+        """Returns the shards of a chunk's gradients by rank."""
+        by_rank = [run.gradients() for run in self.runs[at]]
+        return {port: [each[port] for each in by_rank] for port in by_rank[0]}
+
+    def act(self, action: Action) -> None:
+        """Runs one action on all ranks of its stage."""
+        which = self.plan.runs(action)
+        for port in arrivals(self.plan.chunks[action.chunk], which):
+            self.receive(action.chunk, port, action.micro_batch)
+        self.run(which, action.chunk, action.micro_batch)
+
+    def receive(self, at: int, port: Port, batch: int) -> None:
+        """Puts an input of a micro-batch, or what another chunk sent, among the values of every rank."""
+        chunk = self.plan.chunks[at]
+        if port in chunk.receives:
+            shards = self.crossing[chunk.receives[port], batch]
+        else:
+            whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
+            shards = [shard.clone() for shard in chunk.given[port].shards(whole, self.inner.sizes)]
+        for run, shard in zip(self.runs[at], shards):
+            run.batches.setdefault(batch, {})[run.programs.own[port]] = shard
+
+    def run(self, which: Parts, at: int, batch: int) -> None:
+        """Runs the program of parts of a chunk on all ranks in lockstep, and hands out what it sends and what the body leaves."""
+        runs = self.runs[at]
+        given = [run.given(which, batch) for run in runs]
+        programs = self.plan.programs[at]
+        graphs = [programs.local_at(which, run.adds(which), rank) for rank, run in enumerate(runs)]
+        done = lockstep(graphs, given, self.groups)
+        self.count(at, given, done.peak_memory)
+        for name, sent in done.bytes_sent.items():
+            self.sent[self.plan.owners[at]][name.split("::")[-1]] += sent
+        results = [run.take(which, batch, out) for run, out in zip(runs, done.outputs)]
+        for port, name in self.plan.programs[at].outputs.items():
+            if name in results[0]:
+                self.leave(at, port, batch, [each[name] for each in results])
+
+    def leave(self, at: int, port: Port, batch: int, shards: list[Tensor]) -> None:
+        """Hands on an output of a chunk."""
+        chunk = self.plan.chunks[at]
+        if port in chunk.results:
+            layout = chunk.left[port]
+            assert layout is not None
+            self.joined.take(chunk.results[port], batch, layout.whole(shards, self.inner.sizes))
+            return
+        name = chunk.sends[port]
+        self.crossing[name, batch] = [shard.clone() for shard in shards]
+        readers = {self.plan.owners[to] for to, other in enumerate(self.plan.chunks) if name in other.receives.values()}
+        self.send(at, len(readers - {self.plan.owners[at]}) * max(s.nbytes for s in shards))
+
+    def send(self, at: int, size: int) -> None:
+        """Counts bytes that a chunk sends to other stages."""
+        if self.plan.axis is not None:
+            self.sent[self.plan.owners[at]][self.plan.axis] += size
+
+    def count(self, at: int, given: list[list[Any]], peak: int) -> None:
+        """Notes what is alive on the ranks of a stage while a program runs."""
+        mine = [chunk for chunk, owner in enumerate(self.plan.owners) if owner == self.plan.owners[at]]
+        for rank, inputs in enumerate(given):
+            inside = {storage.data_ptr() for storage in storages(inputs)}
+            held: dict[int, int] = {}
+            for chunk in mine:
+                run = self.runs[chunk][rank]
+                for values in (run.fixed, *run.batches.values(), run.added, run.homes):
+                    held |= {storage.data_ptr(): storage.nbytes() for storage in storages(list(values.values()))}
+            self.peak = max(self.peak, peak + sum(size for place, size in held.items() if place not in inside))

@@ -18,8 +18,7 @@ from sbpc.plans.plan import Plan
 from sbpc.plans.staged.staged_timeline import stage_events
 from sbpc.plans.timeline import Event
 from sbpc.plans.trace_file import MEASURED, PREDICTED, save_trace
-from sbpc.runtime.staged.stage_trace import StageRecorder, stages_recorded
-from sbpc.runtime.trace import Recorder, recorded
+from sbpc.runtime.step_trace import StepRecorder, recorded
 
 TRACED, LEAST = 3, 3  # steps that are measured at most; steps in all, one of which warms up
 
@@ -33,13 +32,12 @@ class TracedSteps:
         self.module, self.plan, self.plain = module, plan, steps - min(TRACED, steps - 2)
         self.seconds: list[float] = []
         self.recording = contextlib.ExitStack()
-        self.recorder: Recorder | StageRecorder | None = None
+        self.recorder: StepRecorder | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step. All ranks take the time at the same steps."""
         if len(self.seconds) == self.plain:
-            record: Any = stages_recorded if self.plan.loop is not None else recorded
-            self.recorder = self.recording.enter_context(record(self.module))
+            self.recorder = self.recording.enter_context(recorded(self.module))
         start = now()
         result = self.step(*args, **kwargs)
         self.seconds.append(now() - start)
@@ -59,12 +57,8 @@ class TracedSteps:
 
     def sides(self) -> tuple[list[Event], list[Event]]:
         """Returns what this rank was predicted to do, and what it did in the step of median length."""
-        if self.plan.loop is not None:
-            assert isinstance(self.recorder, StageRecorder), "no step was measured"
-            return stage_events(self.plan, self.recorder.stage), self.recorder.events()
-        assert isinstance(self.recorder, Recorder), "no step was measured"
-        predicted = self.plan.timeline()
-        return predicted, self.recorder.events(predicted)
+        assert self.recorder is not None, "no step was measured"
+        return stage_events(self.plan, self.recorder.stage), self.recorder.events()
 
 
 def check_steps(steps: int) -> None:

@@ -59,12 +59,13 @@ def name_of(target: Any) -> str:
 Bounds = Sequence[int | None]  # by value a number above all its elements, where they are indices of a pooling
 
 
-def check_graph(gm: GraphModule, collectives: bool = False, given: Bounds = ()) -> list[int | None]:
+def check_graph(gm: GraphModule, made: dict[Any, Any], collectives: bool = False, given: Bounds = ()) -> list[int | None]:
     """Raises SbpcError for a graph that calls what it may not, or says of a value what it is not.
 
-    collectives: it is a rank's program. given: bounds of its first placeholders, by what has computed them. Returns those of its results.
+    made: what calls of the file's graphs give, by op and operands. collectives: it is a rank's program. given: bounds of its first
+    placeholders, by what has computed them. Returns those of its results.
     """
-    check = FileCheck(gm, collectives)
+    check = FileCheck(gm, collectives, made)
     check.bounds |= {node: bound for node, bound in zip(gm.graph.find_nodes(op="placeholder"), given) if bound is not None}
     check.check()
     return [None if node is None else check.bounds.get(node) for node in results(gm)]
@@ -73,11 +74,11 @@ def check_graph(gm: GraphModule, collectives: bool = False, given: Bounds = ()) 
 class FileCheck(ShapeCheck):
     """Runs a graph on the meta device. bounds: of values that hold indices of a pooling, a number above all of them."""
 
-    def __init__(self, gm: GraphModule, local: bool) -> None:
+    def __init__(self, gm: GraphModule, local: bool, made: dict[Any, Any]) -> None:
         super().__init__(gm)
         self.local = local
         self.bounds: dict[Node, int] = {}
-        self.made: dict[Any, Any] = {}  # by op and operands; most calls of a deep model are as an earlier one
+        self.made = made  # most calls of a deep model are as an earlier one
         self.new = True  # whether the call that runs is the first one such
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

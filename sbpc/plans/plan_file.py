@@ -160,12 +160,13 @@ def encode_constant(gm: GraphModule, node: Node) -> Any:
 class Decoder:
     """Reads the parts of a plan's file. Every mistake in the file is a PlanError."""
 
-    def __init__(self, body: dict[str, Any], path: Path, axes: Sequence[str] = ()) -> None:
+    def __init__(self, body: dict[str, Any], path: Path, axes: Sequence[str] = (), made: dict[Any, Any] | None = None) -> None:
         self.body, self.path, self.axes = body, path, axes or [name for name, _ in body["mesh"]]
+        self.made = {} if made is None else made  # what calls give, see `check_graph`
 
     def chunks(self, axes: Sequence[str]) -> list[Decoder]:
         """Returns what reads the chunks of a plan. axes: of the mesh of a stage."""
-        return [Decoder(chunk, self.path, axes) for chunk in self.body["chunks"]]
+        return [Decoder(chunk, self.path, axes, self.made) for chunk in self.body["chunks"]]
 
     def loop(self) -> Loop | None:
         """Returns the loop of a plan over micro-batches, without the graph that these run; None if it has none."""
@@ -224,7 +225,7 @@ class Decoder:
         if [node.op for node in graph.nodes].index("output") != len(nodes) - 1:
             raise self.fail("a graph that goes on behind its output")
         gm = GraphModule(root, graph)
-        gm.meta["bounds"] = check_graph(gm, collectives, given)
+        gm.meta["bounds"] = check_graph(gm, self.made, collectives, given)
         return gm
 
     def node(self, graph: Graph, item: dict[str, Any], nodes: Mapping[str, Node], collectives: bool) -> Node:

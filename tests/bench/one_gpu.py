@@ -25,7 +25,7 @@ import sbpc
 from sbpc import Cluster, Mesh
 from sbpc.mesh.cluster import named_cluster
 from sbpc.runtime.measure.measure_device import device_figures
-from sbpc.runtime.trace import recorded
+from sbpc.runtime.step_trace import recorded
 from tests import models
 from tests.bench.overhead import step_of, whole_step
 
@@ -131,7 +131,7 @@ def by_op(plan: sbpc.Plan, module: Any, args: Any) -> None:
     for event in predicted:
         told[event.kind] += event.end - event.start
         count[event.kind] += 1
-    for event in recorder.events(predicted):
+    for event in recorder.events():
         found[event.kind] += event.end - event.start
     for kind, took in found.most_common(14):
         print(f"    {kind:44} x {count[kind]:4}  predicted {1e3 * told[kind]:8.3f} ms  measured {1e3 * took:8.3f} ms")

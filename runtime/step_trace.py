@@ -1,4 +1,4 @@
-"""Measures a step of stages, or of a loop over micro-batches: stamps stand in every program, and around every wait for other stages.
+"""Measures a step: stamps stand in every program that it runs, and around every wait for other stages.
 
 On the computing stream, what a rank does between two programs is "bubble" while it waits for what other stages send, and "between
 programs" while it cuts the batch, adds up, or takes in and hands on. What it sends is not measured: gloo does not tell the sender when
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from sbpc.errors import PlanError
+from sbpc.plans.plan import Plan
 from sbpc.plans.staged.staged_timeline import BUBBLE, moved, phase_of, program_events
+from sbpc.plans.step_programs import JOINT
 from sbpc.plans.timeline import COMPUTE, Event
 from sbpc.runtime.executors import BoxedFunction
 from sbpc.runtime.module import runner_of
 from sbpc.runtime.staged.loop_runner import LoopRunner
 from sbpc.runtime.start.mail import Mail
+from sbpc.runtime.step import Runner
 from sbpc.runtime.trace import Clock, Recorder, Run, clock_of, median
 
 BETWEEN, END = "between programs", "end"  # the kind of what is done there, and the name of what is done behind the last one
@@ -71,10 +74,12 @@ class StampedMail(Mail):
             self.step.waited(start, self.step.end)
 
 
-class StageRecorder:
+class StepRecorder:
     """Keeps the moments of every step that a rank runs."""
 
-    def __init__(self, runner: LoopRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
+        if not isinstance(runner.plan, Plan):
+            raise PlanError("the programs of an exported file have no prediction to measure\n  Run the plan in it: sbpc.load(file).")
         self.plan, self.stage, self.clock = runner.plan, runner.stage, clock_of(runner.where)
         self.steps: list[StepRun] = []
 
@@ -89,8 +94,10 @@ class StageRecorder:
         recorder = Recorder(program, self.clock)
 
         def run(given: list[Tensor]) -> tuple[Any, ...]:
-            results = recorder(given)
-            self.steps[-1].runs.append((recorder, recorder.runs.pop()))
+            results, run = recorder(given), recorder.runs.pop()
+            if self.plan.loop is None:
+                self.steps.append(StepRun(run.stamps[0], run.stamps[-1]))
+            self.steps[-1].runs.append((recorder, run))
             return results
 
         return run
@@ -118,28 +125,29 @@ class StageRecorder:
 
 
 def between(start: float, end: float, waits: Iterable[tuple[float, float]], name: str, phase: str) -> Iterator[Event]:
-    """Yields what a rank does between two programs: nothing while it waits."""
+    """Yields what a rank does between two programs: nothing while it waits. A step of one program has nothing around it."""
     for first, last in waits:
         yield Event(COMPUTE, start, first, name, BETWEEN, "", phase)
         yield Event(COMPUTE, first, last, name, BUBBLE, "", phase)
         start = last
-    yield Event(COMPUTE, start, end, name, BETWEEN, "", phase)
+    if end > start:
+        yield Event(COMPUTE, start, end, name, BETWEEN, "", phase)
 
 
 @contextmanager
-def stages_recorded(module: nn.Module) -> Iterator[StageRecorder]:
-    """While this lasts, `step` of a module with stages takes the time. All ranks are to do this at the same steps, outside of `no_sync`."""
+def recorded(module: nn.Module) -> Iterator[StepRecorder]:
+    """While this lasts, `step` of a parallel module takes the time. All ranks are to do this at the same steps, outside of `no_sync`."""
     runner = runner_of(module)
-    if not isinstance(runner, LoopRunner):
-        what = f"a {type(module).__name__} has no stages and no loop over micro-batches"
-        raise PlanError(f"{what}\n  Give what sbpc.parallelize returns for a plan that has them.")
-    recorder = StageRecorder(runner)
-    plain = runner.executor, runner.functions, runner.mail
-    runner.executor, runner.functions, runner.mail = recorder.compiled, {}, recorder.mail
-    for key in plain[1]:  # what earlier steps ran, before any step is timed
-        runner.chunk_function(*key)
+    recorder = StepRecorder(runner)
+    plain = {key: value for key, value in vars(runner).items() if key in ("executor", "functions", "mail")}
+    if isinstance(runner, LoopRunner):
+        runner.executor, runner.functions, runner.mail = recorder.compiled, {}, recorder.mail
+        for key in plain["functions"]:  # what earlier steps ran, before any step is timed
+            runner.chunk_function(*key)
+    else:
+        runner.functions = runner.functions | {JOINT: recorder.compiled(runner.program(JOINT))}
     try:
         yield recorder
     finally:
-        runner.executor, runner.functions, runner.mail = plain
+        vars(runner).update(plain)
         recorder.clock.close()
