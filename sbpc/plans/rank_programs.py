@@ -200,7 +200,7 @@ def wrong_shapes(programs: Programs, outputs: list[Any]) -> Iterator[str]:
                 held = [None if node is None else plan_file.encode_value(node.meta.get("val")) for node in nodes]
                 wanted = [] if what is None else handed.setdefault((what, kind), held)
                 if first < 0 or len(left) < len(leaves) or held != wanted or None in held:
-                    yield f"program {name} {kind} has {len(stored)} inputs and {len(left)} outputs, or other {what or 'values'} than are read"
+                    yield f"program {name} {kind} has {len(stored)} inputs, {len(left)} outputs, or other {what or 'values'} than are read"
                     return
             for node, (port, *_) in zip(stored[first:], takes):
                 if port.kind in (PARAMETER, BUFFER) and not called(node, port):
