@@ -78,8 +78,8 @@ def parallelize(
     all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
-               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops, too. A call runs the plan
-               that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
+               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops, too. A call runs the
+               plan that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
                plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say, the one made
                with that which `module.beta` has. There is one state, whichever plan runs:
 
