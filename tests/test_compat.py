@@ -268,6 +268,24 @@ def test_rename_gives_a_node_a_free_name() -> None:
     assert [node.name for node in graph.nodes] == ["c", "c_1"]
 
 
+def test_global_hooks_are_the_tables_of_what_calls_of_all_modules_run() -> None:
+    tables = [getattr(nn.modules.module, name) for name in _compat.GLOBAL_HOOKS]
+    before, hook = list(map(len, tables)), nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert [len(table) - count for table, count in zip(tables, before)] == [1, 0, 0, 0]
+    hook.remove()
+    assert list(map(len, tables)) == before
+
+
+def test_has_hook_sees_what_a_backward_calls_with_a_gradient() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        weight = nn.Parameter(X.clone())
+        assert not _compat.has_hook(weight)
+        hook = getattr(weight, register)(lambda *_: None)
+        assert _compat.has_hook(weight)
+        hook.remove()
+        assert not _compat.has_hook(weight)
+
+
 def test_hooks_are_all_that_a_call_runs_besides_forward() -> None:
     module, called = nn.Linear(3, 3), list[str]()
     module.register_forward_hook(lambda *_: called.append("_forward_hooks"))

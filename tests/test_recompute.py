@@ -159,7 +159,7 @@ def test_dropout_draws_the_numbers_again_that_it_drew() -> None:
     runs = []
     for shift in (0, 1):
         plan = sbpc.plan(model, args, Mesh(x=1), recompute="full", microbatches=1)
-        draws = [node for node in plan.graph.graph.nodes if node.target is BITS and RECOMPUTES in node.meta]
+        draws = [node for node in plan.annotated.graph.nodes if node.target is BITS and RECOMPUTES in node.meta]
         assert draws
         for node in draws:
             node.args = (*node.args[:2], node.args[2] + 1000 * shift)

@@ -9,8 +9,8 @@ from sbpc.graph.ports import PARAMETER, placeholders
 from sbpc.inspect.graph_text import tensor_text
 from sbpc.inspect.report import spans
 from sbpc.mesh.layout import Layout
-from sbpc.plans.memory import local_bytes
 from sbpc.plans.plan import Plan
+from sbpc.plans.staged.part_memory import bytes_at
 
 
 @dataclass
@@ -53,7 +53,8 @@ def model_map(plan: Plan) -> list[MapRow]:
             part = root
             for name in port.name.split("."):
                 part = part.children.setdefault(name, Part())
-            part.home, part.type, part.bytes = chunk.layouts[port.name], tensor_text(node.meta["val"]), local_bytes(node, chunk.mesh)
+            part.home, part.type = chunk.given[port], tensor_text(node.meta["val"])
+            part.bytes = bytes_at(node.meta["val"], part.home, chunk.mesh)
     return rows_of(root, "", 0, 1)
 
 

@@ -198,7 +198,9 @@ class PlannedStep(Pipeline):
 
     @property
     def graph(self) -> GraphModule:
-        """The annotated graph of the only chunk, forward and backward at global shapes, with the layout of every value as `meta["sbp"]`."""
+        """The annotated graph of the only chunk, forward and backward at global shapes, with the layout of every value as `meta["sbp"]`.
+
+        It is a copy to look at: what is changed in it changes nothing that runs."""
         return self.chunk.graph
 
     @property
