@@ -155,7 +155,7 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
     axes = {"pipe": 2, "x": 2} if schedule else {"x": 2}
 
     def planned(batch: int, count: int, **options: Any) -> Any:
-        model, args = models.gpt2(batch=batch, layers=2)
+        model, args = models.gpt2(batch=batch, layers=2, heads=4)  # as many as micro-batches
         mesh = Mesh(**axes, cluster="h100")
         return sbpc.baseline("data", model, args, mesh, microbatches=count, objective="serial", **stages, **options)
 

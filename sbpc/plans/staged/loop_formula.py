@@ -30,7 +30,7 @@ from sbpc.plans.staged.part_memory import Kept, arrivals
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
-from sbpc.plans.symbolic_sizes import name_dims, symbol
+from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
 T = TypeVar("T")
 M, BATCH = "m", "batch"
@@ -47,15 +47,17 @@ def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, An
     if loop.count == 1 or min(sizes, default=1) == 1:
         return {}
     given: dict[str, Any] = {**dynamic, M: loop.count}
+    outside = {M}  # and the dims that are cut: as one factor of a dim the number of heads, say, is not that of micro-batches
     for name, node in nodes.items():
         shape, dim = node.meta["val"].shape, cut[name]
         dims = list(dynamic[node.name]) if node.name in dynamic else [None] * len(shape)
         if dims[dim] is None:
             dims[dim] = BATCH
             given[BATCH] = shape[dim] * loop.count
+        outside |= {each.name for each in formula(dims[dim], "a dim").free_symbols}
         dims[dim] = f"({dims[dim]})/{M}"
         given[node.name] = dims
-    name_dims(gm, mesh, given)
+    name_dims(gm, mesh, given, outside)
     numbers: dict[str, int] = gm.meta["dynamic"]
     return numbers
 
