@@ -246,7 +246,8 @@ class Runner:
                 )
             return given.redistribute(mesh, home).to_local(grad_placements=home)
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
-        if given.device.type != self.where.type and (given.is_meta or given.dim()):
+        moves = self.plan.loop is not None and not given.is_meta  # each micro-batch comes to the device when it runs
+        if given.device.type != self.where.type and not moves and (given.is_meta or given.dim()):
             raise PlanError(
                 f"argument {port.name} is on {given.device}, this rank computes on {self.where}\n"
                 f"  Move it there: .to('{self.where}')."

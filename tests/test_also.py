@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import sbpc
 from sbpc import Mesh
+from sbpc.runtime.module import runner_of
 from tests.module_checks import Stats
 from tests.module_worlds import batch, seeded
 from tests.processes import run_ranks
@@ -157,6 +158,10 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                         module.step(*batch(1, rows))
                 loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
                 found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
+        runner, (x, _) = runner_of(module), batch(0, 8)
+        if first == "loop":
+            runner.where = torch.device("meta")  # another device than that of the batch, of which micro-batches go there one by one
+            assert runner.shard_of(runner.inputs[0], x, True) is x
     return found
 
 

@@ -73,9 +73,10 @@ class LoopRunner(Runner):
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs a step. Returns results, and gradients by port."""
-        results, gradients = Step(self, dict(zip(self.takes, values)), sums).run()
+        given = dict(zip(self.takes, values))
+        results, gradients = Step(self, given, sums).run()
         asked = [
-            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)]
+            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)].to(given[port].device)
             for port, is_parameter in self.gradients.items()
         ]
         return [results[port] for port in self.results], asked
