@@ -170,6 +170,8 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
         sent = float(cost.bytes_expr["x"].xreplace(numbers))
         assert sent == pytest.approx(cost.bytes_sent["x"], rel=1e-9) if not stages else 0 < sent <= cost.bytes_sent["x"]
     assert {"b", "s", "m", "x"} <= set(map(str, named.cost.expr.free_symbols))
+    bodies: list[Any] = [plan.body for plan in plans]
+    assert not any({"m", "batch"} & set(map(str, body.cost.memory_expr.free_symbols)) for body in bodies)  # formulas of their own
 
 
 def test_gradients_of_arguments_are_joined() -> None:

@@ -303,12 +303,18 @@ class PlannedStep(Pipeline):
         return self.programs[0].life
 
     @functools.cached_property
-    def numbers(self) -> dict[str, int]:
-        """The numbers of the symbols in dims. A loop of several chunks that was read from a file has none."""
-        if self.loop is None:
-            return dict(self.annotated.meta.get("dynamic", {}))
+    def named(self) -> GraphModule | None:
+        """The graph whose dims have symbols, of which chunks are parts. None where none have: of several chunks that were read from a file
+        there is no such graph."""
         source = self.body or (self if len(self.chunks) == 1 else None)
-        return {} if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+        if source is None or self.loop is None:
+            return source and source.annotated
+        return name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the symbols in dims."""
+        return {} if self.named is None else self.named.meta.get("dynamic", {})
 
     def terms_of(self, stage: int) -> Callable[[], Terms]:
         """Returns what makes the terms of the formulas of a stage's cost."""
@@ -317,7 +323,6 @@ class PlannedStep(Pipeline):
     def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
         """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
         mine = {at: self.programs[at] for at, owner in enumerate(self.owners) if owner == stage}
-        if not self.numbers or self.loop is None:
+        if self.named is None or self.loop is None:
             return mine
-        source = (self.body or self).annotated
-        return {at: ChunkPrograms(with_dims(each.chunk, source), self.in_loop, self.overlaps) for at, each in mine.items()}
+        return {at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps) for at, each in mine.items()}

@@ -17,6 +17,7 @@ from sbpc.boxing.steps import wire
 from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
@@ -36,16 +37,17 @@ T = TypeVar("T")
 M, BATCH = "m", "batch"
 
 
-def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, int]:
-    """Makes the dims of a body symbolic, and returns the numbers of symbols; none where a micro-batch or their number is 1.
+def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, Any]) -> GraphModule | None:
+    """Returns a body with symbolic dims; None where a micro-batch or their number is 1.
 
     dynamic: that of `sbpc.plan` for the whole step. Dims of one element are not told apart, so such a body keeps its numbers.
     """
+    gm = rebuild(gm)  # of which the plan of a micro-batch has formulas of its own
     cut = {name: source.dim for name, source in loop.inputs.items() if source.kind == "argument" and source.dim is not None}
     nodes = {port.name: node for port, node in placeholders(gm).items() if port.kind == INPUT and port.name in cut}
     sizes = [node.meta["val"].shape[cut[name]] for name, node in nodes.items()]
     if loop.count == 1 or min(sizes, default=1) == 1:
-        return {}
+        return None
     given: dict[str, Any] = {**dynamic, M: loop.count}
     outside = {M}  # and the dims that are cut: as one factor of a dim the number of heads, say, is not that of micro-batches
     for name, node in nodes.items():
@@ -58,8 +60,7 @@ def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, An
         dims[dim] = f"({dims[dim]})/{M}"
         given[node.name] = dims
     name_dims(gm, mesh, given, outside)
-    numbers: dict[str, int] = gm.meta["dynamic"]
-    return numbers
+    return gm
 
 
 def check_names(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,11 +164,11 @@ class ChunkMemory:
 
 def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:
     """Returns a chunk, boxed anew, whose graph has the symbolic dims that values of the same names have in `source`."""
-    known = {node.name: node for node in source.graph.nodes}
-    for node in chunk.annotated.graph.nodes:
+    known, gm = {node.name: node for node in source.graph.nodes}, rebuild(chunk.annotated)
+    for node in gm.graph.nodes:
         if node.op != "output" and node.name in known:
             take_dims(node, known[node.name])
-    return replace(chunk, bare=chunk.annotated, ready=None)
+    return replace(chunk, bare=gm, ready=None)
 
 
 def take_dims(node: Node, source: Node) -> None:
