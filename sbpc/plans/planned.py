@@ -22,8 +22,8 @@ from sbpc.plans.options import Options
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.crossings import wrong_crossings
 from sbpc.plans.staged.loop import Loop
+from sbpc.plans.staged.loop_checks import wrong_crossings
 from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline
@@ -306,10 +306,10 @@ class PlannedStep(Pipeline):
     def named(self) -> GraphModule | None:
         """The graph whose dims have symbols, of which chunks are parts. None where none have: of several chunks that were read from a file
         there is no such graph."""
+        if self.loop is None:
+            return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
-        if source is None or self.loop is None:
-            return source and source.annotated
-        return name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+        return None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -322,7 +322,7 @@ class PlannedStep(Pipeline):
 
     def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
         """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
-        mine = {at: self.programs[at] for at, owner in enumerate(self.owners) if owner == stage}
+        mine = {at: self.programs[at] for at in self.chunks_on(stage)}
         if self.named is None or self.loop is None:
             return mine
         return {at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps) for at, each in mine.items()}

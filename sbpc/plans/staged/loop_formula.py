@@ -23,11 +23,10 @@ from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
 from sbpc.plans.memory import POSITION, Life
-from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
-from sbpc.plans.staged.chunk_cost import ADDED, LEFT
+from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import Kept, arrivals
+from sbpc.plans.staged.part_memory import arrivals, kept_by
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
@@ -85,7 +84,7 @@ def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: C
             found, _, moved = kernels_and_transfers(nodes)
             add(kernels, found, times)
             add(transfers, moved, times)
-        for node in dict.fromkeys(programs.homes.values()) if plan.schedule != STEP else ():
+        for node in programs.summed if plan.schedule != STEP else ():
             kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
     mesh = next(iter(chunks.values())).chunk.mesh
     sending = [(each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]]
@@ -135,7 +134,7 @@ class ChunkMemory:
 
     def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
         self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.chunk.mesh
-        self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.chunk.unscheduled).items()}
+        self.given = {port: self.bytes_of(node) for port, node in placeholders(chunk.boxed).items()}
         self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind in (PARAMETER, BUFFER, SEED)))
         ends = [port for port in chunk.chunk.ports.outputs if port.kind == GRADIENT]
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
@@ -143,13 +142,12 @@ class ChunkMemory:
     @functools.cached_property
     def kept(self) -> dict[str, Any]:
         """Bytes by kind of what stays while other programs run."""
-        sums = {
-            node: node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, self.sizes, dims_at(node))
-            for node in dict.fromkeys(self.chunk.homes.values())
-        }
-        kept = Kept.by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.given.__getitem__)
-        left = sympy.Add(*(sums[node] for node in sums if node in self.chunk.homes))
-        return {**vars(kept), ADDED: sympy.Add(*sums.values()), LEFT: left}
+        return kept_by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.bytes_of)
+
+    def bytes_of(self, node: Node) -> Any:
+        """Returns the bytes of a value."""
+        value = node.meta["val"]
+        return value.element_size() * local(value, layout_at(node), self.mesh, self.sizes, dims_at(node))
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
