@@ -1,4 +1,4 @@
-"""Runs the stages of a pipeline over micro-batches, whoever moves the values: the run on real ranks and the simulation share this."""
+"""What a chunk holds while micro-batches run, whoever moves the values: the run on real ranks and the simulation share this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs whose stages work on micro-batches: seconds, bubble, communication and memory of the busiest rank."""
+"""What a step costs: seconds, bubble, communication and memory of the busiest rank. One program is one stage with one micro-batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 
 
 class Pipeline:
-    """Stages that work on micro-batches.
+    """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
     mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by chunk what it costs.
     arrivals: by chunk what it receives.
