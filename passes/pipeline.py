@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
@@ -29,17 +29,24 @@ from sbpc.passes.box import box
 from sbpc.passes.canonicalize.decompose import decompose
 from sbpc.passes.canonicalize.lift import lift
 from sbpc.passes.canonicalize.normalize import normalize
+from sbpc.passes.capture.capture import capture
 from sbpc.passes.explain import best_alternatives, explain
 from sbpc.passes.localize import localize
+from sbpc.passes.loop.body import loop_of
+from sbpc.passes.loop.micro_batches import micro_batches
+from sbpc.passes.loop.recompute import recompute
 from sbpc.passes.memory.limited_space import LimitedSpace, store
 from sbpc.passes.memory.search import MemorySearch
+from sbpc.passes.panels.cut import in_panels
 from sbpc.passes.schedule.choice import bounded, choose
 from sbpc.passes.schedule.schedule import schedule
-from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_captured
+from sbpc.passes.stages.cut import cut
+from sbpc.passes.verify import verify, verify_annotated, verify_assigned, verify_boxed, verify_captured
 from sbpc.plans import plan_bytes, plan_file, rank_programs
 from sbpc.plans.chunk import Assignment, Chunk, Rewriter
 from sbpc.plans.options import BYTES, Options
 from sbpc.plans.plan import Plan
+from sbpc.plans.program_check import verify_local
 from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.symbolic_sizes import declare
 from sbpc.plans.timeline import Event
@@ -49,12 +56,34 @@ progress = logging.getLogger("sbpc.progress")
 WEIGHTS = 3  # of streams that are tried
 GAP, TIE, FEW = 3e-2, 1e-9, 100_000  # see `finish`; seconds that differ by a smaller fraction than TIE are equal
 ALTERNATIVES = 3  # layouts of a parameter that a page shows besides its own
-FRONT: tuple[tuple[str, Callable[[GraphModule], GraphModule], Callable[[GraphModule], int]], ...] = (
-    ("normalize", normalize, verify_captured),
-    ("decompose", decompose, verify_captured),
-    ("lift", lift, verify_captured),
-    ("annotate", annotate, verify_annotated),
-)
+
+
+class Pass(NamedTuple):
+    """A pass: its name, what runs it, the check of the graph that it gives, and when it runs."""
+
+    name: str
+    run: Callable[..., Any]
+    check: Callable[..., Any]
+    when: str
+
+
+PASSES = {each.name: each for each in (  # in the order in which they run; `--dump` writes the graph after each
+    Pass("capture", capture, verify_captured, "always"),
+    Pass("normalize", normalize, verify_captured, "always"),
+    Pass("decompose", decompose, verify_captured, "always"),
+    Pass("lift", lift, verify_captured, "always"),
+    Pass("annotate", annotate, verify_annotated, "always"),
+    Pass("recompute", recompute, verify_annotated, "where recompute= is not 'none'"),
+    Pass("microbatches", micro_batches, verify_annotated, "in micro-batches that are no loop; in two halves where that is faster"),
+    Pass("loop", loop_of, verify_annotated, "in a loop over micro-batches, and in stages"),
+    Pass("cut", cut, verify_annotated, "in a loop: the graphs of its chunks"),
+    Pass("panels", in_panels, verify_annotated, "where panels= is above 1, or None and they are faster"),
+    Pass("assign", Space.solve, verify_assigned, "always; with memory= a `MemorySearch` besides"),
+    Pass("box", box, verify_boxed, "always"),
+    Pass("schedule", schedule, verify_boxed, "where collectives run beside computing"),
+    Pass("localize", localize, verify_local, "always, for each class of ranks"),
+)}  # fmt: skip
+FRONT = ("normalize", "decompose", "lift", "annotate")
 
 
 @dataclass
@@ -77,34 +106,44 @@ class Stages:
         self.times[name] = self.times.get(name, 0.0) + time.process_time() - start
         log.info("%s: %.2f s", name, self.times[name])
 
-    def show(self, name: str, gm: GraphModule) -> None:
-        """Writes the text of the graph after a pass, if asked to."""
+    def show(self, name: str, gm: GraphModule, where: str = "") -> None:
+        """Writes the text of the graph after a pass, if asked to. where: what the name of the file begins with."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{self.shown:02}_{name}.txt").write_text(graph_text(gm))
+            (self.dump / f"{self.shown:02}_{where}{PASSES[name].name}.txt").write_text(graph_text(gm))
             self.shown += 1
 
+    def run(self, name: str, *args: Any, **kwargs: Any) -> GraphModule:
+        """Runs a pass that gives one graph, checks that and shows it."""
+        with self.timed(name):
+            gm: GraphModule = PASSES[name].run(*args, **kwargs)
+        return self.passed(name, gm)
+
+    def passed(self, name: str, gm: GraphModule) -> GraphModule:
+        """Checks the graph that a pass has given, and shows it."""
+        with self.timed("verify"):
+            PASSES[name].check(gm)
+        self.show(name, gm)
+        return gm
 
     def show_plan(self, plan: Plan) -> None:
         """Writes the graphs of a finished plan, those of each chunk where there are several."""
         for at, (chunk, programs) in enumerate(zip(plan.chunks, plan.programs)) if self.dump is not None else ():
-            scheduled = [("schedule", programs.program(PARTS).gm)] if plan.overlaps else []
-            named = ("assign", chunk.graph), ("box", chunk.unscheduled), *scheduled, ("localize", programs.local_at(PARTS, True, 0))
-            for name, gm in named:
-                self.show(name if plan.loop is None else f"chunk{at}_{name}", gm)
+            graphs = {"assign": chunk.graph, "box": chunk.unscheduled}
+            if plan.loop is not None:
+                graphs = {"cut": chunk.annotated, **graphs}
+            if plan.overlaps:
+                graphs["schedule"] = programs.program(PARTS).gm
+            graphs["localize"] = programs.local_at(PARTS, True, 0)
+            for name, gm in graphs.items():
+                self.show(name, gm, "" if plan.loop is None else f"chunk{at}_")
 
 
 def front(captured: GraphModule, stages: Stages) -> GraphModule:
     """Returns the annotated graph of a captured one."""
-    verify_captured(captured)
-    stages.show("capture", captured)
     gm = captured
-    for name, run, check in FRONT:
-        with stages.timed(name):
-            gm = run(gm)
-        with stages.timed("verify"):
-            check(gm)
-        stages.show(name, gm)
+    for name in FRONT:
+        gm = stages.run(name, gm)
     return gm
 
 

@@ -71,14 +71,15 @@ def parallelize(
     layout. Where the plan has a `loss`, give `(*args, *targets)`. `module.clip_grad_norm_(max_norm)` clips the gradients by their
     norm over all ranks.
 
-    With a plan with pipeline stages `module.step(*args)` is the only way to run it: a rank holds the parameters of its stages, those
-    of other stages are None, and every rank gives the whole batch and gets the results. Whole state dicts load as they are;
+    A loop over micro-batches, with stages or without, is run by `module.step(*args)` alone: every rank gives the whole batch, the same
+    on all, and gets the results. For a forward, or a backward apart, give a plan of one program in `also`, which stages do not have:
+    there a rank holds the parameters of its stages, and those of other stages are None. Whole state dicts load as they are;
     `state_dict()` has this rank's stages alone, `sbpc.Checkpoints` saves all. Stages skip a step of `torch.amp.GradScaler` together if
     all have gradients of the same dtypes.
 
     also       more plans of the model, made with `pin=plan.parameters`, so that they store the parameters as `plan` does: for
-               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`. A call runs the plan
-               that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
+               arguments of other shapes, such as a last smaller batch, for `.eval()`, or with `train=False`; loops, too. A call runs the
+               plan that was made in the mode (train or eval) that the module is in and on arguments of the same shapes; of two such
                plans, the one with a backward if gradients are on; of plans made with other values of `model.beta`, say, the one made
                with that which `module.beta` has. There is one state, whichever plan runs:
 

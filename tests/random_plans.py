@@ -123,3 +123,8 @@ def never_drawn(plans: list[Plan]) -> Counter[str]:
         if not drawn:
             missing[op] += 1
     return missing
+
+
+def elsewhere(plan: Plan, mesh: Mesh) -> Plan:
+    """The plan of one program in the same layouts on another mesh with the same axes."""
+    return replace(plan, mesh=mesh, chunks=[replace(plan.chunk, mesh=mesh)])

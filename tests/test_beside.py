@@ -13,6 +13,7 @@ from sbpc.plans.cost import kernel_work
 from sbpc.plans.staged.schedules import FORWARD, Action, actions_of, shared_spans, spans
 from sbpc.plans.timeline import ACROSS, COMPUTE, Clock, Span, Work, makespan
 from tests import models
+from tests.random_plans import elsewhere
 
 LAN = CLUSTERS["ethernet"]
 ONE_CORE = replace(LAN, kernels_beside=2.0, links_beside=1.5)
@@ -34,7 +35,7 @@ def test_beside_a_collective_both_take_longer() -> None:
 def test_a_step_takes_longer_where_one_core_computes_and_sends() -> None:
     model, args = models.gpt2(batch=16, seq=32, width=64, heads=4, layers=2)
     plan = sbpc.baseline("data", model, args, Mesh(x=4, cluster=LAN), microbatches=1)
-    slower = replace(plan, mesh=Mesh(x=4, cluster=ONE_CORE))
+    slower = elsewhere(plan, Mesh(x=4, cluster=ONE_CORE))
     assert plan.cost.seconds < slower.cost.seconds < 2 * plan.cost.seconds
     assert slower.cost.compute_seconds == pytest.approx(plan.cost.compute_seconds)
     assert makespan(slower.timeline()) == pytest.approx(slower.cost.seconds)

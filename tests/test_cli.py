@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import sbpc
+from sbpc import Mesh
 from sbpc.cli.main import main
+from sbpc.passes.pipeline import PASSES
+from tests import models
 
 TARGET = """
 from pathlib import Path
@@ -161,11 +165,23 @@ def test_dump_writes_the_graph_after_every_pass(target, capsys, tmp_path):
     assert names == ["capture", "normalize", "decompose", "lift", "annotate", "assign", "box", "schedule", "localize"]
 
 
+def test_dump_has_what_is_computed_again_halves_and_panels_where_they_run_in_the_order_of_the_list(tmp_path):
+    model, args = models.gpt2(batch=8, layers=2)
+    cases = [
+        (Mesh(data=2, tensor=2, cluster="h100"), {"recompute": "full", "panels": 2, "microbatches": 2, "inputs": ["S(0)@data"] * 2}, {"recompute", "microbatches"}),
+        (Mesh(tensor=2, cluster="ethernet"), {"panels": 4, "pin": {"*up.weight": "S(0)"}}, {"panels"}),
+    ]
+    for at, (mesh, options, more) in enumerate(cases):
+        sbpc.plan(model, args, mesh, dump=tmp_path / str(at), **options)
+        names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / str(at)).iterdir())]
+        assert names == [name for name in PASSES if name in names] and more <= set(names), names
+
+
 def test_dump_of_a_pipeline_has_the_loop_and_each_chunk(target, capsys, tmp_path):
     asked = "--mesh", "pipe=2", "--stages", "pipe", "--microbatches", "2", "--objective", "serial"
     assert run("plan", f"{target}:model", *asked, "--dump", tmp_path / "dump") == 0
     names = [path.stem.split("_", 1)[1] for path in sorted((tmp_path / "dump").iterdir())]
-    assert names[5:] == ["loop", *(f"chunk{at}_{name}" for at in range(2) for name in ("assign", "box", "localize"))]
+    assert names[5:] == ["loop", *(f"chunk{at}_{name}" for at in range(2) for name in ("cut", "assign", "box", "localize"))]
     assert all((tmp_path / "dump" / f"{at:02}_{name}.txt").read_text() for at, name in enumerate(names))
 
 

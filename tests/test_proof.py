@@ -66,7 +66,7 @@ def corrupted(plan: Plan, seed: int) -> Plan:
     for at, table in enumerate(space.tables):  # type: ignore[attr-defined]
         if torch.rand((), generator=generator) < 0.2:
             labels[at] = int(torch.randint(len(table), (), generator=generator))
-    return dataclasses.replace(plan, assignment=space.assignment(labels), programs={})  # type: ignore[attr-defined]
+    return plan.with_layouts(space.assignment(labels))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["unfolded, exact by search", "folded", "bytes"])

@@ -26,6 +26,8 @@ from sbpc.passes.schedule.choice import choose
 from sbpc.passes.schedule.list_schedule import RULES, list_schedule
 from sbpc.passes.schedule.schedule import SLACK, ordered, schedule, seconds_of
 from sbpc.plans.memory import Life
+from sbpc.plans.staged.chunk_programs import whole
+from sbpc.plans.staged.stage_parts import PARTS
 from sbpc.plans.timeline import COMPUTE, STREAMS, busy_seconds, kind_of, makespan, sends, timeline, works
 from sbpc.runtime.prepared import prepared, wait
 from tests import models
@@ -84,8 +86,8 @@ def random_buckets(order: list[tuple[Node, bool]], seed: int) -> tuple[list[tupl
 
 def with_order(plan: Plan, order: list[tuple[Node, bool]], buckets: dict[Node, Node] | None = None) -> Plan:
     """The plan, its boxed graph in another order."""
-    result = replace(plan, programs={})
-    vars(result)["boxed"] = ordered(plan.unscheduled, order, buckets)
+    result = replace(plan)
+    result.programs[0].known[PARTS, False] = whole(plan.chunk, ordered(plan.unscheduled, order, buckets))
     return result
 
 
@@ -295,7 +297,7 @@ def test_a_wait_that_is_missing_or_read_past_is_found() -> None:
 
 
 def test_a_file_whose_starts_and_waits_do_not_match_is_refused(tmp_path: Path) -> None:
-    plan = replace(gpt_on_slow_links(microbatches=1)[0], programs={})
+    plan = replace(gpt_on_slow_links(microbatches=1)[0])
     plan.export(tmp_path / "step.sbpc")
     sbpc.load_programs(tmp_path / "step.sbpc")
     program = plan.local

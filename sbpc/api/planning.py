@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,7 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.mesh.pins import conflict
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
-from sbpc.passes.capture.capture import capture as capture_graph
-from sbpc.passes.loop.micro_batches import in_halves, micro_batches
-from sbpc.passes.loop.recompute import recompute as compute_again
+from sbpc.passes.loop.micro_batches import in_halves
 from sbpc.passes.panels.choice import all_in_panels, faster_in_panels, fitting_in_panels
 from sbpc.passes.pipeline import Stages, finish, front, make_plan
 from sbpc.plans.chunk import Assignment
@@ -182,28 +179,28 @@ class Task:
         """Returns the graph that computes again what `forms` say and works on micro-batches, and that without these if it does."""
         gm = self.gm
         if forms:
-            with self.stages.timed("recompute"):
-                gm = compute_again(gm, forms)
-            self.stages.show("recompute", gm)
+            gm = self.stages.run("recompute", gm, forms)
         count = asked.microbatches or 1
         if count == 1:
             return gm, None
         check_parts(gm, asked)
-        with self.stages.timed("microbatches"):
-            written = micro_batches(gm, count, mesh.cluster)
-        self.stages.show("microbatches", written)
-        return written, gm
+        return self.stages.run("microbatches", gm, count, mesh.cluster), gm
 
     def faster_in_halves(self, plan: Plan, asked: Wishes) -> Plan:
         """Returns the plan in two micro-batches if it may be and is faster, fits and is possible, else the plan."""
         if not may_gain(plan) or not plan.options.train or values_pinned(plan.annotated, plan.options.pin):
             return plan
         options = replace(plan.options, microbatches=2)
-        with suppress(PlanError, PinError, LayoutError), self.stages.timed("microbatches"):
-            halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, options.in_order, self.stages))
-            fits = options.memory is None or halves.cost.memory["total"] <= options.memory
-            return halves if fits and halves.cost.seconds < (1 - GAIN) * plan.cost.seconds else plan
-        return plan
+        try:
+            with self.stages.timed("microbatches"):
+                halves = in_halves(plan, asked, options, lambda gm, a: make_plan(gm, plan.mesh, a, 0.0, options.in_order, self.stages))
+        except (PlanError, PinError, LayoutError):  # the batch cannot be halved, or not beside the pins
+            return plan
+        fits = options.memory is None or halves.cost.memory["total"] <= options.memory
+        if not fits or halves.cost.seconds >= (1 - GAIN) * plan.cost.seconds:
+            return plan
+        self.stages.passed("microbatches", halves.annotated)
+        return halves
 
     def in_panels(self, plan: Plan, panels: int | None) -> Plan:
         """Returns the plan in so many panels; None: in as many as make it faster, if it may gain by them."""
@@ -211,7 +208,10 @@ class Task:
             return plan
         made = self.maker(plan)
         with self.stages.timed("panels"):
-            return faster_in_panels(plan, GAIN, made) if panels is None else all_in_panels(plan, panels, made)
+            found = faster_in_panels(plan, GAIN, made) if panels is None else all_in_panels(plan, panels, made)
+        if found is not plan:
+            self.stages.passed("panels", found.annotated)
+        return found
 
     def maker(self, plan: Plan) -> Callable[[GraphModule, Assignment], Plan]:
         """Returns what makes a plan like `plan` of a graph in panels and its assignment."""
@@ -290,11 +290,8 @@ def prepare(
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     targets = tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
     stages = Stages(None if dump is None else Path(dump))
-    with stages.timed("capture"):
-        captured = capture_graph(
-            model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture
-        )
-        gc.collect(0)  # the tracer leaves cycles, of a large model several times as many objects as its graph has
+    captured = stages.run("capture", model, args, kwargs, loss=loss, targets=targets, train=train, dtype=dtype, method=capture)
+    gc.collect(0)  # the tracer leaves cycles, of a large model several times as many objects as its graph has
     about = {
         "train": train,
         "model": type(model).__name__,

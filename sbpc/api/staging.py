@@ -19,7 +19,6 @@ from sbpc.passes.assign.expert_structure import Model
 from sbpc.passes.assign.space import Space
 from sbpc.passes.assign.wishes import Wishes, expert_alternatives, wishes
 from sbpc.passes.loop.recompute import blocks_of
-from sbpc.passes.loop.recompute import recompute as compute_again
 from sbpc.passes.pipeline import Stages, finish, make_chunk, searched
 from sbpc.passes.schedule.choice import Overlap, bare_seconds, heaviest, streams_of, weighted
 from sbpc.passes.stages.balance import between_blocks, blocks_at, places_of
@@ -44,7 +43,8 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     axis, baseline = asked.stages, asked.baseline
     if asked.dynamic is not None:
         asked = replace(asked, dynamic=check_names(gm, mesh, asked.dynamic))
-    gm = compute_again(gm, forms_of(gm, asked.recompute))
+    if again := forms_of(gm, asked.recompute):
+        gm = clocks.run("recompute", gm, again)
     count = asked.microbatches or usual_count(gm, 1 if axis is None else mesh.sizes[mesh.axis(axis)])
     asked = replace(asked, microbatches=count)
     options = of_body(asked)
@@ -75,7 +75,7 @@ def plan_stages(gm: GraphModule, clocks: Stages, mesh: Mesh, asked: Options) -> 
     plan.times = clocks.times
     if clocks.dump is not None:
         assert plan.loop is not None
-        clocks.show("loop", plan.loop.body)
+        clocks.passed("loop", plan.loop.body)
         clocks.show_plan(plan)
     return plan
 

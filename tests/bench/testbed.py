@@ -228,7 +228,7 @@ def plans_of(part: str, cluster: Cluster) -> dict[str, Plan]:
         return plans
     serial = [sbpc.plan(net, (inputs,), mesh, **about, objective="serial") for mesh in meshes.values()]
     best = min((plan for title, plan in plans.items() if title != STAGED), key=lambda plan: plan.cost.seconds)
-    in_order = replace(best, options=best.options.in_order, programs={})
+    in_order = replace(best, options=best.options.in_order)
     return plans | {IN_ORDER: in_order, SERIAL: min(serial, key=lambda plan: plan.cost.seconds)}
 
 

@@ -125,8 +125,8 @@ def memory_formula(plan: Pipeline, chunks: Chunks, sizes: Sequence[sympy.Symbol]
         peaks[sympy.Add(*(each.trained for each in of.values()))] = None
     most = largest([dict(term.as_coeff_Mul()[::-1] for term in sympy.Add.make_args(peak)) for peak in peaks])
     copies = plan.options.copies
-    stored = sympy.Add(*(each.stored + copies * each.trained for each in of.values()))
-    return stored + sympy.Max(*dict.fromkeys(map(total, most)), evaluate=False)
+    stored, trained = (sympy.Add(*(getattr(each, name) for each in of.values())) for name in ("stored", "trained"))
+    return copies * trained + sympy.Max(*dict.fromkeys(stored + total(each) for each in most), evaluate=False)
 
 
 class ChunkMemory:

@@ -65,14 +65,14 @@ def kept_by(chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], byte
 
 def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]:
     """Returns the most bytes that the program of some parts has alive at once besides what is there before it is given a micro-batch, and
-    how many of such it has just before its backward begins."""
+    how many of such that of a whole step has just before its backward begins."""
     life = chunk.life if which == PARTS else Life.of(gm, chunk.chunk.mesh)
     there, beside = arrivals(chunk, which, gm)
     about = ((chunk.chunk.shapes[port], chunk.chunk.given[port]) for port in beside)
     come = sum(bytes_at(*each, chunk.chunk.mesh) for each in about)
     peak = max(life.peak, POSITION * len(chunk.chunk.mesh.axes))  # the second where nothing runs
     before = sum(size for size, node in zip(life.size, life.owner) if node in there)
-    return peak + come - before, life.saved and life.saved - before
+    return peak + come - before, life.saved - before if which == PARTS and life.saved else 0
 
 
 def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:
