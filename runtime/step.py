@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Container, Mapping, Sequence
 from itertools import repeat
@@ -64,7 +65,8 @@ class Runner:
     elsewhere: Container[str] = ()  # parameters that this rank has, and that another stage counts
 
     def __init__(self, plan: Plan | Programs, executor: Executor, where: torch.device) -> None:
-        self.plan, self.executor, self.where = plan, executor, where
+        self.plan = copy.copy(plan)  # `certify` may put other layouts into the plan itself, and the weights stay in these
+        self.executor, self.where = executor, where
         self.layouts, self.coordinates = self.held()
         ports, self.shapes = plan.ports, plan.shapes
         self.positions = [torch.tensor([at], device=where) for at in self.coordinates]
@@ -244,7 +246,8 @@ class Runner:
                 )
             return given.redistribute(mesh, home).to_local(grad_placements=home)
         bind.check(f"argument {port.name}", given, planned, self.local_shapes[port])
-        if given.device.type != self.where.type and (given.is_meta or given.dim()):
+        moves = self.plan.loop is not None and not given.is_meta  # each micro-batch comes to the device when it runs
+        if given.device.type != self.where.type and not moves and (given.is_meta or given.dim()):
             raise PlanError(
                 f"argument {port.name} is on {given.device}, this rank computes on {self.where}\n"
                 f"  Move it there: .to('{self.where}')."

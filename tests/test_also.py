@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import sbpc
 from sbpc import Mesh
+from sbpc.runtime.module import runner_of
 from tests.module_checks import Stats
 from tests.module_worlds import batch, seeded
 from tests.processes import run_ranks
@@ -60,6 +61,9 @@ def on_ranks(first: sbpc.Plan, other: sbpc.Plan, *others: sbpc.Plan) -> dict[str
     found["step"] = trained(module, lambda module, *args: module.step(*args))
     found["state"] = {name: whole(value) for name, value in module.state_dict().items()}
     found["errors"] = [said(call) for call in misuses(model, module, first, other, others)]
+    module = sbpc.parallelize(model, first, also=others)
+    vars(first).update(vars(other))  # as `certify` does that finds a better plan
+    found["replaced"] = trained(module, backward)
     return found
 
 
@@ -120,7 +124,7 @@ def test_each_call_runs_the_plan_of_its_mode_and_shapes_on_one_state() -> None:
     expected = trained(alone, backward)
     for found in run_ranks(on_ranks, 2, *plans_of(seeded(Stats))):
         assert found["backward"] == pytest.approx(expected, rel=1e-12)
-        assert found["step"] == pytest.approx(expected, rel=1e-12)
+        assert found["step"] == pytest.approx(expected, rel=1e-12) == found["replaced"]
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(found["state"][name], value, rtol=1e-12, atol=1e-14)
         assert found["errors"] == ERRORS
@@ -154,6 +158,10 @@ def of_loops(plans: dict[str, sbpc.Plan]) -> list[tuple[str, list[Tensor]]]:
                         module.step(*batch(1, rows))
                 loss = backward(module, *batch(0, rows)) if way == "backward" else module.step(*batch(0, rows))
                 found.append((f"{way} {rows}", [loss, *(whole(p.grad) for p in module.parameters())]))
+        runner, (x, _) = runner_of(module), batch(0, 8)
+        if first == "loop":
+            runner.where = torch.device("meta")  # another device than that of the batch, of which micro-batches go there one by one
+            assert runner.shard_of(runner.inputs[0], x, True) is x
     return found
 
 

@@ -155,7 +155,7 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
     axes = {"pipe": 2, "x": 2} if schedule else {"x": 2}
 
     def planned(batch: int, count: int, **options: Any) -> Any:
-        model, args = models.gpt2(batch=batch, layers=2)
+        model, args = models.gpt2(batch=batch, layers=2, heads=4)  # as many as micro-batches
         mesh = Mesh(**axes, cluster="h100")
         return sbpc.baseline("data", model, args, mesh, microbatches=count, objective="serial", **stages, **options)
 
@@ -170,6 +170,8 @@ def test_formulas_have_the_number_of_micro_batches_and_the_batch(schedule: str) 
         sent = float(cost.bytes_expr["x"].xreplace(numbers))
         assert sent == pytest.approx(cost.bytes_sent["x"], rel=1e-9) if not stages else 0 < sent <= cost.bytes_sent["x"]
     assert {"b", "s", "m", "x"} <= set(map(str, named.cost.expr.free_symbols))
+    bodies: list[Any] = [plan.body for plan in plans]
+    assert not any({"m", "batch"} & set(map(str, body.cost.memory_expr.free_symbols)) for body in bodies)  # formulas of their own
 
 
 def test_gradients_of_arguments_are_joined() -> None:

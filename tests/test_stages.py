@@ -334,7 +334,7 @@ def test_equal_chunks_are_measured_once(share: float) -> None:
     else:
         assert isinstance(plan.programs, OnUse)
         assert len(plan.programs.made) == len(set(likenesses(plan))) < len(plan.chunks)
-    for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.by, plan.programs), strict=True)):
+    for at, (cost, alone) in enumerate(zip(plan.parts, map(ChunkCost.of, plan.programs), strict=True)):
         assert (cost.homes, cost.trained, cost.adds()) == (alone.homes, alone.trained, alone.adds())
         assert [cost.held(kind) for kind in GROUP_OF] == [alone.held(kind) for kind in GROUP_OF]
         for which in plan.tally(at):

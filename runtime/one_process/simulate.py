@@ -19,7 +19,7 @@ from sbpc.plans.staged.schedules import Action, in_turn
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime import bind
 from sbpc.runtime.one_process.lockstep import lockstep, storages
-from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
+from sbpc.runtime.staged.stage_run import Joined, StageRun, before_loop, micro_batch
 
 
 @dataclass
@@ -193,7 +193,7 @@ class LoopSimulation:
     def act(self, action: Action) -> None:
         """Runs one action on all ranks of its stage."""
         which = self.plan.runs(action)
-        for port in arrivals(self.plan.chunks[action.chunk], which):
+        for port in self.plan.chunks[action.chunk].arriving(which):
             self.receive(action.chunk, port, action.micro_batch)
         self.run(which, action.chunk, action.micro_batch)
 

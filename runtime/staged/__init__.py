@@ -1,1 +1,1 @@
-"""Runs the stages of a pipeline on a rank."""
+"""Runs a loop over micro-batches on a rank, with stages or with one."""

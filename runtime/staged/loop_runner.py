@@ -19,7 +19,7 @@ from sbpc.plans.staged.stage_parts import AFTER, BEFORE, Parts
 from sbpc.runtime.accumulate import Sums
 from sbpc.runtime.device_kernels import placed
 from sbpc.runtime.executors import BoxedFunction, Executor
-from sbpc.runtime.staged.stage_run import Joined, StageRun, arrivals, before_loop, micro_batch
+from sbpc.runtime.staged.stage_run import Joined, StageRun, before_loop, micro_batch
 from sbpc.runtime.start.mail import Mail
 from sbpc.runtime.start.same_calls import SameCalls
 from sbpc.runtime.step import Runner
@@ -37,7 +37,7 @@ class LoopRunner(Runner):
         self.loop, self.stage = plan.loop, plan.stage_of(dist.get_rank())
         self.mail: Callable[[torch.device], Mail] = Mail  # makes the messages of a step
         self.place = plan.ranks_of(self.stage).index(dist.get_rank())
-        self.mine = [at for at, owner in enumerate(plan.owners) if owner == self.stage]
+        self.mine = plan.chunks_on(self.stage)
         self.peers = [plan.ranks_of(stage)[self.place] for stage in range(plan.stages)]  # by stage, whom this rank talks to
         self.places = {action: place for mine in plan.actions for place, action in enumerate(mine)}  # in its stage's order
         self.numbers = {name: at for at, name in enumerate(plan.sources)}
@@ -73,9 +73,10 @@ class LoopRunner(Runner):
 
     def joint(self, values: list[Tensor], sums: Sums) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Runs a step. Returns results, and gradients by port."""
-        results, gradients = Step(self, dict(zip(self.takes, values)), sums).run()
+        given = dict(zip(self.takes, values))
+        results, gradients = Step(self, given, sums).run()
         asked = [
-            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)]
+            gradients.get(port.name) if is_parameter else results[Port(INPUT_GRADIENT, port.name)].to(given[port].device)
             for port, is_parameter in self.gradients.items()
         ]
         return [results[port] for port in self.results], asked
@@ -136,19 +137,14 @@ class Step:
     def expect(self, action: Action) -> None:
         """Begins to receive what an action reads of other stages."""
         chunk = self.plan.chunks[action.chunk]
-        for port in arrivals(chunk, self.plan.runs(action)):
+        for port in chunk.arriving(self.plan.runs(action)):
             source, sent = self.plan.sources[chunk.receives[port]] if port in chunk.receives else (action.chunk, None)
             if sent is not None and self.plan.owners[source] != self.runner.stage:
                 name, value = chunk.receives[port], chunk.shapes[port]
-                shape = chunk.given[port].local_shape(value.shape, self.plan.inner.sizes, self.place)
+                shape = chunk.given[port].local_shape(value.shape, self.plan.inner.sizes, self.runner.coordinates)
                 peer = self.runner.peers[self.plan.owners[source]]
                 times = sum(name in self.plan.chunks[at].receives.values() for at in self.runner.mine)
                 self.mail.expect(self.key(name, action), peer, shape, value.dtype, times)
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Where this rank stands on the mesh of its stage."""
-        return self.plan.inner.coordinates(self.runner.place)
 
     def key(self, name: str, action: Action) -> int:
         """Returns the number of a message, the same on both ends."""
@@ -157,13 +153,13 @@ class Step:
     def arrive(self, action: Action, which: Parts) -> None:
         """Puts what the program of some parts reads among the values of the micro-batch."""
         chunk, run, batch = self.plan.chunks[action.chunk], self.runs[action.chunk], action.micro_batch
-        for port in arrivals(chunk, which):
+        for port in chunk.arriving(which):
             if port in chunk.receives:
                 value = self.mail.receive(self.key(chunk.receives[port], action))
                 self.arrived(*self.plan.sources[chunk.receives[port]], batch)
             else:
                 whole = micro_batch(self.loop, chunk.arguments[port], batch, self.leaves, self.before)
-                value = chunk.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.place)
+                value = chunk.given[port].shard(whole.to(self.runner.where), self.plan.inner.sizes, self.runner.coordinates)
             run.batches.setdefault(batch, {})[run.programs.own[port]] = value
 
     def arrived(self, source: int, port: Port, batch: int) -> None:
@@ -211,7 +207,7 @@ class Step:
         having = self.plan.shared.get(name, list(known))
         chunks = self.plan.summands.get(name, list(known))
         port, chunk = Port(PARAMETER, name), self.plan.chunks[having[0]]
-        shape = chunk.given[port].local_shape(chunk.shapes[port].shape, self.plan.inner.sizes, self.place)
+        shape = chunk.given[port].local_shape(chunk.shapes[port].shape, self.plan.inner.sizes, self.runner.coordinates)
         first = len(self.plan.sources) * self.loop.count
         keys = {pair: first + at for at, pair in enumerate(self.pairs)}
         others = {self.plan.owners[at] for at in having} - {self.runner.stage}

@@ -1,4 +1,4 @@
-"""Runs the stages of a pipeline over micro-batches, whoever moves the values: the run on real ranks and the simulation share this."""
+"""What a chunk holds while micro-batches run, whoever moves the values: the run on real ranks and the simulation share this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sbpc._compat import storage_of
-from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, TANGENT, Port
+from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, Port
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
@@ -131,9 +131,3 @@ def join(how: Any, values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values), how)
     stacked = torch.stack(list(values))
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
-
-
-def arrivals(chunk: Chunk, which: Parts) -> list[Port]:
-    """Returns the ports of a chunk that a micro-batch fills before the program of some parts runs."""
-    kinds = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
-    return [port for port in chunk.ports.inputs if kinds.get(port.kind)]

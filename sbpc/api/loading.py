@@ -23,7 +23,7 @@ from sbpc.plans.chunk import Assignment, Chunk
 from sbpc.plans.plan import Plan
 from sbpc.plans.plan_file import NAMED, Decoder, decode
 from sbpc.plans.rank_programs import Programs
-from sbpc.plans.staged.loaded_loop import mistakes
+from sbpc.plans.staged.loop_checks import mistakes
 from sbpc.plans.symbolic_sizes import name_dims
 from sbpc.runtime.exported import load_programs, module_of, weights_beside
 

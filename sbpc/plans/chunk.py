@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 
 from sbpc.graph.no_gc import uncollected
 from sbpc.graph.operands import value_of
-from sbpc.graph.ports import INPUT, PARAMETER, Port, Ports, outputs, placeholders, results
+from sbpc.graph.ports import INPUT, PARAMETER, TANGENT, Port, Ports, outputs, placeholders, results
 from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.layout import Layout
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.measure import lacks_rule, replicated
-from sbpc.plans.staged.schedules import INPUTS
-from sbpc.plans.staged.stage_parts import parts_of
+from sbpc.plans.staged.schedules import FORWARD, INPUTS
+from sbpc.plans.staged.stage_parts import Parts, parts_of
 from sbpc.rules.choices import Choice
 
 T = TypeVar("T")
@@ -164,6 +164,12 @@ class Chunk:
     def sends_late(self) -> frozenset[Port]:
         """The ports of what the backward sends."""
         return frozenset(port for port, node in outputs(self.bare) if port in self.sends and self.parts[node] == INPUTS)
+
+    def arriving(self, which: Parts) -> list[Port]:
+        """Returns the ports that a micro-batch fills before the program of some parts runs: inputs for the forward, and what later stages
+        send back for the backward of inputs."""
+        kinds = {INPUT: FORWARD in which, TANGENT: INPUTS in which}
+        return [port for port in self.ports.inputs if kinds.get(port.kind)]
 
     def value(self, port: Port) -> Tensor:
         """Returns a tensor without data like an output."""

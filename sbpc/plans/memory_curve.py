@@ -14,9 +14,8 @@ from torch.fx import Node
 from sbpc.graph.ports import BUFFER, PARAMETER, SEED, results
 from sbpc.plans.memory import POSITION, Life, phase_of
 from sbpc.plans.planned import PlannedStep
-from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
 from sbpc.plans.staged.chunk_programs import ChunkPrograms, Program
-from sbpc.plans.staged.part_memory import arrivals, bytes_at
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, arrivals, bytes_at
 from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import PARTS, Parts
 
@@ -81,7 +80,7 @@ class Piece:
 
 def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
     """Returns the curve of a step on a rank of a stage."""
-    parts = {at: plan.parts[at] for at, owner in enumerate(plan.owners) if owner == stage}
+    parts = {at: plan.parts[at] for at in plan.chunks_on(stage)}
     trained = sum(part.trained for part in parts.values())
     stored = {PARAMETERS: sum(sum(part.homes.values()) for part in parts.values()), OPTIMIZER: plan.options.copies * trained}
     always = Counter(stored) + Counter({INPUTS: sum(part.buffers for part in parts.values())})
@@ -106,13 +105,12 @@ def memory_curve(plan: PlannedStep, stage: int) -> MemoryCurve:
 
 def held_at(plan: PlannedStep, stage: int, found: Sequence[Any], moment: int, trained: int) -> Iterator[Held]:
     """Yields what is alive at a moment of a step."""
-    for at, (part, owner) in enumerate(zip(plan.parts, plan.owners)):
-        if owner == stage:
-            yield from (Held(name, PARAMETERS, name.rpartition(".")[0], size) for name, size in part.homes.items() if size)
-            chunk = plan.chunks[at]
-            for port, value in chunk.shapes.items():
-                if port.kind in (BUFFER, SEED) and (size := bytes_at(value, chunk.given[port], chunk.mesh)):
-                    yield Held(port.name, INPUTS, port.name.rpartition(".")[0], size)
+    for at in plan.chunks_on(stage):
+        chunk, homes = plan.chunks[at], plan.parts[at].homes
+        yield from (Held(name, PARAMETERS, name.rpartition(".")[0], size) for name, size in homes.items() if size)
+        for port, value in chunk.shapes.items():
+            if port.kind in (BUFFER, SEED) and (size := bytes_at(value, chunk.given[port], chunk.mesh)):
+                yield Held(port.name, INPUTS, port.name.rpartition(".")[0], size)
     if state := plan.options.copies * trained:
         yield Held(OPTIMIZER, OPTIMIZER, "", state)
     for _, held, each in found:

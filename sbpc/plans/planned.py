@@ -22,8 +22,8 @@ from sbpc.plans.options import Options
 from sbpc.plans.program_check import REPORT
 from sbpc.plans.staged.chunk_cost import ChunkCost, costs_of
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.crossings import wrong_crossings
 from sbpc.plans.staged.loop import Loop
+from sbpc.plans.staged.loop_checks import wrong_crossings
 from sbpc.plans.staged.loop_formula import name_parts, terms, with_dims
 from sbpc.plans.staged.part_memory import bytes_at
 from sbpc.plans.staged.pipeline_cost import Pipeline
@@ -305,12 +305,18 @@ class PlannedStep(Pipeline):
         return self.programs[0].life
 
     @functools.cached_property
-    def numbers(self) -> dict[str, int]:
-        """The numbers of the symbols in dims. A loop of several chunks that was read from a file has none."""
+    def named(self) -> GraphModule | None:
+        """The graph whose dims have symbols, of which chunks are parts. None where none have: of several chunks that were read from a file
+        there is no such graph."""
         if self.loop is None:
-            return dict(self.annotated.meta.get("dynamic", {}))
+            return self.annotated
         source = self.body or (self if len(self.chunks) == 1 else None)
-        return {} if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+        return None if source is None else name_parts(source.annotated, self.loop, self.inner, self.options.dynamic or {})
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The numbers of the symbols in dims."""
+        return {} if self.named is None else self.named.meta.get("dynamic", {})
 
     def terms_of(self, stage: int) -> Callable[[], Terms]:
         """Returns what makes the terms of the formulas of a stage's cost."""
@@ -318,8 +324,7 @@ class PlannedStep(Pipeline):
 
     def symbolic(self, stage: int) -> dict[int, ChunkPrograms]:
         """Returns the programs of a stage's chunks by their number, with symbolic dims if there are any."""
-        mine = {at: self.programs[at] for at, owner in enumerate(self.owners) if owner == stage}
-        if not self.numbers or self.loop is None:
+        mine = {at: self.programs[at] for at in self.chunks_on(stage)}
+        if self.named is None or self.loop is None:
             return mine
-        source = (self.body or self).annotated
-        return {at: ChunkPrograms(with_dims(each.chunk, source), self.in_loop, self.overlaps) for at, each in mine.items()}
+        return {at: ChunkPrograms(with_dims(each.chunk, self.named), self.in_loop, self.overlaps) for at, each in mine.items()}

@@ -64,20 +64,20 @@ def formula(text: Any, what: str) -> sympy.Expr:
         return build(ast.Pass())
 
 
-def declare(gm: GraphModule, dynamic: Mapping[str, Any]) -> dict[str, int]:
+def declare(gm: GraphModule, dynamic: Mapping[str, Any], outside: Set[str] = frozenset()) -> dict[str, int]:
     """Puts symbolic dims on every value of an annotated graph, and returns the number of every symbol at the captured sizes.
 
     dynamic: name of a parameter (or pattern) or of an input -> its dims, each a text, an integer or None for the number
     it is; name of a symbol that no dim has alone -> its number. After: `meta["dims"]` on every placeholder and call, one
     tuple per output, and `meta["factors"]` on every call that has a rule; `meta["parts"]` the same for what a call may be
-    taken apart into.
+    taken apart into. outside: symbols of which no value has that many elements, so that none is named so for its number alone.
 
     Raises SbpcError if a name is unknown, or if the dims do not fit the shapes or each other.
     """
     given = read(gm, dynamic)
     numbers = {name: size for name, size in dynamic.items() if isinstance(size, int)}
     known = solve(given, numbers)
-    walk = Walk(given, known, numbers.keys())
+    walk = Walk(given, known, numbers.keys(), outside)
     walk.given = given = met(gm, walk)
     for _ in range(2):  # the second time with the dims that outputs have for their tangents
         for node in gm.graph.nodes:
@@ -183,18 +183,18 @@ def solve(given: Mapping[Node, Dims], numbers: Mapping[str, int]) -> dict[str, i
 class Walk:
     """Finds the sizes of values and of factors, node by node in the order of the graph.
 
-    given: the dims of placeholders. known: the numbers of symbols. called: the symbols that were given as numbers.
+    given: the dims of placeholders. known: the numbers of symbols. called: the symbols that were given as numbers. outside: see `declare`.
     """
 
-    def __init__(self, given: dict[Node, Dims], known: Mapping[str, int], called: Set[str]) -> None:
+    def __init__(self, given: dict[Node, Dims], known: Mapping[str, int], called: Set[str], outside: Set[str]) -> None:
         self.given, self.notes = dict(given), list[str]()
         self.numbers: dict[Any, int] = {}  # by symbol of a size that is not known yet: its number
         self.same: dict[Any, Any] = {}  # by such a symbol: what it is, as far as that has been met
         self.sizes: dict[tuple[Node, int], tuple[Size, ...]] = {}
-        self.called = {known[name]: symbol(name) for name in sorted(called)}
+        self.called = {known[name]: symbol(name) for name in sorted(called - outside)}
         self.declared: dict[int, list[Any]] = {}  # by number: the dims and symbols that are declared with it
         dims = [dim for dims in given.values() for dim in dims if dim.free_symbols]
-        for dim in dict.fromkeys([*map(symbol, known), *dims]):
+        for dim in dict.fromkeys([*(symbol(name) for name in known if name not in outside), *dims]):
             number = int(dim.subs({symbol(name): size for name, size in known.items()}))
             self.declared.setdefault(number, []).append(dim)
 
@@ -326,9 +326,12 @@ def size_of(dim: Any, factors: Mapping[str, Size]) -> Size:
     return (*literal, *(atom for factor in dim.factors for atom in factors[factor]))
 
 
-def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the dims of the graph symbolic, with the symbols' numbers in `meta["dynamic"]`; returns `dynamic` as JSON values."""
-    numbers = declare(gm, dynamic)
+def name_dims(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any], outside: Set[str] = frozenset()) -> dict[str, Any]:
+    """Makes the dims of the graph symbolic, with the symbols' numbers in `meta["dynamic"]`; returns `dynamic` as JSON values.
+
+    outside: see `declare`.
+    """
+    numbers = declare(gm, dynamic, outside)
     taken = sorted(name for name in numbers if name in mesh.axes or in_formulas(name))
     if taken:
         raise SbpcError(f"dynamic: {taken[0]!r} is the name of something else in the formula\n  Call the dim otherwise.")

@@ -1,1 +1,1 @@
-"""Plans with the stages of a pipeline: what they are made of, and what they cost."""
+"""How a step is run, as one program, in a loop or in stages: its parts and programs, their order, and what they cost."""

@@ -18,12 +18,10 @@ from sbpc.graph.ports import BUFFER, GRADIENT, PARAMETER, SEED, Port, placeholde
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.measure import comm_totals, compute_totals, kernels_and_transfers, layout_at, sum_kernel
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
-from sbpc.plans.staged.part_memory import Kept, bytes_at, rise
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HOME, LEFT, SAVED, bytes_at, kept_by, rise
 from sbpc.plans.staged.schedules import FORWARD, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 from sbpc.plans.timeline import COMPUTE, busy_seconds, makespan, timeline
-
-GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class ChunkCost:
     """What a chunk costs on the busiest rank.
 
     homes: bytes by parameter. trained: of trained ones. buffers: of these, and of the seed of random numbers. held: the bytes of a kind
-    that stays while other programs run: those of `Kept`, ADDED (gradients while they add up) or LEFT (those that add up in their home; a
-    program that brings the first ones home keeps no others). program: by parts of a step, what the program costs that runs these.
+    that stays while other programs run, see `kept_by`; a program that brings the first gradients home keeps no sums but those that are
+    LEFT. program: by parts of a step, what the program costs that runs these.
     rise: the most bytes that this has alive besides what is there before, and those of them between its forward and its backward;
     whether its gradients are the first ones. adds: seconds in which the gradients of a micro-batch are added to others.
     """
@@ -76,12 +74,7 @@ class ChunkCost:
     adds: Callable[[], float]
 
     @classmethod
-    def of(cls, chunk: Chunk, in_loop: Container[Port], overlaps: bool = True) -> ChunkCost:
-        """Measures a chunk. in_loop: what is boxed for every micro-batch. overlaps: whether anything runs beside computing."""
-        return cls.by(ChunkPrograms(chunk, in_loop, overlaps))
-
-    @classmethod
-    def by(cls, programs: ChunkPrograms) -> ChunkCost:
+    def of(cls, programs: ChunkPrograms) -> ChunkCost:
         """Measures a chunk by its programs."""
         chunk = programs.chunk
         stored = {port: bytes_at(value, chunk.given[port], chunk.mesh) for port, value in chunk.shapes.items()}
@@ -91,9 +84,7 @@ class ChunkCost:
 
         @functools.cache
         def kept() -> dict[str, int]:
-            size = {node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh) for node in dict.fromkeys(programs.homes.values())}
-            left = sum(size[node] for node in size if node in programs.homes)
-            return {**vars(Kept.by(programs)), ADDED: sum(size.values()), LEFT: left}
+            return kept_by(programs, lambda life: life.size, lambda node: bytes_at(node.meta["val"], layout_at(node), chunk.mesh))
 
         @functools.cache
         def program(which: Parts) -> ProgramCost:
@@ -104,7 +95,7 @@ class ChunkCost:
             return rise(programs, which, programs.program(which, not first).gm)
 
         def adds() -> float:
-            return compute_totals(Counter(map(sum_kernel, dict.fromkeys(programs.homes.values()))), chunk.mesh)[0]
+            return compute_totals(Counter(map(sum_kernel, programs.summed)), chunk.mesh)[0]
 
         return cls(
             homes, trained, buffers, lambda kind: int(kept()[kind]), lambda which: program(programs.of(which)),
@@ -115,12 +106,12 @@ class ChunkCost:
 def costs_of(chunks: Sequence[Chunk], in_loop: Container[Port], programs: Sequence[ChunkPrograms]) -> list[ChunkCost]:
     """Returns what chunks of one model cost. Those that are alike, as equal blocks are, are measured once."""
     if len(chunks) == 1:
-        return [ChunkCost.by(programs[0])]
+        return [ChunkCost.of(programs[0])]
     known, costs, numbers = dict[Hashable, ChunkCost](), list[ChunkCost](), Numbers()
     for at, chunk in enumerate(chunks):
         key = likeness(chunk, in_loop, numbers)
         if key not in known:
-            known[key] = ChunkCost.by(programs[at])
+            known[key] = ChunkCost.of(programs[at])
         names = [port.name for port in chunk.ports.inputs if port.kind == PARAMETER]
         costs.append(replace(known[key], homes=dict(zip(names, known[key].homes.values(), strict=True))))
     return costs

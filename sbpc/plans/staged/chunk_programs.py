@@ -67,37 +67,47 @@ class ChunkPrograms:
         self.local = dict[tuple[Parts, bool, Any], GraphModule]()
 
     @functools.cached_property
+    def boxed(self) -> GraphModule:
+        """The graph out of which all these programs are cut, whatever the chunk forgets meanwhile."""
+        return self.chunk.unscheduled
+
+    @functools.cached_property
     def parts(self) -> dict[Node, str]:
-        return parts_of(self.chunk.unscheduled, self.in_loop)
+        return parts_of(self.boxed, self.in_loop)
 
     @functools.cached_property
     def homes(self) -> dict[Node, Node]:
-        return {node: summand(node, self.parts) for _, node in outputs(self.chunk.unscheduled, GRADIENT)}
+        return {node: summand(node, self.parts) for _, node in outputs(self.boxed, GRADIENT)}
+
+    @functools.cached_property
+    def summed(self) -> dict[Node, None]:
+        """The nodes whose values add up, each once."""
+        return dict.fromkeys(self.homes.values())
 
     @functools.cached_property
     def home(self) -> dict[Port, str]:
-        return {port: node.name for port, node in outputs(self.chunk.unscheduled, GRADIENT)}
+        return {port: node.name for port, node in outputs(self.boxed, GRADIENT)}
 
     @functools.cached_property
     def accumulated(self) -> dict[Port, str]:
-        return {port: self.homes[node].name for port, node in outputs(self.chunk.unscheduled, GRADIENT)}
+        return {port: self.homes[node].name for port, node in outputs(self.boxed, GRADIENT)}
 
     @functools.cached_property
     def outputs(self) -> dict[Port, str]:
-        return {port: node.name for port, node in outputs(self.chunk.unscheduled, OUTPUT)}
+        return {port: node.name for port, node in outputs(self.boxed, OUTPUT)}
 
     @functools.cached_property
     def ends(self) -> set[Node]:
         """The nodes in which programs end."""
-        return {node for port, node in outputs(self.chunk.unscheduled) if port.kind != GRADIENT or self.parts[node] == AFTER}
+        return {node for port, node in outputs(self.boxed) if port.kind != GRADIENT or self.parts[node] == AFTER}
 
     @functools.cached_property
     def fixed(self) -> dict[Port, str]:
-        return {port: node.name for port, node in placeholders(self.chunk.unscheduled, PARAMETER, BUFFER, SEED).items()}
+        return {port: node.name for port, node in placeholders(self.boxed, PARAMETER, BUFFER, SEED).items()}
 
     @functools.cached_property
     def own(self) -> dict[Port, str]:
-        return {port: node.name for port, node in placeholders(self.chunk.unscheduled, INPUT, TANGENT).items()}
+        return {port: node.name for port, node in placeholders(self.boxed, INPUT, TANGENT).items()}
 
     @functools.cached_property
     def calls(self) -> dict[str, list[Node]]:
@@ -120,7 +130,7 @@ class ChunkPrograms:
 
     def makes(self, which: Parts) -> frozenset[str]:
         """Returns the names of the gradients that add up and that some parts make."""
-        return frozenset(node.name for node in self.homes.values() if self.parts[node] in which)
+        return frozenset(node.name for node in self.summed if self.parts[node] in which)
 
     def program(self, which: Parts, adding: bool = True) -> Program:
         """Returns the program of some parts. adding: whether earlier micro-batches have left sums of the gradients that it makes; that
@@ -129,7 +139,7 @@ class ChunkPrograms:
         adding = adding and which != PARTS
         if (which, adding) not in self.known:
             if which == PARTS:
-                self.known[which, adding] = whole(self.chunk, self.scheduled(self.chunk.unscheduled))
+                self.known[which, adding] = whole(self.boxed, self.scheduled(self.boxed))
             elif adding:
                 program = extracted(self, which)
                 self.known[which, adding] = replace(program, gm=self.scheduled(program.gm))
@@ -154,16 +164,16 @@ class ChunkPrograms:
         return Life.of(self.program(PARTS).gm, self.chunk.mesh)
 
 
-def whole(chunk: Chunk, gm: GraphModule) -> Program:
-    """Returns the program of all parts of a step: the scheduled graph `gm`, with the ports of the chunk."""
+def whole(boxed: GraphModule, gm: GraphModule) -> Program:
+    """Returns the program of all parts of a step: `gm`, the scheduled graph of `boxed`."""
     reads = tuple(node.name for node in placeholders(gm).values())
-    return Program(gm, reads, (), (), tuple("" if node is None else node.name for node in results(chunk.unscheduled)))
+    return Program(gm, reads, (), (), tuple("" if node is None else node.name for node in results(boxed)))
 
 
 def extracted(chunk: ChunkPrograms, which: Parts) -> Program:
     """Returns the program of some parts, in the order of the chunk's graph. It adds its gradients to sums as soon as they are there."""
-    gm, parts, body = chunk.chunk.unscheduled, chunk.parts, calls_in(chunk.parts, which)
-    inside, summed = set(body), dict.fromkeys(chunk.homes.values())
+    gm, parts, body = chunk.boxed, chunk.parts, calls_in(chunk.parts, which)
+    inside, summed = set(body), chunk.summed
     made = [node for node in summed if parts[node] in which]
     boxed = {used for node in body if parts[node] == AFTER for used in node.all_input_nodes if used in summed}
     reads = list(dict.fromkeys(
@@ -199,7 +209,7 @@ def value_meta(node: Node) -> dict[str, Any]:
 
 def is_given(chunk: ChunkPrograms, node: Node, which: Parts) -> bool:
     """Returns whether a program of some parts gives a value: what ends in it, and what others read but as a sum."""
-    own, added = chunk.parts[node], node in chunk.homes.values()
+    own, added = chunk.parts[node], node in chunk.summed
     if node in chunk.ends:
         return True
     readers = {chunk.parts.get(user) for user in node.users} - ({None, AFTER} if added else {None})

@@ -1,4 +1,4 @@
-"""A step as a loop over micro-batches: what is done before, in and after it."""
+"""A step as a loop over micro-batches: what is done around it, and what goes in and comes out."""
 
 from __future__ import annotations
 

@@ -17,47 +17,49 @@ from sbpc.boxing.steps import wire
 from sbpc.errors import SbpcError
 from sbpc.graph.operands import value_of
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, PARAMETER, SEED, Port, placeholders
+from sbpc.graph.rewrite import rebuild
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.cost import Kernel, Terms, Transfer
 from sbpc.plans.measure import dims_at, kernels_and_transfers, layout_at, sum_kernel
 from sbpc.plans.memory import POSITION, Life
-from sbpc.plans.memory_formula import bytes_of, largest, local, moments_of, storage_formulas, total
-from sbpc.plans.staged.chunk_cost import ADDED, LEFT
+from sbpc.plans.memory_formula import largest, local, moments_of, storage_formulas, total
 from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.loop import Loop
-from sbpc.plans.staged.part_memory import Kept, arrivals
+from sbpc.plans.staged.part_memory import arrivals, kept_by
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import STEP
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
-from sbpc.plans.symbolic_sizes import name_dims, symbol
+from sbpc.plans.symbolic_sizes import formula, name_dims, symbol
 
 T = TypeVar("T")
 M, BATCH = "m", "batch"
 
 
-def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, int]:
-    """Makes the dims of a body symbolic, and returns the numbers of symbols; none where a micro-batch or their number is 1.
+def name_parts(gm: GraphModule, loop: Loop, mesh: Mesh, dynamic: Mapping[str, Any]) -> GraphModule | None:
+    """Returns a body with symbolic dims; None where a micro-batch or their number is 1.
 
     dynamic: that of `sbpc.plan` for the whole step. Dims of one element are not told apart, so such a body keeps its numbers.
     """
+    gm = rebuild(gm)  # of which the plan of a micro-batch has formulas of its own
     cut = {name: source.dim for name, source in loop.inputs.items() if source.kind == "argument" and source.dim is not None}
     nodes = {port.name: node for port, node in placeholders(gm).items() if port.kind == INPUT and port.name in cut}
     sizes = [node.meta["val"].shape[cut[name]] for name, node in nodes.items()]
     if loop.count == 1 or min(sizes, default=1) == 1:
-        return {}
+        return None
     given: dict[str, Any] = {**dynamic, M: loop.count}
+    outside = {M}  # and the dims that are cut: as one factor of a dim the number of heads, say, is not that of micro-batches
     for name, node in nodes.items():
         shape, dim = node.meta["val"].shape, cut[name]
         dims = list(dynamic[node.name]) if node.name in dynamic else [None] * len(shape)
         if dims[dim] is None:
             dims[dim] = BATCH
             given[BATCH] = shape[dim] * loop.count
+        outside |= {each.name for each in formula(dims[dim], "a dim").free_symbols}
         dims[dim] = f"({dims[dim]})/{M}"
         given[node.name] = dims
-    name_dims(gm, mesh, given)
-    numbers: dict[str, int] = gm.meta["dynamic"]
-    return numbers
+    name_dims(gm, mesh, given, outside)
+    return gm
 
 
 def check_names(gm: GraphModule, mesh: Mesh, dynamic: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def terms(plan: Pipeline, chunks: Chunks, numbers: Mapping[str, int], largest: C
             found, _, moved = kernels_and_transfers(nodes)
             add(kernels, found, times)
             add(transfers, moved, times)
-        for node in dict.fromkeys(programs.homes.values()) if plan.schedule != STEP else ():
+        for node in programs.summed if plan.schedule != STEP else ():
             kernels[sum_kernel(node)] = kernels.get(sum_kernel(node), 0) + m - 1
     mesh = next(iter(chunks.values())).chunk.mesh
     sending = [(each, times) for each, times in transfers.items() if wire(each.step, each.shape, each.itemsize, mesh.sizes)[0]]
@@ -132,7 +134,7 @@ class ChunkMemory:
 
     def __init__(self, chunk: ChunkPrograms, sizes: Sequence[sympy.Symbol]) -> None:
         self.chunk, self.sizes, self.mesh = chunk, sizes, chunk.chunk.mesh
-        self.given = {port: bytes_of(node, 0, self.mesh, sizes) for port, node in placeholders(chunk.chunk.unscheduled).items()}
+        self.given = {port: self.bytes_of(node) for port, node in placeholders(chunk.boxed).items()}
         self.stored = sympy.Add(*(size for port, size in self.given.items() if port.kind in (PARAMETER, BUFFER, SEED)))
         ends = [port for port in chunk.chunk.ports.outputs if port.kind == GRADIENT]
         self.trained = sympy.Add(*(self.given[Port(PARAMETER, port.name)] for port in ends))
@@ -140,13 +142,12 @@ class ChunkMemory:
     @functools.cached_property
     def kept(self) -> dict[str, Any]:
         """Bytes by kind of what stays while other programs run."""
-        sums = {
-            node: node.meta["val"].element_size() * local(node.meta["val"], layout_at(node), self.mesh, self.sizes, dims_at(node))
-            for node in dict.fromkeys(self.chunk.homes.values())
-        }
-        kept = Kept.by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.given.__getitem__)
-        left = sympy.Add(*(sums[node] for node in sums if node in self.chunk.homes))
-        return {**vars(kept), ADDED: sympy.Add(*sums.values()), LEFT: left}
+        return kept_by(self.chunk, lambda life: storage_formulas(life, self.mesh, self.sizes), self.bytes_of)
+
+    def bytes_of(self, node: Node) -> Any:
+        """Returns the bytes of a value."""
+        value = node.meta["val"]
+        return value.element_size() * local(value, layout_at(node), self.mesh, self.sizes, dims_at(node))
 
     def rises(self, which: Parts, first: bool) -> list[Any]:
         """Returns what a program has alive at moments of which one is its most, besides what is there before it is given a micro-batch."""
@@ -161,11 +162,11 @@ class ChunkMemory:
 
 def with_dims(chunk: Chunk, source: GraphModule) -> Chunk:
     """Returns a chunk, boxed anew, whose graph has the symbolic dims that values of the same names have in `source`."""
-    known = {node.name: node for node in source.graph.nodes}
-    for node in chunk.annotated.graph.nodes:
+    known, gm = {node.name: node for node in source.graph.nodes}, rebuild(chunk.annotated)
+    for node in gm.graph.nodes:
         if node.op != "output" and node.name in known:
             take_dims(node, known[node.name])
-    return replace(chunk, bare=chunk.annotated, ready=None)
+    return replace(chunk, bare=gm, ready=None)
 
 
 def take_dims(node: Node, source: Node) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from sbpc.graph.ports import INPUT, TANGENT, Port, placeholders, results
+from sbpc.graph.ports import TANGENT, Port, placeholders, results
 from sbpc.mesh.layout import Layout, numel
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.memory import POSITION, Life
@@ -17,61 +16,51 @@ from sbpc.plans.staged.chunk_programs import ChunkPrograms
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
+GATHERED, SAVED, HANDED, HOME, ADDED, LEFT = "gathered", "saved", "handed", "home", "added", "left"  # see `kept_by`
 Place = tuple[str, int]  # of a storage: the part whose program makes it, "" for what a micro-batch is given, and its number there
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Bytes on the busiest rank of what programs of a chunk give, numbers or formulas. A storage is counted once, however many values
-    lie in it.
+def kept_by(chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]], bytes_of: Callable[[Node], Any]) -> dict[str, Any]:
+    """Returns by kind the bytes on the busiest rank of what stays while other programs of a chunk run. A storage is counted once, however
+    many values lie in it.
 
-    gathered: what is boxed before the micro-batches. saved: what a micro-batch keeps between forward and backward. handed: what it
-    keeps between the two parts of the backward. home: the gradients that were boxed home.
+    GATHERED: what is boxed before the micro-batches. SAVED: what a micro-batch keeps between forward and backward. HANDED: what it keeps
+    between the two parts of the backward. HOME: the gradients that were boxed home. ADDED: gradients while they add up. LEFT: those of
+    them that do so in their home. size_of, bytes_of: sizes of the storages of a program, and of a value by itself; numbers or formulas.
     """
+    places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())  # by name of a value where it lies; what is stored: None
+    size, given = dict[Place, Any](), placeholders(chunk.boxed)
+    late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
+    for number, (port, name) in enumerate(chunk.own.items()):
+        places[name] = "", number
+        size["", number] = bytes_of(given[port])
 
-    gathered: Any
-    saved: Any
-    handed: Any
-    home: Any
+    def run(part: str) -> Any:
+        program = chunk.program((part,))
+        life = Life.of(program.gm, chunk.chunk.mesh)
+        sizes, stored = size_of(life), placeholders(program.gm).values()
+        there = {life.values[node][0]: places.get(name) for name, node in zip((*program.reads, *program.sums), stored)}
+        for name, node in zip(program.gives, results(program.gm)):
+            assert node is not None
+            storage = life.values[node][0]
+            if storage not in there:
+                there[storage] = part, storage
+                size[part, storage] = sizes[storage]
+            places[name] = there[storage]
+        return sum(each for (maker, _), each in size.items() if maker == part)
 
-    @classmethod
-    def by(
-        cls, chunk: ChunkPrograms, size_of: Callable[[Life], Sequence[Any]] | None = None, given: Callable[[Port], Any] | None = None
-    ) -> Kept:
-        """Measures a chunk. size_of, given: sizes of the storages of a program and of what a micro-batch is given, if no numbers."""
-        places: dict[str, Place | None] = dict.fromkeys(chunk.fixed.values())  # by name of a value where it lies; what is stored: None
-        size = dict[Place, Any]()
-        late = {name for port, name in chunk.own.items() if port.kind == TANGENT}
-        for number, (port, name) in enumerate(chunk.own.items()):
-            places[name] = "", number
-            number_of = bytes_at(chunk.chunk.shapes[port], chunk.chunk.given[port], chunk.chunk.mesh)
-            size["", number] = number_of if given is None else given(port)
+    def of(names: Iterable[str]) -> Any:
+        held = {place for name in names if (place := places.get(name)) is not None and place[0] != BEFORE}
+        return sum(map(size.__getitem__, held))
 
-        def run(part: str) -> Any:
-            program = chunk.program((part,))
-            life = Life.of(program.gm, chunk.chunk.mesh)
-            sizes = life.size if size_of is None else size_of(life)
-            stored = placeholders(program.gm).values()
-            there = {life.values[node][0]: places.get(name) for name, node in zip((*program.reads, *program.sums), stored)}
-            for name, node in zip(program.gives, results(program.gm)):
-                assert node is not None
-                storage = life.values[node][0]
-                if storage not in there:
-                    there[storage] = part, storage
-                    size[part, storage] = sizes[storage]
-                places[name] = there[storage]
-            return sum(each for (maker, _), each in size.items() if maker == part)
-
-        def bytes_of(names: Iterable[str]) -> Any:
-            held = {place for name in names if (place := places.get(name)) is not None and place[0] != BEFORE}
-            return sum(map(size.__getitem__, held))
-
-        gathered = run(BEFORE)
-        run(FORWARD)
-        saved = bytes_of((chunk.later[INPUTS] | chunk.later[WEIGHTS]) - late)
-        run(INPUTS)
-        handed = bytes_of(chunk.later[WEIGHTS])
-        return cls(gathered, saved, handed, run(AFTER))
+    found = {GATHERED: run(BEFORE)}
+    run(FORWARD)
+    found[SAVED] = of((chunk.later[INPUTS] | chunk.later[WEIGHTS]) - late)
+    run(INPUTS)
+    found[HANDED] = of(chunk.later[WEIGHTS])
+    sums = {node: bytes_of(node) for node in chunk.summed}
+    left = sum(each for node, each in sums.items() if node in chunk.homes)
+    return found | {HOME: run(AFTER), ADDED: sum(sums.values()), LEFT: left}
 
 
 def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]:
@@ -87,12 +76,8 @@ def rise(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[int, int]
 
 
 def arrivals(chunk: ChunkPrograms, which: Parts, gm: GraphModule) -> tuple[set[Node], list[Port]]:
-    """Returns the placeholders of the program of some parts of what does not arrive for it, and the ports of what does, but is read later.
-
-    The inputs of a micro-batch arrive for the forward, and what later stages send back for the backward of inputs.
-    """
-    arrives, given = {INPUT: FORWARD in which, TANGENT: INPUTS in which}, placeholders(gm)
-    come = [port for port in chunk.own if arrives[port.kind]]
+    """Returns the placeholders of a program of what does not arrive for it, and the ports of what does, to be read later."""
+    come, given = chunk.chunk.arriving(which), placeholders(gm)
     return {node for port, node in given.items() if port not in come}, [port for port in come if port not in given]
 
 

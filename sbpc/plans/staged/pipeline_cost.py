@@ -1,4 +1,4 @@
-"""What a step costs whose stages work on micro-batches: seconds, bubble, communication and memory of the busiest rank."""
+"""What a step costs: seconds, bubble, communication and memory of the busiest rank. One program is one stage with one micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from sbpc.mesh.mesh import Mesh
 from sbpc.plans.cost import Cost, Terms
 from sbpc.plans.options import Options
 from sbpc.plans.staged import schedules
-from sbpc.plans.staged.chunk_cost import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED, ChunkCost
+from sbpc.plans.staged.chunk_cost import ChunkCost
+from sbpc.plans.staged.part_memory import ADDED, GATHERED, HANDED, HOME, LEFT, SAVED
 from sbpc.plans.staged.schedules import BACKWARD, FORWARD, INPUTS, STEP, WEIGHTS, Action, Arrival, actions_of
 from sbpc.plans.staged.stage_parts import AFTER, BEFORE, PARTS, Parts
 
@@ -31,7 +32,7 @@ class Moment(NamedTuple):
 
 
 class Pipeline:
-    """Stages that work on micro-batches.
+    """Stages that work on micro-batches: one stage and one micro-batch where the schedule is STEP.
 
     mesh: all axes. axis: that of the stages, None where all ranks are one stage. count: micro-batches. parts: by chunk what it costs.
     arrivals: by chunk what it receives.
@@ -56,6 +57,10 @@ class Pipeline:
     def owners(self) -> list[int]:
         """By chunk the stage that has it."""
         return schedules.owners(self.schedule, self.stages)
+
+    def chunks_on(self, stage: int) -> list[int]:
+        """Returns the chunks that a stage has."""
+        return [at for at, owner in enumerate(self.owners) if owner == stage]
 
     @functools.cached_property
     def sent(self) -> dict[tuple[int, int, bool], int]:
@@ -154,7 +159,7 @@ class Pipeline:
     def order(self, stage: int) -> list[tuple[Parts, Action]]:
         """Returns what a stage runs, in order: the parts of each program, and the action. What is done once and with no action has the
         name of its part for the kind of one."""
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        mine = self.chunks_on(stage)
         early, late = ([((part,), Action(part, at, 0)) for at in mine if (part, at) in self.apart] for part in (BEFORE, AFTER))
         return [*early, *((self.runs(action), action) for action in self.actions[stage]), *late]
 
@@ -207,8 +212,7 @@ class Pipeline:
 
     def single(self, stage: int, part: str) -> float:
         """Returns the seconds that a stage needs once, before or behind all its actions."""
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage and (part, at) in self.apart]
-        return sum(self.parts[at].program((part,)).seconds for at in mine)
+        return sum(self.parts[at].program((part,)).seconds for at in self.chunks_on(stage) if (part, at) in self.apart)
 
     @functools.cached_property
     def busy(self) -> list[float]:
@@ -266,7 +270,7 @@ class Pipeline:
 
     def totals(self, stage: int, which: str) -> float:
         """Returns a figure of a stage, added up over all that its chunks run."""
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
+        mine = self.chunks_on(stage)
         added = self.count > 1 and which in ("seconds", "compute")
         adds = sum(self.parts[at].adds() for at in mine) * (self.count - 1) if added else 0.0
         return adds + sum(getattr(self.parts[at].program(each), which) * times for at in mine for each, times in self.tally(at).items())
@@ -281,8 +285,8 @@ class Pipeline:
     def sent_by(self, stage: int) -> Counter[str]:
         """Returns by axis the bytes that a rank of a stage sends."""
         sent = Counter[str]()
-        for at, owner in enumerate(self.owners):
-            for which, times in self.tally(at).items() if owner == stage else ():
+        for at in self.chunks_on(stage):
+            for which, times in self.tally(at).items():
                 sent += Counter({axis: size * times for axis, size in self.parts[at].program(which).sent.items()})
         if self.axis is not None:
             sent[self.axis] += self.count * sum(size for (source, *_), size in self.sent.items() if self.owners[source] == stage)
@@ -294,7 +298,7 @@ class Pipeline:
         Activations are those of the micro-batches in flight, and what one program has alive between its forward and its backward.
         Gradients are there from a chunk's first backward on. Temporaries are what the peak has beyond all these.
         """
-        mine = [self.parts[at] for at, owner in enumerate(self.owners) if owner == stage]
+        mine = [self.parts[at] for at in self.chunks_on(stage)]
         summed = self.schedule != STEP
         kinds = {
             "parameters": sum(sum(part.homes.values()) for part in mine),
@@ -319,7 +323,6 @@ class Pipeline:
 
     def moments(self, stage: int) -> Iterator[Moment]:
         """Yields what a stage runs, in order, and what it holds when that begins; last that nothing runs, unless all was one program."""
-        mine = [at for at, owner in enumerate(self.owners) if owner == stage]
         flying, once, begun = Counter[tuple[int, str]](), list[tuple[int, str]](), set[int]()
         for which, (_, at, _) in self.order(stage):
             yield Moment(which, at, at not in begun, flying, once)
@@ -335,4 +338,4 @@ class Pipeline:
                 once += [] if at in begun else [(at, LEFT if AFTER in which else ADDED)]
                 begun.add(at)
             once += [(at, kind) for part, kind in ((BEFORE, GATHERED), (AFTER, HOME)) if part in which]
-        yield Moment((), mine[0], False, flying, once)
+        yield Moment((), self.chunks_on(stage)[0], False, flying, once)

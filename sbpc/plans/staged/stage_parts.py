@@ -1,4 +1,4 @@
-"""Which part of a stage's step each node belongs to: what is done once before all micro-batches, in them, and once after them.
+"""Which part of a step each node belongs to: what is done once before all micro-batches, in them, and once after them.
 
 What is predicted, simulated and run is cut in the same way: the boxed graph, before anything is scheduled.
 """

@@ -22,7 +22,7 @@ from sbpc.graph.ports import GRADIENT, results
 from sbpc.mesh.mesh import Mesh
 from sbpc.plans.chunk import Chunk
 from sbpc.plans.plan import Plan
-from sbpc.plans.staged.chunk_cost import ADDED
+from sbpc.plans.staged.part_memory import ADDED
 from sbpc.plans.staged.pipeline_cost import Pipeline
 from sbpc.plans.staged.schedules import FORWARD, INPUTS, WEIGHTS
 
@@ -59,7 +59,7 @@ def busy(plan: Pipeline, least: Mapping[str, float]) -> dict[str, float]:
 
 def stage_bound(plan: Pipeline, parts: list[dict[str, float]], stage: int) -> float:
     """Returns the bound of one stage. parts: by chunk the least seconds of a micro-batch in each part."""
-    mine = [at for at, owner in enumerate(plan.owners) if owner == stage]
+    mine = plan.chunks_on(stage)
     first, before = parts[mine[0]], parts[: mine[0]]
     each = [busy(plan, parts[at]) for at in mine]
     alone = sum(one[FORWARD] for one in before) + sum(sum(one.values()) for one in each)

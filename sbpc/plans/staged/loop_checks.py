@@ -1,30 +1,30 @@
-"""What the parts of a loop that was read from a file must have in common: each function yields what is wrong, and may rely on what is
-checked before it."""
+"""What must hold between the chunks of a step, and in a loop that was read from a file: each function yields what is wrong, and may rely
+on what is checked before it. plan: a `Plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
 from sbpc.graph.ports import BUFFER, GRADIENT, INPUT, INPUTS, OUTPUT, PARAMETER, TANGENT, Port, results
-from sbpc.plans.plan import Plan
-from sbpc.plans.staged.crossings import alike, wrong_crossings
+from sbpc.plans.staged import schedules
 from sbpc.plans.staged.loop import Loop, Source
 from sbpc.plans.staged.schedules import chunks_in, in_turn
 
 JOINS = ("sum", "max", "min", "same")
 
 
-def mistakes(plan: Plan, loop: Loop) -> Iterator[str]:
+def mistakes(plan: Any, loop: Loop) -> Iterator[str]:
     """Yields what is wrong with the loop of a plan. Raises VerifyError if its stages would wait for each other for ever."""
     yield from chain(wrong_counts(plan, loop), wrong_loop(loop), wrong_chunks(plan, loop), wrong_crossings(plan), wrong_parameters(plan))
     in_turn(plan.actions, plan.needs)
 
 
-def wrong_counts(plan: Plan, loop: Loop) -> Iterator[str]:
+def wrong_counts(plan: Any, loop: Loop) -> Iterator[str]:
     """Yields what is wrong with the numbers of micro-batches and of chunks."""
     if type(loop.count) is not int or loop.count < 1:
         yield f"{loop.count} micro-batches"
@@ -62,7 +62,7 @@ def fits(loop: Loop, source: Source) -> bool:
     return source.kind == "index"
 
 
-def wrong_chunks(plan: Plan, loop: Loop) -> Iterator[str]:
+def wrong_chunks(plan: Any, loop: Loop) -> Iterator[str]:
     """Yields ports of chunks that stand for nothing, or for more than one thing."""
     for at, chunk in enumerate(plan.chunks):
         ports = chunk.ports
@@ -84,7 +84,7 @@ def wrong_chunks(plan: Plan, loop: Loop) -> Iterator[str]:
                 yield f"a result of {dims} dims joined along dim {how}"
 
 
-def wrong_parameters(plan: Plan) -> Iterator[str]:
+def wrong_parameters(plan: Any) -> Iterator[str]:
     """Yields parameters and buffers of chunks that the step has not, or in another shape or layout."""
     for port in sorted(plan.in_loop, key=str):
         if port.kind not in (PARAMETER, GRADIENT) or port.name not in plan.parameters:
@@ -95,3 +95,39 @@ def wrong_parameters(plan: Plan) -> Iterator[str]:
                 yield f"chunk {at} has a {port.kind} {port.name} that the step has not"
             if port.kind == PARAMETER and chunk.given[port] != plan.parameters[port.name]:
                 yield f"{port.name} is stored in two layouts"
+
+
+def wrong_crossings(plan: Any) -> Iterator[str]:
+    """Yields what chunks receive that does not come as it is read, and what they are to send and do not leave.
+
+    It relies on chunks that are right in themselves.
+    """
+    if len(plan.sources) != sum(len(chunk.sends) for chunk in plan.chunks):
+        yield "a value that two chunks send"
+    for at, chunk in enumerate(plan.chunks):
+        for port, name in chunk.receives.items():
+            if name not in plan.sources:
+                yield f"{name}, which chunk {at} receives and none sends"
+                return
+            number, sent = plan.sources[name]
+            source = plan.chunks[number]
+            if number == at or alike(source.value(sent)) != alike(chunk.shapes[port]):
+                yield f"{name}, which chunk {number} sends in another shape than chunk {at} receives"
+            if source.left[sent] != chunk.given[port]:
+                yield f"{name}, which chunk {number} sends in another layout than chunk {at} receives"
+    for at, chunk in enumerate(plan.chunks):
+        for port, name in chunk.sends.items():
+            if not leaves(plan, at, port):
+                yield f"{name}, which chunk {at} is to send and leaves in no micro-batch"
+
+
+def leaves(plan: Any, chunk: int, port: Port) -> bool:
+    """Returns whether all programs of a chunk that are to leave an output do."""
+    programs, kind = plan.programs[chunk], schedules.INPUTS if port in plan.chunks[chunk].sends_late else schedules.FORWARD
+    running = [programs.program(which, adding) for which in plan.tally(chunk) if kind in which for adding in (False, True)]
+    return bool(running) and all(programs.outputs.get(port) in program.gives for program in running)
+
+
+def alike(value: Tensor) -> tuple[Any, ...]:
+    """Returns dtype and shape of a tensor."""
+    return value.dtype, tuple(value.shape)
