@@ -18,7 +18,7 @@ from torch.fx import Node
 import sbpc
 from sbpc import Mesh
 from sbpc._compat import TorchDispatchMode
-from sbpc.errors import PlanError
+from sbpc.errors import NanError, PlanError
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.plans.timeline import sends
 from sbpc.runtime.module import runner_of
@@ -266,3 +266,34 @@ def misuse(folder: str) -> list[str]:
         low.step(x.chunk(2)[torch.distributed.get_rank()])
     held = vars(low)["_sbpc_weights"].sums.held
     return [*said, f"float32 {', '.join({str(each.dtype) for each in held})}"]
+
+
+def failed_amid(plan: sbpc.Plan) -> Any:
+    """What a rank has after a step within no_sync that failed, and one more; what is said; and what it has once all is run again."""
+    module: Any = sbpc.parallelize(model_of(), plan, executor="nans")
+    bad = batch(2)
+    bad[2].data[-1] = torch.nan  # in the last micro-batch, of the last stage
+    with module.no_sync():
+        module.step(*batch(0))
+        with pytest.raises(NanError):
+            module.step(*bad)
+    said = ""
+    try:
+        module.step(*batch(1))
+    except PlanError as error:
+        said = str(error)
+        module.zero_grad()
+        with module.no_sync():
+            module.step(*batch(0))
+        module.step(*batch(1))
+    return said, gradients(module)
+
+
+def test_a_step_that_failed_leaves_no_half_of_a_sum() -> None:
+    model = model_of()
+    for seed in range(2):
+        model(*batch(seed)).backward()
+    for options in ({}, {"microbatches": 5}):
+        for said, found in run_ranks(failed_amid, 2, sbpc.plan(model_of(), batch(0), Mesh(d=2), **options)):
+            assert said.startswith("a step failed amid adding") == bool(options), said
+            same(found, gradients(model))
