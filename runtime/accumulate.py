@@ -66,11 +66,16 @@ class Sums:
         self.held = None
 
     def keep(self, owner: object, held: Any) -> None:
-        """Keeps what has been collected, None for nothing."""
+        """Keeps what has been collected, None for nothing. owner: None while a step writes into it."""
         self.owner, self.held = owner, held
 
     def taken_by(self, owner: object) -> Any:
-        """Returns what has been collected, None for nothing. Raises PlanError if it is of another plan."""
+        """Returns what has been collected, None for nothing. Raises PlanError if it is of another plan, or of a step that failed."""
+        if self.held is not None and self.owner is None:
+            raise PlanError(
+                "a step failed amid adding to the gradients that no_sync keeps, which are half of a sum now\n"
+                "  Call module.zero_grad(), and run the steps since the last optimizer.step() again."
+            )
         if self.held is not None and self.owner is not owner:
             raise PlanError(
                 "no_sync has kept gradients of one plan, and now another one runs: the module is in another mode (train or eval),"
@@ -85,12 +90,14 @@ class Sums:
         Raises PlanError if what has been collected is of another plan.
         """
         before = self.taken_by(owner)
+        self.keep(None, before)
         if before is not None:
             sums = [held.add_(each) for held, each in zip(before, computed)]
         else:
             sums = [each.to(WIDE.get(each.dtype, each.dtype)).contiguous() for each in computed]  # which may be expanded
+        found = None if self.collects else bring_home([total.to(each.dtype) for total, each in zip(sums, computed)])
         self.keep(owner, sums if self.collects else None)
-        return None if self.collects else bring_home([total.to(each.dtype) for total, each in zip(sums, computed)])
+        return found
 
 
 def within(sums: Sums | None) -> str:

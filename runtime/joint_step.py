@@ -35,8 +35,10 @@ class AtOnce:
         del parameters
         with torch.no_grad():
             results, gradients = runner.joint(values, sums)
-        if any(leaf.requires_grad for leaf in leaves):
-            self.handles.append(Handed.apply(runner.for_leaves(leaves, gradients), *leaves))
+        pairs = [(each, leaf) for each, leaf in zip(runner.for_leaves(leaves, gradients), leaves) if each is not None]
+        if any(leaf.requires_grad for _, leaf in pairs):  # hooks of others are not called, as those within `no_sync`
+            given, those = zip(*pairs)
+            self.handles.append(Handed.apply(given, *those))
         return results
 
 
@@ -58,7 +60,7 @@ class Handed(Function):
     """A scalar whose backward hands out gradients that are there already, once."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
         """Returns the scalar."""
         ctx.gradients = gradients
         return torch.zeros(())

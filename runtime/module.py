@@ -235,16 +235,6 @@ def runner_of(module: nn.Module) -> Runner:
     return runners[0]
 
 
-def refuse_unfinished(module: nn.Module) -> None:
-    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict holds."""
-    weights = vars(module).get(WEIGHTS)
-    if weights is not None and weights.sums.held:
-        raise PlanError(
-            "the module keeps gradients of backwards within no_sync, which would be lost\n"
-            "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
-        )
-
-
 def steps_run(module: nn.Module) -> int | None:
     """Returns how many training steps a module has run in this process, None if it is not parallel."""
     if RANDOM not in vars(module):

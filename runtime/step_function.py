@@ -13,7 +13,6 @@ from sbpc._compat import keeps_graph, writes_of
 from sbpc.errors import PlanError
 from sbpc.plans.step_programs import BACKWARD, FORWARD, UNSENT
 from sbpc.runtime.accumulate import Sums
-from sbpc.runtime.start.lost_ranks import watched
 from sbpc.runtime.step import Runner, no_autocast
 
 
@@ -60,7 +59,7 @@ class StepFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Runs the backward program. Values saved for it die at their last use, unless the graph is retained."""
-        with torch.no_grad(), watched(f"a backward of plan {ctx.runner.same.number}"):
+        with torch.no_grad(), ctx.runner.same.together(f"a backward of plan {ctx.runner.same.number}"):
             gradients = StepFunction.gradients(ctx, [grad.detach() for grad in grads])
         if torch.is_grad_enabled():  # create_graph=True
             gradients = NoSecondGradient.apply(*(each if each is None else each.requires_grad_() for each in gradients))

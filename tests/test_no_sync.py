@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.fx import Node
 import sbpc
 from sbpc import Mesh
 from sbpc._compat import TorchDispatchMode
-from sbpc.errors import PlanError
+from sbpc.errors import NanError, PlanError
 from sbpc.graph.ports import GRADIENT, results
 from sbpc.plans.timeline import sends
 from sbpc.runtime.module import runner_of
@@ -100,6 +101,13 @@ def accumulate(plan: sbpc.Plan) -> dict[str, Any]:
     """What a rank has after backwards within and outside of no_sync, of all kinds, and what it sends."""
     found: dict[str, Any] = {}
     module: Any = sbpc.parallelize(model_of(), plan)
+    called = list[str]()
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: called.append("hook")) for p in module.parameters() if p.requires_grad]
+    with module.no_sync():
+        by_step(module, batch(0))
+    found["called"] = called
+    for hook in hooks:
+        hook.remove()
     for name, kinds in {"halves": [by_halves] * 3, "steps": [by_step] * 3, "mixed": [by_step, by_halves, by_step]}.items():
         module.zero_grad()
         for seed, run in enumerate(kinds):
@@ -184,6 +192,7 @@ def test_gradients_are_the_sum_of_those_of_all_backwards(ranks: list[Any]) -> No
             for seed, grad in inputs.items():
                 torch.testing.assert_close(found[name, "input", seed], grad, rtol=1e-12, atol=1e-12)
         same(found["dropped"], gradients(model))
+        assert not found["called"]
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -241,7 +250,8 @@ class Dropping(nn.Module):
 
 
 def misuse(folder: str) -> list[str]:
-    """What is said of a checkpoint amid an accumulation, and of one that goes on in another mode; in what sums of 16 bits are held."""
+    """What is said of a checkpoint and a copy amid an accumulation, and of one that goes on in another mode; in what sums of 16 bits are
+    held."""
     torch.manual_seed(0)
     model, x, mesh = Dropping(), torch.randn(8, 6), Mesh(d=2)
     plan = sbpc.plan(model, (x,), mesh, pin={"*": "B"})
@@ -253,6 +263,8 @@ def misuse(folder: str) -> list[str]:
     said = []
     with pytest.raises(PlanError, match="gradients of backwards within no_sync, which would be lost"):
         checkpoints.save(1, module)
+    with pytest.raises(PlanError, match="gradients of backwards within no_sync, which would be lost"):
+        copy.deepcopy(module)
     said.append("would be lost")
     with pytest.raises(PlanError, match="the module is in another mode"):
         module.eval().step(x)
@@ -266,3 +278,34 @@ def misuse(folder: str) -> list[str]:
         low.step(x.chunk(2)[torch.distributed.get_rank()])
     held = vars(low)["_sbpc_weights"].sums.held
     return [*said, f"float32 {', '.join({str(each.dtype) for each in held})}"]
+
+
+def failed_amid(plan: sbpc.Plan) -> Any:
+    """What a rank has after a step within no_sync that failed, and one more; what is said; and what it has once all is run again."""
+    module: Any = sbpc.parallelize(model_of(), plan, executor="nans")
+    bad = batch(2)
+    bad[2].data[-1] = torch.nan  # in the last micro-batch, of the last stage
+    with module.no_sync():
+        module.step(*batch(0))
+        with pytest.raises(NanError):
+            module.step(*bad)
+    said = ""
+    try:
+        module.step(*batch(1))
+    except PlanError as error:
+        said = str(error)
+        module.zero_grad()
+        with module.no_sync():
+            module.step(*batch(0))
+        module.step(*batch(1))
+    return said, gradients(module)
+
+
+def test_a_step_that_failed_leaves_no_half_of_a_sum() -> None:
+    model = model_of()
+    for seed in range(2):
+        model(*batch(seed)).backward()
+    for options in ({}, {"microbatches": 5}):
+        for said, found in run_ranks(failed_amid, 2, sbpc.plan(model_of(), batch(0), Mesh(d=2), **options)):
+            assert said.startswith("a step failed amid adding") == bool(options), said
+            same(found, gradients(model))

@@ -241,6 +241,22 @@ def test_ranks_may_evaluate_alone_where_nothing_is_sent() -> None:
         assert isinstance(first, float) and first == second
 
 
+def failing(plan: sbpc.Plan) -> list[str]:
+    """On a rank: what is said of calls of which one fails on rank 0 alone, and of the next one."""
+    sbpc.start(timeout=3)
+    module: Any = sbpc.parallelize(Net(), plan, executor="nans")
+    batches = [(drawn(at, 2 if plan.options.inputs else 4), ARGS[1]) for at in range(FIRST + 2)]
+    if dist.get_rank() == 0:
+        batches[FIRST][0].fill_(torch.nan)
+    return [said(lambda batch=batch: module.step(*batch)).partition(":")[0] for batch in batches]
+
+
+def test_a_rank_does_not_go_on_beside_others_after_a_step_that_failed_there_alone() -> None:
+    for options in ({"inputs": ["S(0)", None]}, {"stages": "a", "microbatches": 2}):
+        found = run_ranks(failing, 2, sbpc.plan(Net(), ARGS, Mesh(a=2), **options))
+        assert found == [["nothing"] * FIRST + [first, "LostRankError"] for first in ("NanError", "LostRankError")], options
+
+
 def collecting(plan: sbpc.Plan) -> str:
     """What is said where one rank alone adds up its gradients."""
     module = sbpc.parallelize(Net(), plan)

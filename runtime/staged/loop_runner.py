@@ -105,6 +105,7 @@ class Step:
 
     def run(self) -> tuple[dict[Port, Any], dict[str, Tensor]]:
         """Runs all actions of this rank, then what is done once."""
+        self.sums.keep(None, self.sums.held)  # programs add to it in place: whose it is shows when all have
         actions = self.plan.actions[self.runner.stage]
         for at in self.runner.mine:
             if (BEFORE, at) in self.plan.apart:
@@ -117,10 +118,10 @@ class Step:
             if self.sums.collects:  # the sums go home in a later step
                 which = tuple(part for part in which if part != AFTER)
             self.part(action.chunk, which, action.micro_batch)
-        self.sums.keep(self.runner, {at: run.added for at, run in self.runs.items()} if self.sums.collects else None)
         gradients = {} if self.sums.collects else self.gradients()
         results = self.results()
         self.mail.finish()
+        self.sums.keep(self.runner, {at: run.added for at, run in self.runs.items()} if self.sums.collects else None)
         return results, gradients
 
     def gradients(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sbpc.errors import CheckpointError, check_kinds, is_number, shown
-from sbpc.runtime.module import refuse_unfinished, steps_run
+from sbpc.runtime.module import steps_run
 from sbpc.runtime.start import process_groups
 from sbpc.runtime.state import block_files
 from sbpc.runtime.state.blocks import TensorBlock, blocks_of, groups_of, merged_groups
@@ -42,6 +42,7 @@ from sbpc.runtime.state.checkpoint_record import (
     restored,
 )
 from sbpc.runtime.state.folder_lock import FolderLock, locked
+from sbpc.runtime.state.members import refuse_unfinished
 from sbpc.runtime.state.weight_files import Weights
 
 NAME = re.compile(r"step-(\d{9})")

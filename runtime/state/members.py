@@ -55,11 +55,22 @@ def members_of(
 
 
 def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copies a parallel module with its weights."""
+    """Copies a parallel module with its weights. Raises PlanError amid an accumulation."""
+    refuse_unfinished(self)
     made = memo[id(self)] = self.__class__.__new__(self.__class__)
     own = {key: value for key, value in self.__dict__.items() if key != WEIGHTS}
     made.__dict__.update((key, copy.deepcopy(value, memo)) for key, value in own.items())
     return made
+
+
+def refuse_unfinished(module: nn.Module) -> None:
+    """Raises PlanError if a module keeps gradients of backwards within `no_sync`, which no state dict and no copy holds."""
+    weights = vars(module).get(WEIGHTS)
+    if weights is not None and weights.sums.held:
+        raise PlanError(
+            "the module keeps gradients of backwards within no_sync, which would be lost\n"
+            "  Call backward outside of no_sync and optimizer.step() first, or module.zero_grad()."
+        )
 
 
 def set_random_state(self: nn.Module, state: dict[str, int]) -> None:
