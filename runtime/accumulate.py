@@ -30,7 +30,8 @@ Where `backward` is called counts, not where the forward ran. The sums are held 
 float32 where these are in 16 bits, in a loop in the dtype in which its micro-batches add up: that is memory besides what the plan
 predicts. A stock optimizer does not know them. So end with a backward outside before `optimizer.step()`, as the sums are else missing
 there and go into the next backward outside; and drop them by `module.zero_grad()`, as `optimizer.zero_grad()` does not.
-`sbpc.Checkpoints` refuses to save while there are any."""
+`sbpc.Checkpoints` refuses to save while there are any, and a deep copy is refused. `module.step` calls no hook of a parameter within;
+a backward of autograd calls them with None."""
 ZERO_GRAD = "Drops the gradients of parameters, and what `no_sync` keeps of them."
 T = TypeVar("T")
 WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # in which sums are held

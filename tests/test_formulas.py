@@ -169,3 +169,12 @@ def test_dims_that_make_no_sense_are_refused() -> None:
         with pytest.raises(sbpc.SbpcError) as error:
             pair(dynamic)
         assert str(error.value).startswith(message)
+
+
+def test_of_patterns_that_name_one_dim_the_last_one_is_taken_also_from_a_file(tmp_path: Path) -> None:
+    names = {"weight": ("n", "k"), "input_1": ("b", "k"), "*ight": ("2*m", "k")}
+    plan = sbpc.plan(nn.Linear(8, 6), (torch.randn(10, 8),), Mesh(t=2), dynamic=names)
+    plan.save(tmp_path / "plan")
+    found = sbpc.load(tmp_path / "plan")
+    assert list(found.options.dynamic or {}) == list(names) and found.options == plan.options and found.numbers == plan.numbers
+    assert found.cost.expr == plan.cost.expr and str(found) == str(plan)

@@ -139,7 +139,8 @@ MEMORY = either(NONE, NUMBER, leaf(lambda v: v == math.inf))
 OPTIONS = record({"train": FLAG, "model": NAME, "objective": one_of(*OBJECTIVES), "optimizer": leaf(lambda v: v in (*OPTIMIZER_STATE,))}, {
     "dtype": either(NONE, NAME), "eval": many(NAME), "left_out": many(NAME), "memory": MEMORY, "pin": table(NAME), "spread": FLAG,
     "microbatches": COUNT, "panels": COUNT, "recompute": NAME, "baseline": NAME, "schedule": NAME, "stages": either(NONE, NAME),
-    "inputs": LAYOUTS, "outputs": LAYOUTS, "dynamic": table(either(INTEGER, many(either(NONE, NAME)))), "guards": table(many(LINE)),
+    "inputs": LAYOUTS, "outputs": LAYOUTS, "guards": table(many(LINE)),
+    "dynamic": many(row(NAME, either(INTEGER, many(either(NONE, NAME))))),
 })  # fmt: skip
 FIGURE = either(NONE, NAME, leaf(lambda v: is_number(v, (int, float))))
 FIGURES = table(either(FIGURE, many(table(FIGURE))))  # `Cluster.of` checks the rest

@@ -87,7 +87,10 @@ def encode_loop(loop: Loop, in_loop: Iterable[Port]) -> dict[str, Any]:
 
 def encode_options(options: Options) -> dict[str, Any]:
     """Returns options as JSON values; those that are None are left out, and what is computed again, which is in the graph."""
-    return {name: value for name, value in vars(options).items() if (value is not None or name == "optimizer") and name != "forms"}
+    found = {name: value for name, value in vars(options).items() if (value is not None or name == "optimizer") and name != "forms"}
+    if options.dynamic is not None:  # of patterns that overlap the last one counts, and a file sorts keys
+        found["dynamic"] = [list(item) for item in options.dynamic.items()]
+    return found
 
 
 def encode_layouts(layouts: Iterable[Layout | None]) -> list[str | None]:
@@ -200,6 +203,8 @@ class Decoder:
     def options(self) -> Options:
         """Returns the options of the plan."""
         options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in self.body["options"].items()}
+        if "dynamic" in options:
+            options["dynamic"] = dict(options["dynamic"])
         return Options(**options)
 
     def graph(self, body: dict[str, Any], collectives: bool = False, given: Bounds = ()) -> GraphModule:
