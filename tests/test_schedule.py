@@ -87,7 +87,7 @@ def random_buckets(order: list[tuple[Node, bool]], seed: int) -> tuple[list[tupl
 def with_order(plan: Plan, order: list[tuple[Node, bool]], buckets: dict[Node, Node] | None = None) -> Plan:
     """The plan, its boxed graph in another order."""
     result = replace(plan)
-    result.programs[0].known[PARTS, False] = whole(plan.chunk, ordered(plan.unscheduled, order, buckets))
+    result.programs[0].known[PARTS, False] = whole(plan.unscheduled, ordered(plan.unscheduled, order, buckets))
     return result
 
 
