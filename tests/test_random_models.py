@@ -37,6 +37,10 @@ def test_random_models_have_the_numbers_of_one_device(first: int) -> None:
     assert counts[""] >= CHUNK / 2, counts
 
 
+def test_models_that_once_were_not_planned_are() -> None:
+    check([568])  # products whose results lie in memory so that no view reads them
+
+
 def test_plans_of_random_models_are_the_same_in_another_process() -> None:
     seeds = QUICK[:: FEW // 5]
     assert elsewhere(seeds) == [digest(seed) for seed in seeds]

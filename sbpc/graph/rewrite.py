@@ -165,11 +165,15 @@ def shaped(write: Writer, x: Node, size: Sequence[int]) -> Node:
     source: Any = x
     while list(source.meta["val"].shape) != list(size):
         if source.target is not aten.view.default:
-            return write.call(aten.view.default, source, list(size))
+            try:
+                return write.call(aten.view.default, source, list(size))
+            except (RuntimeError, ValueError):  # its elements do not lie so that a view could read them
+                return write.call(aten.view.default, write.call(aten.clone.default, source, memory_format=CONTIGUOUS), list(size))
         source = source.args[0]
     return source
 
 
+CONTIGUOUS = torch.contiguous_format
 put = object.__setattr__  # of `args`, `kwargs` or `meta` of a node
 
 
